@@ -3,7 +3,7 @@ docs/results/activation_memory.md.
 
     python benchmarks/activation_memory.py
 
-Bytes are counted, not estimated (`pycls_fast.ledger.live_memory`): everything alive at the end of the forward pass
+Bytes are counted, not estimated (`pycls_fast.plan.live_memory`): everything alive at the end of the forward pass
 except parameters, buffers and the batch. Takes half an hour on a shared core.
 """
 
@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel import save_activation_memory
 from pycls_fast.parallel.saved_tensors import PackedStorage
+from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.train.environment import provenance_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "activation_memory.md"

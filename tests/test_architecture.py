@@ -1,7 +1,7 @@
 """Imports point one way, docstrings begin with what they describe, and no two public classes share a name.
 
-tools -> cli -> commands -> ledger -> inference -> train -> build -> {config, parallel, speed, precision, strategies}
--> {models, data, optim, losses} -> leaves.
+tools -> cli -> commands -> ledger -> inference -> train -> build -> {config, parallel, plan, speed, precision,
+strategies} -> {models, data, optim, losses} -> leaves.
 
 A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 _LEAVES = {"errors", "counter", "network", "named_parts", "our_files", "paths", "exit_status", "durable"}
 _BOTTOM = {"models", "data", "optim", "losses"}
-_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel", "plan"}
 _TRAIN = _BUILD | {"build", "published"}
 _INFERENCE = _TRAIN | {"train"}
 _LEDGER = _INFERENCE | {"inference"}
@@ -48,6 +48,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": _LEAVES | {"speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
     "parallel": _LEAVES | {"strategies"} | _BOTTOM - {"models"},
+    # It measures a `Network` that it is given, and knows no configuration.
+    "plan": _LEAVES | {"strategies"},
     "build": _BUILD,
     "train": _TRAIN,
     "inference": _INFERENCE,

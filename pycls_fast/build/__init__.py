@@ -27,6 +27,7 @@ from pycls_fast.build.device import (
     strategy,
     world,
 )
+from pycls_fast.build.memory import MemoryPlan, device_memory, gigabytes
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
@@ -61,6 +62,7 @@ from pycls_fast.build.sources import (
 from pycls_fast.build.switch_values import compile_for_gpu, has_compiler, has_decoder, switches
 
 __all__ = [
+    "MemoryPlan",
     "Race",
     "Switches",
     "apply_precision",
@@ -76,6 +78,7 @@ __all__ = [
     "criterion",
     "cuda_precision",
     "device_kind",
+    "device_memory",
     "draw_on_device",
     "ema",
     "eval_batches",
@@ -83,6 +86,7 @@ __all__ = [
     "eval_set",
     "for_scoring",
     "freeze",
+    "gigabytes",
     "has_compiler",
     "has_decoder",
     "imagenet_wnids",

@@ -16,7 +16,7 @@ def microbatch_size(config: RunConfig, world: World, *, resumes: bool = False) -
     Raises:
         UserError: the global batch cannot be divided.
     """
-    batch, accumulation = config.data.global_batch_size, config.optim.accumulation_steps
+    batch, accumulation = config.data.global_batch_size, config.optim.microbatches
     parts = world.size * accumulation
     if batch % parts:
         below = max(batch // parts, 1) * parts
@@ -65,7 +65,7 @@ def check_mixing(config: RunConfig, world: World) -> None:
     if not config.augment.mixes:
         return
     images, batch = microbatch_size(config, world), config.data.global_batch_size
-    parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.accumulation_steps}"
+    parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.microbatches}"
     if images == 1:
         key = "mixup_alpha" if config.augment.mixup_alpha else "cutmix_alpha"
         raise UserError(

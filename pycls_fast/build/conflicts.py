@@ -51,7 +51,7 @@ def _graphs_of_parts(config: RunConfig, chosen: Switches) -> Iterator[str]:
     if chosen[SwitchName.COMPILE] == "blocks":
         # Blocks share their code, and a graph the addresses of one block's weights.
         yield f"speed.compile_mode: {mode} would record a graph for each block; use speed.compile=model or {instead}"
-    if config.optim.accumulation_steps > 1:
+    if config.optim.microbatches > 1:
         yield (
             f"speed.compile_mode: {mode} keeps gradients in memory of CUDA graphs, which the next microbatch overwrites"
             f"; use optim.accumulation_steps=1 or {instead}"
@@ -149,7 +149,7 @@ def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
             f"speed.optimizer=fused; got optim.name={config.optim.name} with {implementation}; use "
             "speed.cuda_graphs=off"
         )
-    if config.optim.accumulation_steps > 1:
+    if config.optim.microbatches > 1:
         yield (
             "speed.cuda_graphs: on records one microbatch a step, and the host draws for each; use "
             "optim.accumulation_steps=1 or speed.cuda_graphs=off"

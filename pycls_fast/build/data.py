@@ -60,7 +60,7 @@ def train_loader(
         world_size=world.size,
         start_step=start_step,
         total_steps=steps,
-        accumulation_steps=config.optim.accumulation_steps,
+        accumulation_steps=config.optim.microbatches,
         order=order(config, source),
         repeats=config.augment.repeats,
     )
@@ -206,7 +206,7 @@ def for_scoring(config: RunConfig) -> RunConfig:
     data = config.data
     if data.eval_batch_size is not None:
         return config
-    microbatch = max(data.global_batch_size // config.optim.accumulation_steps, 1)
+    microbatch = max(data.global_batch_size // config.optim.microbatches, 1)
     return config.with_values(data={"eval_batch_size": min(microbatch, _SCORING_BATCH)})
 
 

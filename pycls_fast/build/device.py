@@ -44,9 +44,14 @@ def world(config: RunConfig) -> Iterator[World]:
 
 def strategy(config: RunConfig, world: World) -> str:
     """The name of the resolved strategy, a key of `STRATEGIES`."""
+    return strategy_name(config, world.size)
+
+
+def strategy_name(config: RunConfig, ranks: int) -> str:
+    """`strategy` for a number of ranks."""
     name = config.parallel.name
     if strategy_of(name).replicates:
-        return "ddp" if world.size > 1 else "single"
+        return "ddp" if ranks > 1 else "single"
     return name
 
 

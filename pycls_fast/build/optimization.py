@@ -128,7 +128,7 @@ def optimizer(
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if OPTIMIZERS[settings.name].compiles_itself:
             need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
-        made = _optimizer(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
+        made = optimizer_of(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             optim.compile_step(made)
@@ -186,7 +186,8 @@ _MAKE: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def _optimizer(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
+def optimizer_of(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
+    """An optimizer over groups of parameters, uncompiled."""
     choice = {"implementation": implementation} if len(OPTIMIZERS[settings.name].implementations) > 1 else {}
     return _MAKE[settings.name](groups, lr=lr, **settings.own(), **choice)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pycls_fast.build.memory import fitting_batch, with_accumulation
 from pycls_fast.build.network import counted_model
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.config.schema.values import AUTO, AUTO_EPOCHS
@@ -22,7 +23,7 @@ _EVALUATIONS = 20
 _WARMUP_SHARE, _LONGEST_WARMUP = 0.1, 2.0
 
 
-def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
+def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int | None = None) -> RunConfig:
     """The configuration with every `auto` replaced by a number; unchanged if there is none.
 
     - `schedule.epochs`: enough for 160 steps, at least 10 and at most 50.
@@ -30,20 +31,23 @@ def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
     - `schedule.warmup_epochs`: a tenth of the epochs, at most 2.
     - `data.global_batch_size`: the largest power of two up to 64 that gives an epoch at least 4 steps, but at least 2
       images per rank and microbatch if there are so many. (With 3 ranks 3 times a power of two, and so on.)
+      If `optim.accumulation_steps` is a number, half as often as a step does not fit into the device's memory.
     - `runtime.eval_every_epochs`: at most 20 evaluations in all.
+    - `optim.accumulation_steps`: see `with_accumulation`.
 
     Args:
-        config: the run's configuration.
+        config: the run's configuration, with a precision.
         images: number of images in the training split.
         world: the ranks.
+        classes: number of classes in the data, if it is known.
 
     Raises:
-        UserError: the warm-up is longer than the training.
+        UserError: the warm-up is longer than the training, or no microbatch fits into memory.
     """
     epochs, warmup = config.schedule.epochs, config.schedule.warmup_epochs
     batch, every = config.data.global_batch_size, config.runtime.eval_every_epochs
     if batch == AUTO:
-        batch = _batch(images, world.size * config.optim.accumulation_steps)
+        batch = fitting_batch(config, _batch(images, world.size * config.optim.microbatches), world, classes)
     if epochs == AUTO:
         epochs = _epochs(images, batch)
         if warmup > epochs:
@@ -58,12 +62,13 @@ def resolve_auto(config: RunConfig, images: int, world: World) -> RunConfig:
     batch_norm = config.optim.batch_norm
     if batch_norm == "auto":
         batch_norm = "frozen" if images < _TRAINS_BATCH_NORM else "train"
-    return config.with_values(
+    config = config.with_values(
         schedule={"epochs": epochs, "warmup_epochs": warmup},
         data={"global_batch_size": batch},
         runtime={"eval_every_epochs": every},
         optim={"layer_decay": _layer_decay(config), "batch_norm": batch_norm},
     )
+    return with_accumulation(config, world, classes)
 
 
 def _epochs(images: int, batch: int) -> int:

@@ -7,7 +7,6 @@ from pycls_fast.parallel.compiled import compile_model, uncompiled
 from pycls_fast.parallel.fairscale_fsdp import plain_name
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.float8 import use_float8
-from pycls_fast.parallel.footprint import Copies, footprint
 from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers, lost_ranks, start_world
 from pycls_fast.parallel.wrap import place_model, wrap_model
@@ -16,7 +15,6 @@ from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 __all__ = [
     "ALONE",
     "Agreement",
-    "Copies",
     "FlatShards",
     "StrategySettings",
     "World",
@@ -24,7 +22,6 @@ __all__ = [
     "compile_model",
     "first_of_launch",
     "floating_buffers",
-    "footprint",
     "keep_freed_memory",
     "keep_in_float32",
     "lost_ranks",

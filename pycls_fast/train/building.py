@@ -37,8 +37,6 @@ class TrainingParts:
     step: Step
     switches: build.Switches
     complexity: Complexity
-    largest_unit: int
-    """Parameters of the largest block, which sharded strategies gather whole."""
     steps_per_epoch: int
     new_head: bool
     """Whether the weights left the head without values."""
@@ -63,13 +61,13 @@ def build_parts(
     build.set_backend(config, world.device, switches)
     build.microbatch_size(config, world, resumes=resumed_from is not None)
     sources = build.sources(config, world)
-    config = after_data(config, len(sources["train"]), world, resumed_from, note=display.note)
+    classes = build.num_classes(config, sources["train"])
+    config = after_data(config, len(sources["train"]), world, resumed_from, classes=classes, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)
     switches = build.compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
-    classes = build.num_classes(config, sources["train"])
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
@@ -87,12 +85,10 @@ def build_parts(
     counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
     images = steps * config.data.global_batch_size
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
-    units = network.units()
-    largest_unit = max((sum(p.numel() for p in unit.parameters()) for _, unit in units), default=0)
     network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return TrainingParts(config, sources, network, step, switches, counted, largest_unit, steps_per_epoch, new_head)
+    return TrainingParts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 
 
 def _load_initial(
@@ -241,7 +237,7 @@ def make_step(
         ema=build.ema(config, weights, switches),
         seed=config.seed,
         rank=world.rank,
-        accumulation_steps=config.optim.accumulation_steps,
+        accumulation_steps=config.optim.microbatches,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
     return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step

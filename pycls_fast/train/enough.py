@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, is_out_of_memory
 from pycls_fast.exit_status import OUT_OF_MEMORY
@@ -15,11 +16,11 @@ from pycls_fast.train.environment import device_name
 
 
 @contextmanager
-def enough_memory(mistake: str) -> Iterator[None]:
+def enough_memory(mistake: str | Callable[[], str]) -> Iterator[None]:
     """Turn torch's out-of-memory error into a `UserError`.
 
     Args:
-        mistake: the message, which must contain `OUT_OF_MEMORY`.
+        mistake: the message, which must contain `OUT_OF_MEMORY`, or a function that makes it.
 
     Raises:
         UserError: out of memory.
@@ -29,7 +30,7 @@ def enough_memory(mistake: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(mistake) from error
+        raise UserError(mistake if isinstance(mistake, str) else mistake()) from error
 
 
 @contextmanager
@@ -39,13 +40,28 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
     Raises:
         UserError: out of memory, or batch norm gets a single value per channel.
     """
-    mistake = (
-        f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
-        f"{config.data.global_batch_size}; raise optim.accumulation_steps (the same result in smaller parts), or "
-        "use a smaller batch or model; earlier checkpoints are kept"
-    )
+
+    def mistake() -> str:
+        return (
+            f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+            f"{config.data.global_batch_size}{_way_out(config, world)}; earlier checkpoints are kept"
+        )
+
     with enough_memory(mistake), enough_images():
         yield
+
+
+def _way_out(config: RunConfig, world: World) -> str:
+    """What the memory plan says of a step that did not fit, and the smaller microbatches to try."""
+    made = build.MemoryPlan(config, world.device, world.size)
+    try:
+        needs = f" (a step needs {build.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
+    except UserError:
+        # Whatever is computed can run out of memory, also what cannot be planned.
+        needs = ""
+    steps = next((n for n in reversed(made.parts()) if n > config.optim.microbatches), None)
+    smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
+    return f"{needs}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller batch or model"
 
 
 @contextmanager

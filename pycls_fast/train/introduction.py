@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,9 @@ import numpy as np
 import torch
 
 from pycls_fast import build
-from pycls_fast.parallel import Copies, World, footprint
-from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
-from pycls_fast.strategies import STRATEGIES
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train.display import epochs, human
 from pycls_fast.train.environment import device_name
 
@@ -31,9 +30,9 @@ def introduce(run: Run) -> None:
     config, world = run.config, run.world
     train, val = run.sources["train"], run.sources["val"]
     batch = f"{config.data.global_batch_size}"
-    if world.size * config.optim.accumulation_steps > 1:
-        each = config.data.global_batch_size // world.size // config.optim.accumulation_steps
-        batch += f" = {world.size} ranks x {config.optim.accumulation_steps} microbatches x {each}"
+    if world.size * config.optim.microbatches > 1:
+        each = config.data.global_batch_size // world.size // config.optim.microbatches
+        batch += f" = {world.size} ranks x {config.optim.microbatches} microbatches x {each}"
     chosen = "  ".join(
         f"{switch.name}={run.switches[switch.name]}"
         for switch in CATALOGUE
@@ -54,7 +53,7 @@ def introduce(run: Run) -> None:
         ("steps", f"{run.total_steps:,} ({asked} epochs of {run.steps_per_epoch:,})"),
         ("global batch", batch),
         ("preprocessing", build.preprocessing(config)),
-        ("memory per rank", f"{human(memory_per_rank(run), 'B')} for weights, gradients and optimizer"),
+        ("memory per rank", _memory(run)),
         (
             "device",
             f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {_threads(world)}"
@@ -164,41 +163,21 @@ def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
-def memory_per_rank(run: Run) -> float:
-    """Peak bytes of weights, gradients, optimizer and average during a step; see `footprint`."""
-    optim = run.config.optim
-    trained = reached = None
-    if "all" not in optim.trainable:
-        # In the order of the forward pass, provided that the network lists its parameters in that order.
-        from_first = list(itertools.dropwhile(lambda p: not p.requires_grad, run.network.parameters()))
-        trained = sum(p.numel() for p in from_first if p.requires_grad)
-        reached = sum(p.numel() for p in from_first)
-    return footprint(
-        run.complexity.parameters,
-        run.largest_unit,
-        _copies(run),
-        state_copies=OPTIMIZERS[optim.name].state_copies(optim.own()),
-        trained=trained,
-        reached=reached,
-        averaged=run.step.ema is not None,
-    )
+def _memory(run: Run) -> str:
+    """What a rank's device has to hold, by the memory plan."""
+    steps = run.config.optim.microbatches
+    made = build.MemoryPlan(run.config, run.world.device, run.world.size, len(run.classes))
+    text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
+    memory = build.device_memory(run.config, run.world)
+    return text if memory is None else f"{text}; {_at_the_peak(made, steps)} of {human(memory, 'B')}"
 
 
-def _copies(run: Run) -> Copies:
-    config, group = run.config, run.step.wrapped.shard_group
-    level, compute_bytes = build.level(config), build.compute_dtype(config).itemsize
-    strategy = build.strategy(config, run.world)
-    # fsdp and hsdp gather weights in autocast's format, so that it makes no copies.
-    gathers_narrow = STRATEGIES[strategy].has_dtensors and level.autocast is not None and not level.float8
-    return Copies(
-        strategy=strategy,
-        degree=1 if group is None else group.size(),
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        compute_bytes=compute_bytes if level.weights != "float32" or gathers_narrow else 4,
-        autocast_bytes=compute_bytes if level.autocast and not gathers_narrow else 0,
-        recomputes=run.switches[SwitchName.RECOMPUTE] == "full",
-        accumulates=config.optim.accumulation_steps > 1,
-    )
+def _at_the_peak(made: build.MemoryPlan, steps: int) -> str:
+    try:
+        return f"{human(made.peak(steps), 'B')} with activations"
+    except UserError:
+        # The number of microbatches was given.
+        return "activations not known"
 
 
 def _trainable_row(run: Run) -> list[tuple[str, str]]:

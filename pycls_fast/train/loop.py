@@ -22,12 +22,13 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.enough import enough_to_train
 from pycls_fast.train.head import fit_head
-from pycls_fast.train.metrics import Clock, TrainMetrics, memory_peak_bytes, reset_memory_peak
+from pycls_fast.train.metrics import Clock, TrainMetrics, reset_memory_peak
 from pycls_fast.train.profile import StepProfile
 from pycls_fast.train.resume_notes import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.start import started
+from pycls_fast.train.step_memory import StepMemory
 from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
@@ -94,6 +95,7 @@ class Loop:
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
+        self.memory = StepMemory(run.world, compiled=run.switches[SwitchName.COMPILE] != "off")
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
@@ -156,7 +158,7 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        with self._compiling():
+        with self._compiling(), self.memory.counting(self.run.step):
             self.run.step(step, self._taken(step, microbatches), self.metrics)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
@@ -165,7 +167,7 @@ class Loop:
     def _taken(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
         """The step's microbatches, each loaded when it is asked for."""
         world = self.run.world
-        for _ in range(self.run.config.optim.accumulation_steps):
+        for _ in range(self.run.config.optim.microbatches):
             world.at(f"waiting for the data of step {step + 1}")
             asked = time.perf_counter()
             batch = next(microbatches)
@@ -246,7 +248,7 @@ class Loop:
             lr=run.step.schedule(done - 1),
             grad_norm=numbers["grad_norm"],
             **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
-            memory_peak_bytes=memory_peak_bytes(run.world.device),
+            memory_peak_bytes=self.memory.bytes(),
             **extra,
         )
 
@@ -349,7 +351,7 @@ class Loop:
         """Write the summary; returns the result of `summarise` on all ranks, once it is written."""
         run = self.run
         self._finish_saving(run.total_steps)
-        memory = max(run.world.gather(memory_peak_bytes(run.world.device)))
+        memory = max(run.world.gather(self.memory.bytes()))
         # The other ranks wait: their script may read the summary next.
         result = summarise(run, self.evaluations, self.clock, memory) if run.world.is_main else None
         return run.world.from_main(result)

@@ -119,7 +119,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
             display.begin_training(0, steps)
             for number in range(steps):
                 world.at(f"computing step {number + 1}")
-                step(number, islice(batches, config.optim.accumulation_steps), metrics)
+                step(number, islice(batches, config.optim.microbatches), metrics)
                 losses.append(metrics.read(world)["loss"])
                 display.advance(number + 1)
                 smoothed = smooth(losses)

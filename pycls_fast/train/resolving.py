@@ -31,7 +31,7 @@ def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None
     Raises:
         UserError: see `pin_weights`.
     """
-    config = pin_weights(with_saved_batch(config, resumed_from), world, resumed_from)
+    config = pin_weights(with_saved_batch(config, world, resumed_from), world, resumed_from)
     return with_precision(config, world, resumed_from)
 
 
@@ -65,6 +65,7 @@ def after_data(
     world: World,
     resumed_from: Checkpoint | None = None,
     *,
+    classes: int | None = None,
     note: Callable[[str], None],
 ) -> RunConfig:
     """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers.
@@ -74,18 +75,29 @@ def after_data(
         images: number of images in the training split (for scoring: in the one that is scored).
         world: the ranks.
         resumed_from: as for `before_data`.
+        classes: the number of classes in the data, if it is known.
         note: reports weights whose mean and standard deviation are not known.
 
     Raises:
         UserError: see `build.resolve_auto` and `resolve_normalization`.
     """
-    config = build.resolve_auto(config, images, world)
+    config = build.resolve_auto(config, images, world, classes=classes)
     return resolve_normalization(config, world, resumed_from, note=note)
 
 
-def with_saved_batch(config: RunConfig, resumed_from: Checkpoint | None) -> RunConfig:
-    """The configuration with the checkpoint's global batch in place of `auto`, which depends on the number of ranks."""
-    if resumed_from is None or config.data.global_batch_size != AUTO:
+def with_saved_batch(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
+    """The configuration with the checkpoint's global batch and microbatch in place of `auto`, which depend on the ranks
+    and their devices: mixing and batch norm see the same images together.
+
+    If the ranks are now so many that they cannot divide the checkpoint's microbatches, their number stays `auto`.
+    """
+    if resumed_from is None:
         return config
-    batch = resumed_from.plain["config"]["data"]["global_batch_size"]
-    return config.with_values(data={"global_batch_size": batch})
+    saved = resumed_from.plain["config"]
+    if config.data.global_batch_size == AUTO:
+        config = config.with_values(data={"global_batch_size": saved["data"]["global_batch_size"]})
+    if config.optim.accumulation_steps == AUTO:
+        steps, rest = divmod(saved["optim"]["accumulation_steps"] * resumed_from.plain["world_size"], world.size)
+        if steps and not rest:
+            config = config.with_values(optim={"accumulation_steps": steps})
+    return config

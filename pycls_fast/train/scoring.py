@@ -44,7 +44,9 @@ class Setup:
         Raises:
             UserError: see `after_data`.
         """
-        config = after_data(self.config, images, self.world, note=self.display.note)
+        # Nothing is trained, so nothing has to fit.
+        config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
+        config = after_data(config, images, self.world, note=self.display.note)
         return replace(self, config=build.for_scoring(config))
 
 

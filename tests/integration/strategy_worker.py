@@ -68,7 +68,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     on_cuda = world.device.type == "cuda"
     with closing(to_device(loader, world.device, mode="prefetch" if on_cuda else "blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
-            microbatches = list(islice(batches, config.optim.accumulation_steps))
+            microbatches = list(islice(batches, config.optim.microbatches))
             if on_cuda and step >= run.start_step + 2:
                 torch.cuda.set_sync_debug_mode("error")
             try:

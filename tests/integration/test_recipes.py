@@ -54,7 +54,7 @@ def shrunk(name: str, run_dir: Path) -> list[str]:
         assert isinstance(model, ResNetModel)
         own = ["model.depth=26"]
     # Two images a microbatch are the least that can be mixed.
-    own.append(f"optim.accumulation_steps={min(config.optim.accumulation_steps, 4)}")
+    own.append(f"optim.accumulation_steps={min(config.optim.microbatches, 4)}")
     if config.data.image_size_schedule:
         own.append("data.image_size_schedule=[[0,32]]")
     return [*SMALL, *own, f"data.image_size={size}", f"run_dir={run_dir}"]

@@ -111,7 +111,7 @@ CASES = {
 
 def mixed_batches(config: RunConfig) -> list[Batch]:
     """The microbatches of one step, mixed as by mixup."""
-    parts, size = config.optim.accumulation_steps, config.data.image_size
+    parts, size = config.optim.microbatches, config.data.image_size
     count, found = BATCH // parts, []
     for _ in range(parts):
         images, labels = torch.randn(count, 3, size, size, dtype=torch.float64), torch.randint(CLASSES, (count,))

@@ -42,7 +42,7 @@ def source_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 def image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Batches, crops, policies, mixing and image sizes."""
     data, augment = config.data, config.augment
-    steps = config.optim.accumulation_steps
+    steps = config.optim.microbatches
     if data.global_batch_size % steps:
         yield (
             "data.global_batch_size",
@@ -72,7 +72,7 @@ def image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _mixing(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What is wrong on any number of ranks; `build.check_mixing` knows how many there are."""
-    augment, batch, steps = config.augment, config.data.global_batch_size, config.optim.accumulation_steps
+    augment, batch, steps = config.augment, config.data.global_batch_size, config.optim.microbatches
     if not augment.mixes:
         return
     if batch == steps:

@@ -90,7 +90,7 @@ def _exchange(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if chosen.static_graph and not replicates:
         yield "parallel.static_graph", f"is for parallel=ddp; use parallel.static_graph=false with parallel={name}"
-    if chosen.static_graph and chosen.compression == "powersgd" and config.optim.accumulation_steps > 1:
+    if chosen.static_graph and chosen.compression == "powersgd" and config.optim.microbatches > 1:
         yield (
             "parallel.static_graph",
             "takes one more exchange than powersgd counts with optim.accumulation_steps above 1; use "

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from pycls_fast.config.schema.section import Section
 from pycls_fast.config.schema.values import (
+    Bytes,
     LossScale,
     NonNegativeInt,
     Off,
@@ -141,6 +142,9 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: cuda if there is one."""
+    device_memory: Bytes | None = None
+    """Plan for so much memory on each device, such as 24GB, whatever it has; null: a GPU's own, and no plan on a
+    CPU."""
     # Far more threads than any machine has would crash the process.
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """CPU threads; null: torch's choice, but at most a container's CPU limit; with speed.param_offload under torchrun,

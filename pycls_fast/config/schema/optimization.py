@@ -61,8 +61,9 @@ class _Optim(Section):
     layer_decay_groups: PositiveInt | None = None
     """The most layers of layer_decay: more blocks than that are joined into groups of consecutive ones (ConvNeXt);
     null: each block is a layer."""
-    accumulation_steps: PositiveInt = 1
-    """The number of microbatches that a rank computes one after the other in each step."""
+    accumulation_steps: PositiveIntOrAuto = Field("auto", validate_default=True)
+    """The number of microbatches that a rank computes one after the other in each step; auto: the fewest with which a
+    step fits into the device's memory (runtime.device_memory), on a CPU 1."""
     trainable: Annotated[ModuleNames, Field(min_length=1)] = ("all",)
     """What is trained: all, head, or a list of head and names of modules or parameters, with * for any part ([head,
     norm, "blocks.1*"]). The rest has no gradient and no optimizer state, and modules that are frozen as a whole stay in
@@ -76,6 +77,11 @@ class _Optim(Section):
     """Average with a smaller decay at first, so that the initial values are forgotten."""
     ema_every_steps: PositiveInt = 1
     """Update the average after so many steps."""
+
+    @property
+    def microbatches(self) -> int:
+        """`accumulation_steps`; 1 as long as it is `auto`."""
+        return max(self.accumulation_steps, 1)
 
     def own(self) -> dict[str, Any]:
         """The keys that only this optimizer has, with their values: the arguments of its function in `optim`."""

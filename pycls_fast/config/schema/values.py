@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -60,8 +61,25 @@ LossScale = Annotated[
 ]
 
 
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _bytes(value: Any) -> Any:
+    parts = re.fullmatch(r"(\d+\.?\d*) ?([MGT]i?B)", value) if isinstance(value, str) else None
+    if parts is None or not float(parts[1]):
+        raise PydanticCustomError("bytes", "must be an amount of memory such as 24GB or 22.5GiB")
+    return round(float(parts[1]) * _UNITS[parts[2]])
+
+
+Bytes = Annotated[
+    int,
+    PlainValidator(_bytes),
+    PlainSerializer(lambda value: f"{value / 1e9:.12g}GB"),
+    Wording("an amount of memory such as 24GB or 22.5GiB"),
+]
+
 AUTO = 0
-"""The value that stands for `auto` until the number of training images is known (`build.resolve_auto`)."""
+"""The value that stands for `auto` until the data and the device are known (`build.resolve_auto`)."""
 
 
 def _or_auto(value: Any) -> Any:

@@ -218,7 +218,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with closing(batches), enough_images():
             for number in range(whole):
-                microbatches = list(islice(batches, config.optim.accumulation_steps))
+                microbatches = list(islice(batches, config.optim.microbatches))
                 if number < warmup_steps:
                     step(number, microbatches, metrics)
                     continue

@@ -63,11 +63,11 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         with closing(batches), enough_images():
             # No step trains on it, so that its errors are not those of learned images.
             probe = next(batches)
-            list(islice(batches, config.optim.accumulation_steps - 1))
+            list(islice(batches, config.optim.microbatches - 1))
             with random_head(step, network):
                 records = [{"step": 0, **errors(step, network, exact, probe)}]
             for number in range(steps):
-                step(number, list(islice(batches, config.optim.accumulation_steps)), metrics)
+                step(number, list(islice(batches, config.optim.microbatches)), metrics)
             records.append({"step": steps, **errors(step, network, exact, probe)})
         report_damage(damaged, config.data.max_damaged, world, display)
         finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]

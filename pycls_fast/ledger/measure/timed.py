@@ -92,12 +92,12 @@ def build_variant(
     same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
     sources = same_data[0] if same_data else build.sources(config, world)
     train = sources["train"]
-    config = build.resolve_auto(config, len(train), world)
+    classes = build.num_classes(config, train)
+    config = build.resolve_auto(config, len(train), world, classes=classes)
     microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts):
         # Only these parts read images, and need at least one global batch.
         build.steps_per_epoch(config, len(train))
-    classes = build.num_classes(config, train)
     counted = {
         size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
         for size in {config.data.image_size, config.data.training_image_sizes[0]}
@@ -163,7 +163,7 @@ def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microba
             device=world.device,
             host=host,
         )
-        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.accumulation_steps, world)
+        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.microbatches, world)
     if "inference" in parts:
         batch = synthetic_batch(
             config.data.eval_batch_size or microbatch,
@@ -213,7 +213,7 @@ def variant_record(variant: TimedVariant, *, alone: bool) -> dict[str, Any]:
         "num_classes": variant.classes,
         "data": variant.sources["train"].describe(),
         "global_batch_size": config.data.global_batch_size,
-        "accumulation_steps": config.optim.accumulation_steps,
+        "accumulation_steps": config.optim.microbatches,
         "steps_per_run": _steps_per_run(variant),
         "evaluated_images_per_run": _evaluated_images_per_run(variant),
         "num_workers": build.num_workers(config),

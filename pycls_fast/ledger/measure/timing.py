@@ -15,7 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.timed import TimedVariant, build_variant, speed_comparison, variant_record
-from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, Turn, slowest
+from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, TrainPart, Turn, slowest
 from pycls_fast.parallel import World
 from pycls_fast.paths import timestamp
 from pycls_fast.train.display import Display, human, plain_table, wide_console
@@ -156,6 +156,9 @@ def _measure(
             variant.turns[name].append(slowest(turn, world))
     for variant in variants:
         variant.skipped_steps += _read_metrics(variant, world)
+        part = variant.parts[name]
+        if isinstance(part, TrainPart) and part.memory.counted is not None:
+            variant.memory.peaks[name] = part.memory.counted
         if world.device.type == "cpu" and variant.process_peak is None:
             variant.process_peak = max(world.gather(memory_peak_bytes(world.device)))
         elif world.device.type == "cuda":

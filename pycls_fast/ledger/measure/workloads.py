@@ -24,6 +24,7 @@ from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
+from pycls_fast.train.step_memory import StepMemory
 
 PartName = Literal["train", "inference", "loader", "both"]
 
@@ -77,6 +78,7 @@ class Trainer:
     def __init__(self, step: Step, world: World, switches: build.Switches) -> None:
         self.step = step
         self.metrics = TrainMetrics(world.device, read=switches[SwitchName.METRICS])
+        self.compiled = switches[SwitchName.COMPILE] != "off"
         self._done = 0
 
     def __call__(self, microbatches: Iterable[Batch]) -> None:
@@ -99,11 +101,13 @@ class TrainPart:
         self._microbatch = microbatch
         self._accumulation_steps = accumulation_steps
         self._device = world.device
+        self.memory = StepMemory(world, compiled=trainer.compiled)
 
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
         for _ in range(steps):
-            self._step()
+            with self.memory.counting(self._trainer.step):
+                self._step()
 
     def turn(self, steps: int) -> Turn:
         """Time steps."""
@@ -211,7 +215,7 @@ class LoaderPart:
         self._order = order
         self._trainer: Trainer | None = None
         self._warm_up_steps = 1
-        workers, per_step = build.num_workers(config), config.optim.accumulation_steps
+        workers, per_step = build.num_workers(config), config.optim.microbatches
         # In steps: the microbatches that workers have ready or in progress.
         self._ahead = -(-(workers * config.data.prefetch_factor) // per_step)
         self._burst = max(1, workers)
@@ -235,7 +239,7 @@ class LoaderPart:
         steps = self.whole_bursts(max(steps, self._ahead))
         warm_up_steps = self.whole_bursts(max(self._warm_up_steps, self._ahead + 1))
         with closing(self._microbatches(warm_up_steps + steps + self._ahead + IN_FLIGHT)) as microbatches:
-            feed = _Feed(microbatches, self._config.optim.accumulation_steps, self._world.device)
+            feed = _Feed(microbatches, self._config.optim.microbatches, self._world.device)
             for _ in range(warm_up_steps):
                 self._use(feed.step())
             synchronize(self._world.device)

@@ -203,7 +203,8 @@ def duration(seconds: float) -> str:
 def remarks(record: Record) -> list[str]:
     """What the columns are, and what they cannot say."""
     first, steps, margin = record.reference.name, record.settings.numerics_steps, record.settings.margin
-    where = "process, with its libraries" if record.device == "cpu" else "device"
+    live = "tensors alive in a step (of compiled variants and several ranks: of the process)"
+    where = live if record.device == "cpu" else "device"
     found = [
         f"images/s and speed-up: geometric means of the rounds that are paired with those of '{first}', all ranks "
         f"together. of matmul: share of what one large matrix product reaches here. memory: peak of the {where}, per "

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.parallel import save_activation_memory
+from pycls_fast.plan.live_memory import LiveMemory
 
 
 def randomise(model: nn.Module) -> nn.Module:

@@ -13,10 +13,10 @@ from sklearn.datasets import load_digits
 from small import MODELS, batch, distance, gradients, held, resnet, saving, train, vit
 from torch import Tensor, nn
 
-from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import VisionTransformer
 from pycls_fast.parallel import save_activation_memory
 from pycls_fast.parallel.saved_tensors import SMALLEST, PackedStorage, View, _Hook, keep
+from pycls_fast.plan.live_memory import LiveMemory
 
 OFFLOAD: dict[str, Any] = {"activation_offload": "cpu"}
 COMPRESS: dict[str, Any] = {"activation_compression": "8bit"}

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.measure.clocks import LiveMemory
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim import BATCH_NORM, NORMS, assign, local, local_slices
 from pycls_fast.parallel import StrategySettings, World, Wrapped, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.materialise import materialise
 from pycls_fast.parallel.mesh import degrees
+from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.train.building import make_step
 

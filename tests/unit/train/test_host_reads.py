@@ -81,7 +81,7 @@ def reads(name: str, *overrides: str) -> list[str]:
     ).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
     metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
-    parts = config.optim.accumulation_steps
+    parts = config.optim.microbatches
     batches = [synthetic_batch(8 // parts, 16, 10, erase_probability=0.5, seed=n, device=CPU) for n in range(parts)]
     step(0, batches, metrics)
     with HostReads(step.optimizer) as counted:

@@ -28,6 +28,7 @@ from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.run import Run
 from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.step_memory import StepMemory
 from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
@@ -49,12 +50,12 @@ def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
 def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
 
-    def peak(device: torch.device) -> int:
+    def peak(memory: StepMemory) -> int:
         steps.append("read")
         return 1
 
     monkeypatch.setattr(loop, "reset_memory_peak", lambda device: steps.append(f"reset {device}"))
-    monkeypatch.setattr(loop, "memory_peak_bytes", peak)
+    monkeypatch.setattr(StepMemory, "bytes", peak)
     run(tmp_path, "schedule.max_steps=1")
     run(tmp_path, "schedule.max_steps=2")
     assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
@@ -300,14 +301,15 @@ def test_other_ranks_end_after_the_summary_is_written() -> None:
     """Their script may read it next."""
     world = SimpleNamespace(is_main=False, device=ALONE.device, gather=lambda value: [value], from_main=lambda _: 12.5)
     loop_of_rank: Any = SimpleNamespace(
-        run=SimpleNamespace(world=world, total_steps=1), _finish_saving=lambda done: None
+        run=SimpleNamespace(world=world, total_steps=1),
+        memory=SimpleNamespace(bytes=lambda: 10),
+        _finish_saving=lambda done: None,
     )
     assert Loop._finish(loop_of_rank) == 12.5
 
 
 def test_the_memory_of_a_run_is_that_of_the_rank_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
     summarised: list[int] = []
-    monkeypatch.setattr("pycls_fast.train.loop.memory_peak_bytes", lambda device: 10)
     monkeypatch.setattr(
         "pycls_fast.train.loop.summarise", lambda run, evaluations, clock, peak: summarised.append(peak)
     )
@@ -319,6 +321,7 @@ def test_the_memory_of_a_run_is_that_of_the_rank_with_most(monkeypatch: pytest.M
     )
     loop: Any = SimpleNamespace(
         run=SimpleNamespace(world=world, total_steps=1),
+        memory=SimpleNamespace(bytes=lambda: 10),
         evaluations=None,
         clock=None,
         _finish_saving=lambda done: None,

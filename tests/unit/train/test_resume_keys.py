@@ -12,7 +12,7 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.resolving import with_saved_batch
 from pycls_fast.train.resume import _AFFECTS_RESULT, _SAME_ON_RESUME, _check_resumable, _print_changes
 
@@ -213,6 +213,21 @@ def test_a_key_that_is_younger_than_the_checkpoint_is_not_refused() -> None:
 @pytest.mark.parametrize(("given", "batch"), [("auto", 48), ("16", 16)])
 def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
-    saved: Any = SimpleNamespace(plain={"config": {"data": {"global_batch_size": 48}}})
-    assert with_saved_batch(config, saved).data.global_batch_size == batch
-    assert with_saved_batch(config, None) == config
+    saved: Any = SimpleNamespace(
+        plain={"config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 1}}, "world_size": 1}
+    )
+    assert with_saved_batch(config, ALONE, saved).data.global_batch_size == batch
+    assert with_saved_batch(config, ALONE, None) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "steps"), [("auto", 4, 2), ("auto", 1, 8), ("auto", 8, 1), ("auto", 3, 0), ("4", 1, 4)]
+)
+def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, ranks: int, steps: int) -> None:
+    config = load_config("finetune", ["data.root=/nowhere", f"optim.accumulation_steps={given}"])
+    saved: Any = SimpleNamespace(
+        plain={"config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 2}}, "world_size": 4}
+    )
+    world = World(rank=0, size=ranks, device=ALONE.device)
+    # 0 is `auto`: 3 ranks cannot share 8 microbatches.
+    assert with_saved_batch(config, world, saved).optim.accumulation_steps == steps

@@ -1,0 +1,184 @@
+"""The memory plan on paper, and against real processes; writes docs/results/memory_plan.md.
+
+    python benchmarks/memory_plan.py --paper
+    python benchmarks/memory_plan.py [--models vit_s16 resnet50] [--ranks 4]
+
+On paper: the microbatches that `optim.accumulation_steps=auto` takes on GPUs of several sizes; none is needed.
+Measured: whole training steps on the CPU over gloo with a few images per rank. The peak is each process's resident
+memory, sampled, above that before the model was built; the allocator is set to return freed blocks to the system. ddp
+runs on 2 ranks: its memory per rank does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.parallel import place_model
+from pycls_fast.speed import SwitchName
+from pycls_fast.train.building import make_step
+from pycls_fast.train.environment import provenance_lines
+from pycls_fast.train.metrics import TrainMetrics
+
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "memory_plan.md"
+PAPER = ("vit_h16", "vit_b16", "resnet50")
+GIGABYTES, RANKS = (24, 40, 80, 141), (1, 8)
+STRATEGIES = {
+    "single": (1, ["parallel=single"]),
+    "ddp": (2, ["parallel=ddp"]),
+    "fsdp": (4, ["parallel=fsdp"]),
+    "hsdp": (4, ["parallel=hsdp", "parallel.shard_degree=2"]),
+}
+STEPS, IMAGES = 3, 8
+
+
+def paper() -> Iterator[str]:
+    """The plan's choices as lines of Markdown."""
+    yield "| experiment | GPU | ranks | global batch | microbatches x images | peak | |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in PAPER:
+        for ranks in RANKS:
+            config = load_config(name, ["data=synthetic", "precision=amp_bf16"])
+            made = build.MemoryPlan(config, torch.device("cuda"), ranks)
+            for gigabytes in GIGABYTES:
+                steps = made.fitting(gigabytes * 1e9)
+                chosen = "-" if steps is None else f"{steps} x {made.per_rank // steps}"
+                peak = made.least() if steps is None else made.peak(steps)
+                note = made.elsewhere(gigabytes * 1e9) if steps is None else ""
+                batch = config.data.global_batch_size
+                yield f"| {name} | {gigabytes} GB | {ranks} | {batch} | {chosen} | {build.gigabytes(peak)} | {note} |"
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def highest_resident() -> Iterator[list[int]]:
+    """The peak inside the context, sampled by a thread every few milliseconds."""
+    done, peak = threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], resident())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def measure(model: str, overrides: list[str]) -> dict[str, float]:
+    """The plan for this rank, and its real peak."""
+    torch.set_num_threads(1)
+    common = ["data=synthetic", "precision=fp32", "augment=none", "optim.accumulation_steps=1", "speed.compile=off"]
+    config = load_config(model, [*common, "speed.allocator=default", "schedule.warmup_epochs=0", *overrides])
+    with build.world(config) as world:
+        switches = build.switches(config, world.device)
+        planned = build.MemoryPlan(config, world.device, world.size).peak(1)
+        # Libraries take their memory.
+        layer = torch.nn.Conv2d(3, 8, 3)
+        layer(torch.randn(2, 3, 32, 32)).sum().backward()
+        size = config.data.image_size
+        before = resident()
+        with highest_resident() as peak:
+            network = build.model(config, 1000, switches, empty=build.is_sharded(config, world))
+            network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+            step = make_step(config, network, world, switches, steps_per_epoch=10)
+            batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)
+            metrics = TrainMetrics(world.device)
+            for index in range(STEPS):
+                step(index, [batch], metrics)
+        return {"planned": planned, "peak": peak[0] - before}
+
+
+def launch(model: str, overrides: list[str], ranks: int) -> dict[str, float]:
+    """The maximum of each figure over the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--models", model, "--into", folder, *(f"--set={override}" for override in overrides)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        command = [sys.executable, *launcher, str(ranks), __file__, *arguments]
+        subprocess.run(command, env=environment, check=True)
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return {key: max(figures[key] for figures in found) for key in found[0]}
+
+
+def measured(models: list[str], only: list[str]) -> Iterator[str]:
+    """The plan against real processes as lines of Markdown."""
+    yield "| experiment | strategy | ranks | plan, MB | process, MB | plan / process |"
+    yield "|---|---|---|---|---|---|"
+    for model in models:
+        for name in only:
+            ranks, overrides = STRATEGIES[name]
+            row = launch(model, [*overrides, f"data.global_batch_size={IMAGES * ranks}"], ranks)
+            planned, peak = row["planned"], row["peak"]
+            line = f"| {model} | {name} | {ranks} | {planned / 1e6:,.0f} | {peak / 1e6:,.0f} | {planned / peak:.3f} |"
+            print(line, flush=True)
+            yield line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--paper", action="store_true", help="print the choices on paper, and stop")
+    parser.add_argument("--models", nargs="+", default=["vit_s16", "resnet50"])
+    parser.add_argument("--only", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--set", action="append", default=[], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.into is not None:
+        figures = measure(arguments.models[0], arguments.set)
+        (arguments.into / f"{os.environ['RANK']}.json").write_text(json.dumps(figures))
+        return
+    on_paper = []
+    for line in paper():
+        print(line, flush=True)
+        on_paper.append(line)
+    if arguments.paper:
+        return
+    text = [
+        "# The memory plan",
+        "",
+        *provenance_lines(torch.device("cpu")),
+        "",
+        "## On paper",
+        "",
+        "What `optim.accumulation_steps=auto` takes: the fewest microbatches whose peak is at most 92% of the memory.",
+        "No GPU was used. precision=amp_bf16, speed=fast, the recipe's batch; eager code.",
+        "",
+        *on_paper,
+        "",
+        "## Against processes",
+        "",
+        f"{STEPS} whole steps in float32 with {IMAGES} images of 224 pixels per rank; processes of one thread each on",
+        "one CPU, connected by gloo. The process's peak is its resident memory above that before the model was built.",
+        "",
+        *measured(arguments.models, arguments.only),
+    ]
+    arguments.out.write_text("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

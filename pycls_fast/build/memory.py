@@ -1,0 +1,294 @@
+"""The memory plan of a configuration: the peak of its step, and the microbatch that fits into a device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pycls_fast import plan
+from pycls_fast.build.conflicts import Switches
+from pycls_fast.build.data import prepare_on_host
+from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name
+from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
+from pycls_fast.build.optimization import loss, optimizer_of
+from pycls_fast.build.switch_values import switches
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.schema.values import AUTO
+from pycls_fast.data import IN_FLIGHT
+from pycls_fast.errors import UserError
+from pycls_fast.losses import Targets
+from pycls_fast.network import Network
+from pycls_fast.parallel import World
+from pycls_fast.parallel.mesh import degrees
+from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.strategies import STRATEGIES
+
+_CPU = torch.device("cpu")
+# Of the device's memory; an estimate, not measured: libraries and communication take some, the allocator wastes some.
+_USABLE = 0.92
+# What a CPU cannot run, or fake tensors cannot, and what keeps as much or (skipped samples) a little more.
+_INSTEAD = {
+    (SwitchName.ATTENTION, "sdpa_efficient"): "sdpa",
+    (SwitchName.ATTENTION, "sdpa_cudnn"): "sdpa",
+    (SwitchName.DROP_PATH_COMPUTE, "skip"): "multiply",
+    (SwitchName.CROSS_ENTROPY, "fused"): "plain",
+}
+_ONLY_RECOMPUTED = {"activation_compression": "none"}
+_RANKS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a step of a configuration needs, on one of a number of ranks.
+
+    Code that is compiled is taken for eager code, which keeps more.
+
+    Attributes:
+        config: with a precision and a global batch; `optim.accumulation_steps` may be `auto`.
+        device: what it runs on, "cpu" or "cuda"; none of the kind has to be there.
+        ranks: their number.
+        classes: outputs, if `model.num_classes` does not say.
+    """
+
+    config: RunConfig
+    device: torch.device
+    ranks: int
+    classes: int = 1000
+
+    @cached_property
+    def switches(self) -> Switches:
+        """The run's, as far as a CPU with fake tensors can follow."""
+        chosen = switches(self.config, self.device)
+        return {name: _INSTEAD.get((name, value), value) for name, value in chosen.items()}
+
+    @property
+    def per_rank(self) -> int:
+        """Images of a step on each rank."""
+        return self.config.data.global_batch_size // self.ranks
+
+    @cached_property
+    def sizes(self) -> plan.Sizes:
+        """The network's."""
+        network = self._network()
+        freeze(self.config, network)
+        parameters = list(network.parameters())
+        trained = [p.numel() for p in parameters if p.requires_grad]
+        return plan.Sizes(
+            parameters=sum(p.numel() for p in parameters),
+            trained=sum(trained),
+            largest_unit=max((sum(p.numel() for p in unit.parameters()) for _, unit in network.units()), default=0),
+            largest_tensor=max(trained, default=0),
+            buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
+        )
+
+    def copies(self, accumulation: int) -> plan.Copies:
+        """What a rank holds of weights, gradients and state."""
+        config, precision = self.config, level(self.config)
+        is_half = precision.weights != "float32"
+        name = strategy_name(config, self.ranks)
+        # fsdp and hsdp gather weights in autocast's format.
+        narrow = is_half or (STRATEGIES[name].has_dtensors and precision.autocast is not None and not precision.float8)
+        return plan.Copies(
+            strategy=name,
+            degree=self._degree(name),
+            state_copies=OPTIMIZERS[config.optim.name].state_copies(config.optim.own()),
+            reshard_after_forward=config.parallel.reshard_after_forward,
+            compute_bytes=compute_dtype(config).itemsize if narrow else 4,
+            masters_kept=precision.masters == "kept" or not is_half,
+            accumulates=accumulation > 1,
+            averaged=config.optim.ema_decay is not None,
+            on_host=self.switches[SwitchName.PARAM_OFFLOAD] == "cpu" and self.device.type != "cpu",
+        )
+
+    def state(self, accumulation: int) -> float:
+        """Bytes of weights, gradients, optimizer state and average, without activations."""
+        return plan.state(self.sizes, self.copies(accumulation)).updating
+
+    def peak(self, accumulation: int) -> float:
+        """The most bytes of a rank in a step with so many microbatches.
+
+        Raises:
+            UserError: the network cannot be measured.
+        """
+        key = (self.config.model_dump_json(exclude=_NOT_MEASURED), self.device.type, self.ranks, self.classes)
+        if (key, accumulation) not in _peaks:
+            _peaks[key, accumulation] = self._peak(accumulation)
+        return _peaks[key, accumulation]
+
+    def _peak(self, accumulation: int) -> float:
+        config, copies, chosen = self.config, self.copies(accumulation), self.switches
+        images, size = self.per_rank // accumulation, max(config.data.training_image_sizes.values())
+        try:
+            activations = self.activations(images, size, gradients_exist=copies.gradients_exist)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UserError(
+                "optim.accumulation_steps: auto cannot measure this network without running it "
+                f"({type(error).__name__}); give a number"
+            ) from error
+        on_host = prepare_on_host(config, chosen) is not None
+        batches = 1 + (IN_FLIGHT if chosen[SwitchName.INPUT_COPY] == "prefetch" else 0)
+        return plan.peak(
+            activations,
+            self.sizes,
+            copies,
+            inputs=float(batches * images * size * size * 3 * (4 if on_host else 1)),
+            update=self._update,
+        )
+
+    def activations(self, images: int, size: int, *, gradients_exist: bool) -> plan.Activations:
+        """Activations of a microbatch of square images; see `plan.measure`."""
+        config = self.config
+        if level(config).float8:
+            # torchao's layers keep what layers under autocast keep.
+            config = config.with_values(precision={"name": "amp_bf16"})
+        offloads = self.switches[SwitchName.ACTIVATION_OFFLOAD] == "cpu"
+        chosen = {**self.switches, SwitchName.ACTIVATION_OFFLOAD: "none"}
+        network = self._network()
+        freeze(config, network)
+        apply_precision(config, network, _CPU)
+        save_activation_memory(config, network, chosen)
+        of_logits = loss(config, chosen, _CPU)
+        dtype = DTYPES[level(config).weights]
+        formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+        def whole_loss(logits_BK: Tensor) -> Tensor:
+            labels_B = torch.zeros(images, dtype=torch.int64)
+            mixes = config.augment.mixes
+            return of_logits(logits_BK, Targets(labels_B, labels_B if mixes else None, 0.5 if mixes else 1.0))
+
+        activations = plan.measure(
+            network,
+            whole_loss,
+            images=lambda: torch.empty(
+                (images, 3, size, size), dtype=dtype, memory_format=formats[chosen[SwitchName.MEMORY_FORMAT]]
+            ),
+            autocast=autocast(config, _CPU),
+            gradients_exist=gradients_exist,
+        )
+        return activations.offloaded() if offloads and self.device.type != "cpu" else activations
+
+    def _network(self) -> Network:
+        # Building may seed torch's generator.
+        with torch.random.fork_rng(devices=[]):
+            network = model(self.config, self.config.model.num_classes or self.classes, self.switches, empty=True)
+        if self.switches[SwitchName.MEMORY_FORMAT] == "channels_last":
+            network.to(memory_format=torch.channels_last)
+        return network
+
+    @cached_property
+    def _update(self) -> tuple[float, float]:
+        settings = self.config.optim
+        if OPTIMIZERS[settings.name].compiles_itself or self.switches[SwitchName.OPTIMIZER_COMPILE] == "on":
+            return 0.0, 1.0
+
+        def make(parameters: list[nn.Parameter]) -> Optimizer:
+            group = {"params": parameters, "hidden": True}
+            return optimizer_of(settings, [group], settings.lr, self.switches[SwitchName.OPTIMIZER])
+
+        return plan.update_transient(make)
+
+    def _degree(self, strategy: str) -> int:
+        if STRATEGIES[strategy].shards == "nothing":
+            return 1
+        if not STRATEGIES[strategy].has_groups:
+            return self.ranks
+        settings, here = self.config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", str(self.ranks)))
+        return degrees(
+            self.ranks, shard=settings.shard_degree, replicate=settings.replicate_degree, ranks_per_node=here
+        )[1]
+
+    def parts(self) -> list[int]:
+        """The numbers of microbatches that leave each the images that mixing needs, from the most to the fewest."""
+        augment = self.config.augment
+        least = 2 if augment.mixes else 1
+        pairs = 2 if augment.mixes and augment.mix_mode == "pair" else 1
+        return [self.per_rank // n for n in plan.divisors(self.per_rank) if n >= least and n % pairs == 0]
+
+    def fitting(self, memory: float) -> int | None:
+        """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
+        return plan.largest(lambda parts: self.peak(parts) <= _USABLE * memory, self.parts())
+
+    def least(self) -> float:
+        """The peak with the most microbatches."""
+        return self.peak(self.parts()[0])
+
+    def elsewhere(self, memory: float) -> str:
+        """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
+        config, whole = self.config, level(self.config)
+        can_shard = OPTIMIZERS[config.optim.name].shardable and (whole.weights == "float32" or whole.masters == "kept")
+        for ranks in _RANKS if can_shard else ():
+            if ranks < self.ranks or config.data.global_batch_size % ranks:
+                continue
+            sharded = replace(self, config=config.with_values(parallel={"name": "fsdp"}), ranks=ranks)
+            if sharded.fitting(memory) is not None:
+                return f"fits with parallel=fsdp on {ranks}"
+        recomputing = replace(self, config=config.with_values(speed={"recompute": "full", **_ONLY_RECOMPUTED}))
+        return "fits with speed.recompute=full" if recomputing.fitting(memory) is not None else ""
+
+
+# Peaks of this process's plans: a plan is asked again for the start table.
+_peaks: dict[tuple[object, int], float] = {}
+_NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule"}
+
+
+def device_memory(config: RunConfig, world: World) -> float | None:
+    """Bytes of a rank's device, the least of all ranks: `runtime.device_memory`, else a GPU's own; None on a CPU."""
+    if config.runtime.device_memory is not None:
+        return float(config.runtime.device_memory)
+    if world.device.type != "cuda":
+        return None
+    return float(min(world.gather(torch.cuda.get_device_properties(world.device).total_memory)))
+
+
+def with_accumulation(config: RunConfig, world: World, classes: int | None = None) -> RunConfig:
+    """The configuration with the fewest accumulation steps that fit in place of `auto`: 1 if no memory is known.
+
+    Args:
+        config: with a precision and a global batch that the ranks can divide.
+        world: the ranks, which all call this.
+        classes: the number of classes in the data, if it is known.
+
+    Raises:
+        UserError: not even the smallest microbatch fits, the network cannot be measured, or a switch needs one
+            microbatch.
+    """
+    if config.optim.accumulation_steps != AUTO:
+        return config
+    memory, steps = device_memory(config, world), 1
+    if memory is not None:
+        made = MemoryPlan(config, world.device, world.size, classes or 1000)
+        found = made.fitting(memory)
+        if found is None:
+            way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
+            raise UserError(
+                f"optim.accumulation_steps: auto finds no microbatch that fits into {gigabytes(memory)}: the smallest "
+                f"needs {gigabytes(made.least())}; {way_out}"
+            )
+        steps = found
+    config = config.with_values(optim={"accumulation_steps": steps})
+    if steps > 1:
+        # What cannot run with several microbatches was not refused before.
+        switches(config, world.device)
+    return config
+
+
+def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | None = None) -> int:
+    """A global batch, halved until a step of a given number of microbatches fits into the memory that is known."""
+    memory = None if config.optim.accumulation_steps == AUTO else device_memory(config, world)
+    parts = config.optim.microbatches
+    while memory is not None and batch % (2 * world.size * parts) == 0:
+        tried = config.with_values(data={"global_batch_size": batch})
+        if MemoryPlan(tried, world.device, world.size, classes or 1000).peak(parts) <= _USABLE * memory:
+            break
+        batch //= 2
+    return batch
+
+
+def gigabytes(count: float) -> str:
+    """Bytes in GB, or in MB below one."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

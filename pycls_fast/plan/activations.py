@@ -1,0 +1,325 @@
+"""The memory of a forward and a backward pass, measured on fake tensors: nothing is computed or allocated.
+
+Each kind of block runs once, alone; everything around the blocks runs once with stand-ins in their places. So the time
+does not grow with the depth, and a network of any size can be measured on any machine. Storages are counted at the
+dispatcher (`LiveMemory`): workspaces inside kernels and the allocator's rounding are not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pycls_fast.network import Network
+from pycls_fast.plan.live_memory import LiveMemory
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """One kind of block, in bytes.
+
+    Attributes:
+        held: kept from its forward to its backward pass: its input, if it keeps that, but never its output.
+        keeps_input, keeps_output: whether its backward pass needs them.
+        input, output: their sizes.
+        forward: the most in its forward pass, besides its input.
+        backward: the most in its backward pass, besides the gradient of its output; what it holds is included.
+        parameters, trained: numbers of elements, not bytes.
+        gradients: bytes of its parameters' gradients, in the format of the backward pass.
+    """
+
+    held: int
+    keeps_input: bool
+    keeps_output: bool
+    input: int
+    output: int
+    forward: int
+    backward: int
+    parameters: int
+    trained: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most bytes outside the blocks, in a stretch between two blocks or when one begins.
+
+    Attributes:
+        outside: bytes of everything but the blocks, and of their inputs (forward) or their outputs' gradients.
+        done: the number of blocks whose forward pass is done, and whose backward pass is not.
+        backward: it is in the backward pass.
+        begins: the block that begins here; None between blocks.
+    """
+
+    outside: int
+    done: int
+    backward: bool
+    begins: int | None = None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One microbatch's passes: the blocks in the order in which they ran, and the moments around them."""
+
+    input: int
+    """Bytes of the network's input, which the step keeps."""
+    blocks: tuple[BlockMemory, ...]
+    moments: tuple[Moment, ...]
+    outside: tuple[bool, ...]
+    """Whether others than the blocks keep the first block's input, the second's, ..., and the last one's output."""
+
+    def offloaded(self) -> Activations:
+        """The same with all that blocks hold on the host: it returns for a block's own backward pass."""
+        blocks = (replace(block, held=0, keeps_input=False, keeps_output=False) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
+    def held(self, count: int) -> int:
+        """Bytes that the first `count` blocks hold together."""
+        total = 0
+        for index, block in enumerate(self.blocks[:count]):
+            total += block.held - (block.input if block.keeps_input and self.outside[index] else 0)
+            # An output that its block keeps (a ReLU's) is the next one's input, and counted there if that keeps it.
+            is_counted = self.outside[index + 1] or any(b.keeps_input for b in self.blocks[index + 1 : index + 2])
+            total += block.output if block.keeps_output and not is_counted else 0
+        return total
+
+
+def measure(
+    network: Network,
+    loss: Callable[[Tensor], Tensor],
+    *,
+    images: Callable[[], Tensor],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    gradients_exist: bool = False,
+) -> Activations:
+    """Measure a microbatch's forward and backward pass.
+
+    Args:
+        network: on the meta device, which this function takes it from: frozen, in its number format, with its
+            recomputation.
+        loss: of the logits.
+        images: makes the network's input, on the CPU; called with fake tensors.
+        autocast: the context of the forward pass, for the CPU.
+        gradients_exist: gradients are added to those of an earlier microbatch.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _materialise(network)
+        for parameter in network.parameters() if gradients_exist else ():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        known = [*network.parameters(), *network.buffers()]
+        known += [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        with LiveMemory(known) as memory:
+            return _Passes(network, memory).run(loss, images, autocast)
+
+
+def _materialise(network: nn.Module) -> None:
+    """Give every parameter and buffer fake memory on the CPU, shared ones once."""
+    made: dict[int, Any] = {}
+
+    def like(value: Tensor) -> Any:
+        if id(value) not in made:
+            empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            is_parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
+        return made[id(value)]
+
+    for module in network.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None:
+                    values[name] = like(value)
+
+
+@dataclass
+class _Passes:
+    """One forward and backward pass with stand-ins for the blocks."""
+
+    network: Network
+    memory: LiveMemory
+    kinds: dict[Any, tuple[BlockMemory, Callable[[], Tensor]]] = field(default_factory=dict)
+    blocks: list[BlockMemory] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+
+    def run(
+        self,
+        loss: Callable[[Tensor], Tensor],
+        images: Callable[[], Tensor],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> Activations:
+        for _, unit in self.network.units():
+            unit.forward = _StandIn(self, unit)
+        input_BCHW = images()
+        with autocast():
+            logits_BK = self.network(input_BCHW)
+        total = loss(logits_BK)
+        # The step keeps its input and its loss, not the logits.
+        del logits_BK
+        done = len(self.blocks)
+        outside = tuple(reference() is not None for reference in self.between)
+        if total.requires_grad:
+            self.note(done, backward=False)
+            total.backward()
+        self.note(self.left(done), backward=total.requires_grad)
+        return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside)
+
+    between: list[weakref.ref[Any]] = field(default_factory=list)
+    """The storages of the blocks' inputs, and of the last one's output."""
+    _left: int | None = None
+
+    def left(self, done: int) -> int:
+        """The number of blocks whose backward pass has not run: frozen ones at the beginning have none."""
+        return done if self._left is None else self._left
+
+    def note(self, done: int, *, backward: bool, begins: int | None = None) -> None:
+        """Record the most since the last note and, if a block begins, what is alive now."""
+        self.moments.append(Moment(self.memory.peak, done, backward))
+        if begins is not None:
+            self.moments.append(Moment(self.memory.live, done, backward, begins))
+        self.memory.peak = self.memory.live
+
+    def stand_in(self, unit: nn.Module, inner: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+        index = len(self.blocks)
+        self.note(index, backward=False, begins=index)
+        key = _kind(unit, inner, features)
+        if key not in self.kinds:
+            self.kinds[key] = self._alone(unit, inner, features)
+        block, output = self.kinds[key]
+        self.blocks.append(block)
+        result: Tensor = _Instead.apply(features, torch.empty(0, requires_grad=block.backward > 0), self, index, output)
+        self.between[index:] = [weakref.ref(each.untyped_storage()) for each in (features, result)]
+        self.memory.peak = self.memory.live
+        return result
+
+    def began_backward(self, index: int) -> None:
+        """Record that a stand-in got the gradient of its output."""
+        self.note(index + 1, backward=True, begins=index)
+        self._left = index
+
+    def _alone(
+        self, unit: nn.Module, inner: Callable[[Tensor], Tensor], like: Tensor
+    ) -> tuple[BlockMemory, Callable[[], Tensor]]:
+        """Run a block forwards and backwards on an input of its own."""
+        memory, nothing = self.memory, torch.empty(0, requires_grad=like.requires_grad)
+        existed = {id(p) for p in unit.parameters() if p.grad is not None}
+        base = memory.live
+        features = _Source.apply(nothing, torch.empty_like(nothing), like.detach())
+        input_bytes, input_ref = features.untyped_storage().nbytes(), weakref.ref(features.untyped_storage())
+        memory.peak = memory.live
+        out = inner(features)
+        # What autocast has cast stays alive only as far as the backward pass needs it.
+        torch.clear_autocast_cache()
+        forward = memory.peak - base - input_bytes
+        del features
+        output_bytes, output_ref = out.untyped_storage().nbytes(), weakref.ref(out.untyped_storage())
+        shape, strides, dtype = out.shape, out.stride(), out.dtype
+        keeps_input = input_ref() is not None
+        held, backward, keeps_output = memory.live - base - output_bytes, 0, False
+        if out.requires_grad:
+            end = _Sink.apply(out)
+            del out
+            keeps_output = output_ref() is not None
+            memory.peak = memory.live
+            with torch.autocast("cpu", enabled=False):
+                end.backward()
+            del end
+            backward = memory.peak - base - output_bytes
+        else:
+            del out
+            held = 0
+        gradients = 0
+        for parameter in unit.parameters():
+            if parameter.grad is not None:
+                gradients += parameter.grad.nbytes
+                if id(parameter) not in existed:
+                    parameter.grad = None
+        if memory.live != base:
+            gc.collect()
+        block = BlockMemory(
+            held, keeps_input, keeps_output, input_bytes, output_bytes, forward, backward,
+            sum(p.numel() for p in unit.parameters()),
+            sum(p.numel() for p in unit.parameters() if p.requires_grad),
+            gradients,
+        )  # fmt: skip
+        return block, lambda: torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+def _kind(unit: nn.Module, inner: Any, features: Tensor) -> Any:
+    """What a block's memory depends on: its modules and their settings, its parameters, its input."""
+
+    def settings(owner: Any) -> Any:
+        # Of rates and the like only whether they are 0.
+        return [
+            (name, value != 0 if isinstance(value, float) else value)
+            for name, value in sorted(vars(owner).items())
+            if isinstance(value, (bool, int, float, str, tuple, torch.dtype))
+        ]
+
+    modules = [(type(module), settings(module)) for module in unit.modules()]
+    tensors = [(p.shape, p.dtype, p.requires_grad) for p in unit.parameters()]
+    wrapper = (type(inner), settings(inner) if hasattr(inner, "__dict__") else None)
+    about = (features.shape, features.stride(), features.dtype, features.requires_grad)
+    return repr((modules, tensors, wrapper, about))
+
+
+class _StandIn:
+    """A block's `forward` while everything around the blocks is measured."""
+
+    def __init__(self, passes: _Passes, unit: nn.Module) -> None:
+        self.passes, self.unit, self.inner = passes, unit, unit.forward
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return self.passes.stand_in(self.unit, self.inner, features)
+
+
+class _Instead(torch.autograd.Function):
+    """Output and gradient of a block, without what it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, anything: Tensor, passes: _Passes, index: int, output: Any) -> Tensor:
+        ctx.passes, ctx.index = passes, index
+        ctx.like = (features.shape, features.stride(), features.dtype) if features.requires_grad else None
+        made: Tensor = output()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.passes.began_backward(ctx.index)
+        if ctx.like is None:
+            return None, None, None, None, None
+        shape, strides, dtype = ctx.like
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu"), None, None, None, None
+
+
+class _Source(torch.autograd.Function):
+    """A block's input that nobody keeps but the block. (Two arguments: one would look like a cast of a parameter.)"""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, None
+
+
+class _Sink(torch.autograd.Function):
+    """Makes the gradient of a block's output, which then only the backward pass owns."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.like = (out.shape, out.stride(), out.dtype)
+        return torch.empty((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shape, strides, dtype = ctx.like
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")

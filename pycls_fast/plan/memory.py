@@ -1,0 +1,254 @@
+"""The peak of a training step on one rank: measured activations, and formulas for what a strategy keeps and gathers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from pycls_fast.plan.activations import Activations
+from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.strategies import STRATEGIES
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which copies of weights and gradients a rank holds, in which formats.
+
+    Attributes:
+        strategy: a name of `STRATEGIES`.
+        degree: number of ranks that share one copy.
+        reshard_after_forward: weights are gathered block by block (ZeRO-3), not kept (ZeRO-2).
+        compute_bytes: bytes of a gathered weight or, if none is gathered, of a weight of the network: below 4, weights
+            and gradients exist in this format besides the optimizer's in float32.
+        masters_kept: these float32 weights are kept from step to step, not only during the update.
+        accumulates: gradients of several microbatches are accumulated before ranks exchange them.
+        averaged: an average of all weights is kept.
+        state_copies: float32 copies of the trained parameters that the optimizer keeps.
+        on_host: weights, gradients and state that the strategy shards, or the optimizer's own copies, are in the host's
+            memory.
+    """
+
+    strategy: str
+    degree: int
+    state_copies: float
+    reshard_after_forward: bool = True
+    compute_bytes: int = 4
+    masters_kept: bool = True
+    accumulates: bool = False
+    averaged: bool = False
+    on_host: bool = False
+
+    @property
+    def shards(self) -> str:
+        """What is divided: "nothing" with one copy for each rank."""
+        return STRATEGIES[self.strategy].shards if self.degree > 1 else "nothing"
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are views of buffers that are never freed (DDP)."""
+        return STRATEGIES[self.strategy].replicates
+
+    @property
+    def gradients_exist(self) -> bool:
+        """Whether a backward pass adds to gradients in its own format that exist before it, at least in the end."""
+        is_whole = self.shards == "state" or (self.shards == "nothing" and self.compute_bytes == 4)
+        return self.has_buckets or (self.accumulates and is_whole)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A network in numbers of elements.
+
+    Attributes:
+        parameters, trained: all, and those with gradients and state.
+        largest_unit: parameters of the largest block.
+        largest_tensor: elements of the largest trained tensor.
+        buffer_bytes: buffers, in bytes.
+    """
+
+    parameters: int
+    trained: int
+    largest_unit: int
+    largest_tensor: int = 0
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of a rank besides activations.
+
+    Attributes:
+        kept: from step to step: weights, average, optimizer state, and DDP's buckets.
+        accumulated: gradients that exist during the passes of the last microbatch, beyond what is kept.
+        grows: the share of a block's gradients that stays after its backward pass.
+        updating: weights, gradients and state during the update, without the optimizer's temporaries.
+        taking: the most of these while gradients are handed to the optimizer.
+    """
+
+    kept: float
+    accumulated: float
+    grows: float
+    updating: float
+    taking: float = 0.0
+
+
+def state(sizes: Sizes, copies: Copies) -> State:
+    """What a strategy keeps, and when gradients exist."""
+    parameters, trained, degree = sizes.parameters, sizes.trained, copies.degree
+    average = 4.0 * parameters * copies.averaged
+    optimizer = 4.0 * trained * copies.state_copies
+    gradients, half = 4.0 * trained, copies.compute_bytes < 4
+    if copies.shards == "weights":
+        if copies.on_host:
+            return State(sizes.buffer_bytes, 0.0, 0.0, sizes.buffer_bytes)
+        # Each tensor is padded to a multiple of the degree, which is next to nothing.
+        kept = sizes.buffer_bytes + (4.0 * parameters + average + optimizer) / degree
+        share = gradients / degree
+        return State(kept, share * copies.accumulates, 0.0 if copies.accumulates else 1 / degree, kept + share)
+    if copies.shards == "state":
+        # The average holds whole weights. Each gradient is sent to its owner as soon as it is computed, one block's at
+        # a time; with accumulation all are kept until the last microbatch.
+        kept = sizes.buffer_bytes + 4.0 * parameters + average + optimizer / degree
+        sent = min(gradients / degree + 4.0 * min(sizes.largest_unit, trained), gradients)
+        if copies.accumulates:
+            return State(kept, gradients, 0.0, kept + gradients)
+        return State(kept, 0.0, 1 / degree, kept + sent)
+    if copies.on_host:
+        optimizer = 0.0
+    kept = sizes.buffer_bytes + copies.compute_bytes * parameters + average + optimizer
+    masters = 4.0 * parameters if half else 0.0
+    if copies.masters_kept:
+        kept += masters
+    own = float(copies.compute_bytes * trained)
+    if copies.has_buckets:
+        kept += own
+    # Masters take the network's gradients in float32 when the backward pass is done (single: each microbatch's).
+    accumulates = copies.accumulates and not copies.has_buckets
+    accumulated = gradients * accumulates
+    grows = 0.0 if copies.gradients_exist else 1.0
+    # Until they are taken, the network's own gradients exist beside those of the masters.
+    updating = kept + gradients + (0.0 if copies.masters_kept else masters) if half else kept + own
+    if copies.has_buckets and not half:
+        updating = kept
+    taking = updating + (own if half and not copies.has_buckets else 0.0)
+    return State(kept, accumulated, grows, updating, taking)
+
+
+def peak(
+    activations: Activations,
+    sizes: Sizes,
+    copies: Copies,
+    *,
+    inputs: float = 0.0,
+    update: tuple[float, float] = (0.0, 0.0),
+) -> float:
+    """The most bytes that a rank has at any time in a step.
+
+    Args:
+        activations: of one microbatch, measured with `copies.gradients_exist`.
+        sizes: the network's.
+        copies: what the rank holds.
+        inputs: bytes of batches on the device, in addition to the network's input.
+        update: see `update_transient`.
+    """
+    held = state(sizes, copies)
+    blocks = activations.blocks
+    # The gradients of the blocks from the i-th on.
+    gradients = [*accumulate((block.gradients for block in reversed(blocks)), initial=0)][::-1]
+    # Blocks are frozen from the first on, if any are.
+    kept = [activations.held(count) for count in range(len(blocks) + 1)]
+    most = 0.0
+    for moment in activations.moments:
+        index, during = moment.begins, 0.0
+        bytes_: float = moment.outside + kept[moment.done]
+        if moment.backward:
+            bytes_ += held.grows * gradients[moment.done]
+        if index is not None:
+            block = blocks[index]
+            during = block.backward - block.held if moment.backward else block.forward
+        most = max(most, bytes_ + during + gathered(activations, sizes, copies, moment.backward, index, moment.done))
+    passes = held.kept + held.accumulated + most
+    whole = 1 if copies.shards != "weights" else copies.degree
+    per_byte, per_tensor = update
+    transient = 4.0 * (per_byte * sizes.trained + per_tensor * sizes.largest_tensor) / whole
+    updating = held.updating + (0.0 if copies.on_host else transient)
+    return inputs + max(passes, max(held.taking, updating) + activations.input)
+
+
+def gathered(
+    activations: Activations, sizes: Sizes, copies: Copies, backward: bool, index: int | None, done: int
+) -> float:
+    """Bytes of whole weights and gradients on a rank that owns a share of each, at one moment.
+
+    Args:
+        index: the block that runs; None between blocks.
+        done: the number of blocks whose forward pass is done.
+    """
+    if copies.shards != "weights":
+        return 0.0
+    blocks = activations.blocks
+    around = sizes.parameters - sum(block.parameters for block in blocks)
+    weights: float = around
+
+    def size(at: int) -> int:
+        return blocks[at].parameters if 0 <= at < len(blocks) else 0
+
+    if not copies.reshard_after_forward:
+        weights += sum(block.parameters for block in blocks[: done if backward else done + 1])
+    elif index is not None:
+        weights += size(index)
+    if blocks and index is None and done == len(blocks):
+        # The last block is needed again at once.
+        weights += 0 if not copies.reshard_after_forward else size(done - 1)
+    # What a gather receives, this block's or the next one's, is copied into the weights.
+    buffers = 0 if index is None else max(size(index), size(index + (-1 if backward else 1)))
+    total = copies.compute_bytes * (weights + buffers)
+    if backward and index is not None:
+        # Gradients are sent in float32, from a buffer that lives until the next block's.
+        total += 4.0 * (blocks[index + 1].trained if index + 1 < len(blocks) else 0)
+    return total
+
+
+def update_transient(make: Callable[[list[nn.Parameter]], Optimizer], side: int = 64) -> tuple[float, float]:
+    """Temporaries of an optimizer's step, measured on a few small tensors: per byte of all trained parameters, and per
+    byte of the largest one."""
+
+    def most(count: int) -> int:
+        parameters = [nn.Parameter(torch.zeros(side, side)) for _ in range(count)]
+        optimizer = make(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        # The first one allocates the state.
+        optimizer.step()
+        state = [value for value in tree_leaves(dict(optimizer.state)) if isinstance(value, Tensor)]
+        with LiveMemory([*parameters, *(p.grad for p in parameters if p.grad is not None), *state]) as memory:
+            optimizer.step()
+        return memory.peak
+
+    few, many = most(2), most(4)
+    size = 4 * side * side
+    per_byte = max(many - few, 0) / (2 * size)
+    return per_byte, max(few / size - 2 * per_byte, 0.0)
+
+
+def largest(fits: Callable[[int], bool], candidates: Sequence[int]) -> int | None:
+    """The largest of ascending candidates that fits, assuming that all smaller ones do; None if none does."""
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(candidates[middle]) else (low, middle)
+    return candidates[low - 1] if low else None
+
+
+def divisors(number: int) -> Iterator[int]:
+    """The divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    yield from small
+    yield from (number // d for d in reversed(small) if d * d != number)

@@ -1,0 +1,270 @@
+"""The peak of a step that the plan predicts, against what is alive during real steps."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pycls_fast import build, plan
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.parallel import ALONE, World, place_model
+from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.strategies import STRATEGIES
+from pycls_fast.train.building import make_step
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+from pycls_fast.train.step_memory import StepMemory
+from tests.integration.fairscale_cpu import play_cuda
+
+CPU = torch.device("cpu")
+COMMON = ("augment=none", "optim=adamw", "speed.optimizer=loop", "speed.compile=off")
+VIT = (
+    *("vit_digits", "model.width=128", "model.depth=4", "model.heads=2", "model.mlp_width=512"),
+    *("model.patch_size=8", "data.image_size=64", *COMMON),
+)
+RESNET = ("resnet_digits", "data.image_size=32", *COMMON)
+
+
+def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) -> RunConfig:
+    """A configuration with so many images in a rank's microbatch."""
+    parts = 2 if "optim.accumulation_steps=2" in overrides else 1
+    batch = f"data.global_batch_size={images * ranks * parts}"
+    return load_config(base[0], [*base[1:], f"optim.accumulation_steps={parts}", batch, *overrides])
+
+
+def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
+    """The step of a rank, and its batch."""
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches, empty=build.is_sharded(config, world))
+    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    batch = synthetic_batch(images, config.data.image_size, 10, erase_probability=0.0, seed=0, device=CPU)
+    return make_step(config, network, world, switches, steps_per_epoch=4), batch
+
+
+def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: int = 8, within: float = 0.05) -> None:
+    """The peak over whole steps is the plan's."""
+    config = configured(base, images, world.size, *overrides)
+    metrics = TrainMetrics(CPU)
+    with LiveMemory() as memory:
+        step, batch = stepping(config, world, images)
+        # The optimizer has its state after the first.
+        for index in range(2):
+            memory.peak = memory.live
+            step(index, [batch] * config.optim.microbatches, metrics)
+    made = build.MemoryPlan(config, CPU, world.size, 10)
+    assert made.peak(config.optim.microbatches) == pytest.approx(memory.peak, rel=within)
+
+
+@pytest.mark.parametrize("base", [VIT, RESNET], ids=["vit", "resnet"])
+@pytest.mark.parametrize("recompute", ["off", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: str, precision: str) -> None:
+    config = configured(base, 16, 1, f"speed.recompute={recompute}", f"precision={precision}")
+    step, batch = stepping(config, ALONE, 16)
+    network, metrics = step.wrapped.evaluated, TrainMetrics(CPU)
+    step(0, [batch], metrics)
+    tracker = MemTracker()
+    tracker.track_external(network, step.optimizer, batch.images_BHWC)
+    with tracker:
+        step(1, [batch], metrics)
+    counted = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    assert build.MemoryPlan(config, CPU, 1, 10).peak(1) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("optim.ema_decay=0.9",),
+        ("optim.ema_decay=0.9", "optim.trainable=head"),
+        ("precision=amp_bf16", "optim.accumulation_steps=2"),
+        ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=[head,blocks.2]"),
+        ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=head"),
+        ("precision=bf16_params",),
+        ("precision=bf16_params", "optim.ema_decay=0.9", "optim.trainable=head"),
+        ("precision=fp16_master",),
+        ("precision=bf16",),
+        ("speed.recompute=selective",),
+        ("speed.activation_compression=8bit",),
+        ("speed.optimizer=foreach", "optim.ema_decay=0.9"),
+    ],
+)
+def test_one_process_holds_what_the_plan_says(overrides: tuple[str, ...]) -> None:
+    assert_held(ALONE, VIT, *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim=sgd",),
+        ("optim=sgd", "optim.momentum=0", "optim.nesterov=false"),
+        ("optim=adafactor",),
+        ("optim=adafactor", "optim.momentum_dtype=float32"),
+        ("optim=lion",),
+        ("optim=adamw",),
+        ("optim=lamb",),
+    ],
+)
+def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
+    config = load_config(VIT[0], [*VIT[1:], *overrides])
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    step(0, [synthetic_batch(1, 64, 10, erase_probability=0.0, seed=0, device=CPU)], TrainMetrics(CPU))
+    kept = sum(
+        value.nbytes
+        for state in step.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    # What Adafactor keeps of its second moments is a row and a column of each matrix.
+    expected = OPTIMIZERS[config.optim.name].state_copies(config.optim.own())
+    assert kept / weights == pytest.approx(expected, abs=0.05)
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The first of eight ranks, whose messages go nowhere."""
+    play_cuda(monkeypatch)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield World(rank=0, size=8, device=CPU, mesh=make_mesh("cpu", None, 8, datetime.timedelta(seconds=60)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("average", ["null", "0.9"])
+def test_a_rank_of_oss_holds_what_the_plan_says(eight: World, average: str, accumulation: int) -> None:
+    overrides = ("parallel=fairscale_sharded_ddp", f"optim.accumulation_steps={accumulation}")
+    assert_held(eight, VIT, *overrides, f"optim.ema_decay={average}", within=0.1)
+
+
+SHARDED = [
+    ("parallel=fsdp",),
+    ("parallel=fsdp", "parallel.reshard_after_forward=false"),
+    ("parallel=fsdp", "optim.accumulation_steps=2"),
+    ("parallel=fsdp", "precision=bf16_params"),
+    ("parallel=hsdp", "parallel.shard_degree=4"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [VIT, RESNET], ids=["vit", "resnet"])
+@pytest.mark.parametrize("overrides", SHARDED, ids=" ".join)
+def test_a_rank_of_fsdp_holds_what_the_plan_says(
+    eight: World, base: tuple[str, ...], overrides: tuple[str, ...]
+) -> None:
+    if "parallel=hsdp" in overrides:
+        eight = World(rank=0, size=8, device=CPU, mesh=make_mesh("cpu", 2, 4, datetime.timedelta(seconds=60)))
+    assert_held(eight, base, *overrides, images=16, within=0.1)
+
+
+def test_the_state_of_each_strategy() -> None:
+    def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> plan.State:
+        return plan.state(plan.Sizes(1000, trained, 100), plan.Copies(strategy, degree, 2, **keys))
+
+    assert held("single", 1).updating == held("ddp", 1).updating == 16_000
+    # DDP's buckets are never freed.
+    assert (held("single", 1).kept, held("ddp", 1).kept) == (12_000, 16_000)
+    assert (held("fsdp").kept, held("fsdp").updating) == (3_000, 4_000)
+    assert held("fsdp", averaged=True).updating == 5_000
+    assert held("fsdp", trained=40).updating == 1_000 + 120
+    assert held("single", 1, compute_bytes=2).taking == 2_000 + 4_000 + 8_000 + 4_000 + 2_000
+    # Weights whole, and a block's gradients on their way to their owners; all gradients where they are added up.
+    oss = "fairscale_sharded_ddp"
+    assert held(oss).updating == 4_000 + 1_000 + 400 + 2_000
+    assert held(oss, trained=40).updating == 4_000 + 160 + 80
+    assert held(oss, accumulates=True).updating == 8_000 + 2_000
+    assert held(oss, accumulates=True, averaged=True).updating == 12_000 + 2_000
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_rank_shards_nothing(name: str) -> None:
+    assert plan.Copies(name, 1, 2).shards == "nothing"
+
+
+def resolved(*overrides: str, ranks: int = 1) -> RunConfig:
+    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides])
+    return build.resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
+
+
+def test_the_fewest_microbatches_that_fit_are_taken() -> None:
+    assert resolved().optim.accumulation_steps == 1
+    config = resolved("runtime.device_memory=1GB")
+    assert config.optim.accumulation_steps == 1
+    made = build.MemoryPlan(config, CPU, 1, 10)
+    memory = made.peak(8) / 0.92
+    config = resolved(f"runtime.device_memory={memory / 1e6 + 0.01}MB")
+    assert config.optim.accumulation_steps == 8
+    assert made.peak(4) > 0.92 * memory
+    # A saved run has the number.
+    again = RunConfig.model_validate_json(config.model_dump_json())
+    assert (again.optim.accumulation_steps, again.runtime.device_memory) == (8, config.runtime.device_memory)
+    assert resolved("optim.accumulation_steps=2", "runtime.device_memory=1MB").optim.accumulation_steps == 2
+
+
+def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given() -> None:
+    full = resolved("data.global_batch_size=auto", "optim.accumulation_steps=1")
+    assert full.data.global_batch_size == 64
+    memory = build.MemoryPlan(full, CPU, 1, 10).peak(1) / 2
+    config = resolved(
+        "data.global_batch_size=auto", "optim.accumulation_steps=1", f"runtime.device_memory={memory / 1e6}MB"
+    )
+    assert config.data.global_batch_size < 64
+
+
+def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
+    with pytest.raises(UserError, match=r"^optim.accumulation_steps: auto finds .* 10 MB: .*; fits with parallel=fsdp"):
+        resolved("runtime.device_memory=10MB")
+
+
+def test_mixing_gets_two_images() -> None:
+    mixes = ("augment.mixup_alpha=0.8", "augment.mix_mode=pair", "data.global_batch_size=12")
+    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
+    assert build.MemoryPlan(config, CPU, 1, 10).parts() == [6, 3, 2, 1]
+
+
+@pytest.mark.parametrize("text", ["24", "24 Gb", "0GB", "-1GB", "many"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(UserError, match=r"^runtime.device_memory: must be an amount of memory such as 24GB"):
+        load_config("vit_digits", [f"runtime.device_memory={text}"])
+
+
+def test_the_time_does_not_grow_with_the_depth() -> None:
+    counts = []
+    for depth in (2, 12):
+        config = configured(VIT, 4, 1, f"model.depth={depth}", "model.drop_path=0.1")
+        made = build.MemoryPlan(config, CPU, 1, 10)
+        activations = made.activations(4, 64, gradients_exist=False)
+        assert len(activations.blocks) == depth
+        # The first block drops nothing.
+        counts.append(len({id(block) for block in activations.blocks}))
+    assert counts == [2, 2]
+
+
+def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
+    peaks = []
+    for recompute in ("off", "full"):
+        config = configured(VIT, 16, 1, f"speed.recompute={recompute}")
+        step, batch = stepping(config, ALONE, 16)
+        memory, metrics = StepMemory(ALONE, compiled=False), TrainMetrics(CPU)
+        for index in range(3):
+            with memory.counting(step):
+                step(index, [batch], metrics)
+        assert memory.bytes() == pytest.approx(build.MemoryPlan(config, CPU, 1, 10).peak(1), rel=0.05)
+        peaks.append(memory.bytes())
+    assert peaks[1] < 0.7 * peaks[0]
+    assert StepMemory(ALONE, compiled=True).counted is None
