@@ -132,7 +132,7 @@ def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
     weights = sum(parameter.nbytes for parameter in network.parameters())
     # What Adafactor keeps of its second moments is a row and a column of each matrix.
     expected = OPTIMIZERS[config.optim.name].state_copies(config.optim.own())
-    assert kept / weights == pytest.approx(expected, abs=0.05)
+    assert kept / weights == pytest.approx(expected, abs=0.08)
 
 
 @pytest.fixture
