@@ -46,7 +46,7 @@ class DropPath(nn.Module):
         self.drops = rate > 0.0
         # For compiled code, in which a Python number would be a constant of the graph (a graph for each rate), or an
         # input on the host (no CUDA graphs). No buffer: no checkpoint, average or half format concerns it.
-        self._keep = torch.tensor(1.0 - rate, dtype=torch.float32)
+        self._keep = torch.full((), 1.0 - rate, dtype=torch.float32)
         self.batch_dim = batch_dim
         self.compute = compute
         # For steps that are replayed without the host (CUDA graphs).
@@ -56,7 +56,7 @@ class DropPath(nn.Module):
         """Follow the network to its device, from the meta device as well; always in float32."""
         super()._apply(fn, recurse)
         device = fn(self._keep).device
-        self._keep = torch.tensor(1.0 - self.rate, dtype=torch.float32, device=device)
+        self._keep = torch.full((), 1.0 - self.rate, dtype=torch.float32, device=device)
         return self
 
     def forward(self, branch: Tensor) -> Tensor:

@@ -234,7 +234,10 @@ def test_memory_that_does_not_suffice(
 
     monkeypatch.setattr(Step, "__call__", full)
     settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
-    with pytest.raises(UserError, match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; raise optim.acc"):
+    with pytest.raises(
+        UserError,
+        match=r"^data.global_batch_size: 1 x cpu is out of memory with 64 \(.*; use optim.accumulation_steps=2",
+    ):
         train(load_config("vit_digits", settings))
 
 

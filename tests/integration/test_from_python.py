@@ -91,7 +91,7 @@ def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (
             "vit_digits",
             ["data.source=folder", "data.eval_set=v2", "data.eval_root=."],
-            "data.eval_set: only tools/test_net.py scores it; use data.eval_set=null",
+            "data.eval_set: only pycls-fast test scores it; use data.eval_set=null",
         ),
         ("vit_digits", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
         ("vit_digit", [], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),

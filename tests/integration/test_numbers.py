@@ -10,8 +10,7 @@ import pytest
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.train import checkpoint, train
-from pycls_fast.train import run as run_module
+from pycls_fast.train import checkpoint, start, train
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
 from tests.integration.runs import TINY, records
@@ -24,7 +23,7 @@ def test_rates_times_and_checkpoints(tmp_path: Path, digits: Path, monkeypatch: 
         savers.append(named)
         return Saver(*arguments, **named)
 
-    monkeypatch.setattr(run_module, "Saver", saver)
+    monkeypatch.setattr(start, "Saver", saver)
     overrides = [
         *TINY, f"data.root={digits}", f"run_dir={tmp_path}", "optim.accumulation_steps=2",
         "runtime.checkpoint_every_steps=1", "runtime.keep_checkpoints=4", "runtime.checkpoint_async=false",

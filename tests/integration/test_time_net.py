@@ -159,7 +159,7 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
         ),
         (
             ("mode=model", "compare=[seed=1,data.eval_set=v2 data.eval_root=.]"),
-            ("compare: 'data.eval_set=v2 data.eval_root=.': data.eval_set: only tools/test_net.py scores it",),
+            ("compare: 'data.eval_set=v2 data.eval_root=.': data.eval_set: only pycls-fast test scores it",),
         ),
     ],
 )

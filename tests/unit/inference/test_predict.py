@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import importlib
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 import pycls_fast
+from pycls_fast.commands.predict import Options
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
@@ -31,8 +33,8 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 
 def run_tool(name: str, *arguments: object) -> int:
-    tool = runpy.run_path(str(TOOLS / f"{name}.py"))
-    return tool["main"](read_options([str(a) for a in arguments], tool["Options"], ("run", "images")))
+    tool = importlib.import_module(f"pycls_fast.commands.{name}")
+    return tool.main(read_options([str(a) for a in arguments], tool.Options, ("run", "images")))
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("tool", "line"),
     [
         ("predict", "batch_size: cpu is out of memory with 64 images at a time; use a smaller one"),
-        ("feature_maps", "images: cpu is out of memory with 5 images at a time; give fewer"),
+        ("maps", "images: cpu is out of memory with 5 images at a time; give fewer"),
     ],
 )
 def test_memory_that_does_not_suffice(
@@ -218,16 +220,16 @@ def test_when_nothing_can_be_read(
         ("predict", ["RUN", "IMAGES", "--topk"], "--topk: not a key=value; the keys are run, images, format"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
         ("predict", ["nowhere", "IMAGES"], "weights: nowhere is neither a weights file nor a run folder"),
-        ("feature_maps", ["RUN"], "images: none were given"),
-        ("feature_maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
+        ("maps", ["RUN"], "images: none were given"),
+        ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
         (
-            "feature_maps",
+            "maps",
             ["RUN", "IMAGES", "kind=x"],
             'kind: must be one of attention, rollout, features, class; got "x"',
         ),
-        ("feature_maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
-        ("feature_maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
-        ("feature_maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
+        ("maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
+        ("maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
+        ("maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
 def test_mistakes_get_a_line(
@@ -242,7 +244,7 @@ def test_mistakes_get_a_line(
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments"), [("predict", ["format=json"]), ("predict", ["format=sheet"]), ("feature_maps", [])]
+    ("tool", "arguments"), [("predict", ["format=json"]), ("predict", ["format=sheet"]), ("maps", [])]
 )
 def test_an_output_that_cannot_be_written_is_told_before_the_work(
     folder: Path, tmp_path: Path, tool: str, arguments: list[str]
@@ -318,11 +320,10 @@ def test_names_that_are_no_utf_8(
 
 @pytest.mark.parametrize("name", ["@x.json", "[1] a.json", "7", os.fsdecode(b"caf\xe9.json")])
 def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, name: str) -> None:
-    tool = runpy.run_path(str(TOOLS / "predict.py"))
-    options = read_options([f"run={name}", f"output={name}"], tool["Options"], ("run", "images"))
+    options = read_options([f"run={name}", f"output={name}"], Options, ("run", "images"))
     assert (options.run, options.output, options.images) == (name, name, ())
     with pytest.raises(UserError, match=r"^topk: cannot read '\[1'$"):
-        read_options([f"run={name}", "topk=[1"], tool["Options"])
+        read_options([f"run={name}", "topk=[1"], Options)
 
 
 @pytest.mark.slow
@@ -338,7 +339,7 @@ def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, n
 )
 def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: int) -> None:
     run, output = make_run(tmp_path / "run", config_name=config_name), tmp_path / "maps.png"
-    assert run_tool("feature_maps", run, bad, f"kind={kind}", f"output={output}") == 0
+    assert run_tool("maps", run, bad, f"kind={kind}", f"output={output}") == 0
     sheet = np.asarray(Image.open(output)).astype(int)
     cells = sheet[:, 8:].shape[1] // 200
     assert cells == columns
@@ -348,7 +349,7 @@ def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: i
         drawn = sheet[8:150, 8 + 200 * column :][:, :190]
         assert (drawn.max(axis=2) - drawn.min(axis=2)).max() > 30, "no colour over the picture"
     if kind == "attention":
-        assert run_tool("feature_maps", run, bad, "heads=false", f"output={output}") == 0
+        assert run_tool("maps", run, bad, "heads=false", f"output={output}") == 0
         assert np.asarray(Image.open(output)).shape[1] == 2 * 200 + 8
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import zipfile
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
+from pycls_fast.commands.export import Options, main
 from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.options_line import read_options
 from pycls_fast.config.saved import saved_with_weights
@@ -183,9 +183,8 @@ def test_mistakes_get_a_line(
     Path("there.safetensors").write_bytes(b"not what its name says")
     given = {argument.partition("=")[0] for argument in arguments}
     usual = [a for a in (f"weights={run_dir}", "output=net.safetensors") if a.partition("=")[0] not in given]
-    tool = runpy.run_module("pycls_fast.commands.export")
     with pytest.raises(UserError) as caught:
-        tool["main"](read_options([*usual, *arguments], tool["Options"]))
+        main(read_options([*usual, *arguments], Options))
     assert any(line in told.replace(f"{tmp_path}/", "") for told in caught.value.lines), caught.value.lines
     assert not Path("net.safetensors").exists()
 
