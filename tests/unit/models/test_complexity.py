@@ -223,7 +223,7 @@ class _Devices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen |= {leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim}
+        self.seen |= {leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.nbytes > 4}
         return out
 
 
