@@ -18,7 +18,6 @@ or accuracy; absolute=false compares only speed-ups.
 """
 
 import sys
-from pathlib import Path
 from typing import Literal, NoReturn
 
 from pycls_fast.config import Purpose, RunConfig, Section, command_line
@@ -121,7 +120,6 @@ def main(config: RunConfig, options: Options) -> int:
         base=same_command(options=Options),
         compose=lambda overrides: variant(overrides, purpose, options=Options),
         folder=user_path(output),
-        tools=Path(__file__).resolve().parent,
         dry_run=options.dry_run,
         configs=config_folders(),
         accept_code=options.accept_code,

@@ -114,7 +114,7 @@ def _few_steps(ledger: Ledger, variant: Variant, folder: Path, mode: str) -> tup
     file = folder / f"{slug(variant)}.{mode}.json"
     arguments = timing_arguments(variant, file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)
     log = file.with_suffix(".txt")
-    return ledger.process("time_net", variant, arguments, ranks=variant.ranks or 1, log=log).wait(), file
+    return ledger.process("time", variant, arguments, ranks=variant.ranks or 1, log=log).wait(), file
 
 
 def estimate(ledger: Ledger, pace: Pace) -> dict[str, float]:

@@ -320,23 +320,21 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
-def code_digest(tools: Path, configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
+def code_digest(configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
     """SHA-256 of the code that a variant's processes run; takes milliseconds.
 
     Args:
-        tools: the folder of the tools.
         configs: folders of configurations. Only the files of groups count, which variants choose by name: the plan
             itself holds the experiment and the ladder.
         trees: other checkouts that variants run.
     """
-    others = ((tree / "pycls_fast", tree / "tools", [tree / "configs"]) for tree in trees)
-    digests = [_digest(*parts) for parts in ((Path(__file__).parents[2], tools, configs), *others)]
+    others = ((tree / "pycls_fast", [tree / "configs"]) for tree in trees)
+    digests = [_digest(*parts) for parts in ((Path(__file__).parents[2], configs), *others)]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _digest(package: Path, tools: Path, configs: Sequence[Path]) -> str:
+def _digest(package: Path, configs: Sequence[Path]) -> str:
     files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
-    files += [(tools, file) for file in tools.glob("*.py")]
     files += [(root, file) for root in configs for name in groups([CONFIGS]) for file in (root / name).glob("*.yaml")]
     contents: list[tuple[bytes, bytes]] = []
     for root, file in files:

@@ -1,4 +1,4 @@
-"""Child processes that run this project's tools: their arguments, how they start, and how they ended.
+"""Child processes that run this project's commands: their arguments, how they start, and how they ended.
 
 Their output goes to a file, and they end with this process.
 """
@@ -25,6 +25,8 @@ from pycls_fast.exit_status import MISTAKE, OUT_OF_MEMORY
 _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.
 _SAVING_SECONDS = 30.0
+# Where this process imports the package from.
+_OURS = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,10 @@ def _exception(lines: Sequence[str]) -> str | None:
 
 
 class Process:
-    """A tool of this project with its arguments, started at once; under torchrun with more than one rank.
+    """A verb of `pycls-fast` with its arguments, started at once; under torchrun with more than one rank.
 
     Args:
-        tool: the tool's file.
+        verb: "train", "time" or "ledger".
         arguments: of the command line.
         ranks: number of processes.
         log: the file for its output.
@@ -93,7 +95,7 @@ class Process:
 
     def __init__(
         self,
-        tool: Path,
+        verb: str,
         arguments: Sequence[str],
         *,
         ranks: int,
@@ -110,11 +112,11 @@ class Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*launcher, str(tool), *arguments],
+                [*launcher, "-m", "pycls_fast", verb, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(ranks, devices) | ({} if tree is None else _imports(tree)),
+                env=_environment(ranks, devices) | _imports(_OURS if tree is None else tree),
                 pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -177,8 +179,10 @@ def _environment(ranks: int, devices: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _imports(tree: Path) -> dict[str, str]:
-    # The user's own path stays: other packages may be found only through it.
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
+    # The user's own path stays: other packages may be found only through it. The current folder, which `-m` would put
+    # first, may be another checkout.
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def _die_with_parent() -> None:

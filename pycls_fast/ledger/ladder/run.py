@@ -38,7 +38,6 @@ def run_ladder(
     base: tuple[Sequence[str], Sequence[str]],
     compose: Callable[[Sequence[str]], RunConfig],
     folder: Path,
-    tools: Path,
     dry_run: bool,
     configs: Sequence[Path] = (),
     accept_code: bool = False,
@@ -55,7 +54,6 @@ def run_ladder(
         base: options and overrides of the experiment, for every tool.
         compose: composes the experiment with the overrides of a variant.
         folder: holds the report and everything it is made from.
-        tools: the folder of the tools.
         dry_run: only print the variants and an estimate of the time.
         configs: folders of configurations, which are part of the code.
         accept_code: resume in a folder that was measured with different code.
@@ -67,9 +65,9 @@ def run_ladder(
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(pick(ladder, switches), config)
-    code = partial(code_digest, tools, configs, _trees(chosen, settings.mode))
+    code = partial(code_digest, configs, _trees(chosen, settings.mode))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
-    ledger = Ledger(chosen, settings, base[0], typed, device, place, tools, say=display.note)
+    ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note)
     # Before any timing: variants that are known to fail, even if only in training.
     refused = ledger.selection.rule_out(lambda variant: refusal(variant, compose, torch.device(device)))
     _divide_devices(ledger)
@@ -133,8 +131,8 @@ def _divide_devices(ledger: Ledger) -> None:
         )
 
 
-# What the measurements start, and the package that they import.
-_IN_A_CHECKOUT = ("pycls_fast/__init__.py", "tools/time_net.py", "tools/train_net.py", "tools/ledger.py")
+# What the measurements start.
+_IN_A_CHECKOUT = "pycls_fast/__main__.py"
 
 
 def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
@@ -153,11 +151,11 @@ def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
 
 
 def _not_a_checkout(tree: Path) -> str | None:
-    """Why the tools cannot be run from a folder; None if they can."""
+    """Why the commands cannot be run from a folder; None if they can."""
     if not tree.is_dir():
         return f"there is no folder {tree}"
-    missing = [part for part in _IN_A_CHECKOUT if not (tree / part).is_file()]
-    return f"{tree} is not a checkout of pycls_fast (it has no {', '.join(missing)})" if missing else None
+    is_one = (tree / _IN_A_CHECKOUT).is_file()
+    return None if is_one else f"{tree} is not a checkout of pycls_fast (it has no {_IN_A_CHECKOUT})"
 
 
 @contextmanager

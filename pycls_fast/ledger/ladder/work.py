@@ -30,7 +30,6 @@ class Ledger:
     Attributes:
         flags, typed: options and overrides that make the experiment, for every tool.
         device: "cpu" or "cuda": where the variants run.
-        tools: the folder of the tools.
         say: called with a message at the start and the end of each measurement, and every minute for each training.
         cuda_devices: names of the CUDA devices that concurrent training runs divide among them; empty if there is no
             need to.
@@ -50,7 +49,6 @@ class Ledger:
     typed: Sequence[str]
     device: str
     folder: LedgerFolder
-    tools: Path
     say: Callable[[str], None] = print
     cuda_devices: Sequence[str] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +170,7 @@ class Ledger:
         )
         what = f"{variant.name}: timing {number + 1} of {s.rounds}"
         # In later rounds it has run before: another program may have been in its way.
-        finished = self._piece(what, variant, "time_net", arguments, file, ranks=variant.ranks or 1, again=number > 0)
+        finished = self._piece(what, variant, "time", arguments, file, ranks=variant.ranks or 1, again=number > 0)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished)
         return finished
@@ -187,7 +185,7 @@ class Ledger:
         self,
         what: str,
         variant: Variant,
-        tool: str,
+        verb: str,
         arguments: Sequence[str],
         file: Path,
         *,
@@ -199,17 +197,17 @@ class Ledger:
             self.progress.note(training=False)
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
-        finished = self._to_its_end(what, tool, variant, arguments, ranks, file)
+        finished = self._to_its_end(what, verb, variant, arguments, ranks, file)
         if again and finished.status != 0:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
-            finished = self._to_its_end(what, tool, variant, arguments, ranks, file)
+            finished = self._to_its_end(what, verb, variant, arguments, ranks, file)
         self._report(what, finished, training=False)
         return finished
 
     def _to_its_end(
-        self, what: str, tool: str, variant: Variant, arguments: Sequence[str], ranks: int, file: Path
+        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], ranks: int, file: Path
     ) -> ProcessResult:
-        process = self._start(what, tool, variant, arguments, ranks=ranks, log=self.folder.log_file(file))
+        process = self._start(what, verb, variant, arguments, ranks=ranks, log=self.folder.log_file(file))
         try:
             while (finished := self._finished(process)) is None:
                 time.sleep(_POLLING_SECONDS)
@@ -264,7 +262,7 @@ class Ledger:
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
         arguments = processes.training_arguments(run.variant, run.folder, seed=run.seed)
         ranks, log = run.variant.ranks or 1, self.folder.log_file(run.folder)
-        return self._start(str(run), "train_net", run.variant, arguments, ranks=ranks, log=log, devices=devices)
+        return self._start(str(run), "train", run.variant, arguments, ranks=ranks, log=log, devices=devices)
 
     def _training_done(self, run: TrainingRun, finished: ProcessResult | None) -> None:
         if finished is None:
@@ -275,7 +273,7 @@ class Ledger:
     def _start(
         self,
         what: str,
-        tool: str,
+        verb: str,
         variant: Variant,
         arguments: Sequence[str],
         *,
@@ -285,11 +283,11 @@ class Ledger:
     ) -> Process:
         self.folder.note_code()
         self.say(f"{what}: started (log: {log})")
-        return self.process(tool, variant, arguments, ranks=ranks, log=log, devices=devices)
+        return self.process(verb, variant, arguments, ranks=ranks, log=log, devices=devices)
 
     def process(
         self,
-        tool: str,
+        verb: str,
         variant: Variant,
         arguments: Sequence[str],
         *,
@@ -297,14 +295,13 @@ class Ledger:
         log: Path,
         devices: Sequence[str] = (),
     ) -> Process:
-        """Start a tool with a variant's code; it holds the folder's lock, if there is one.
+        """Start a verb with a variant's code; it holds the folder's lock, if there is one.
 
         `arguments` replace the experiment's own overrides of the same keys.
         """
         tree = None if variant.tree is None else tree_path(variant.tree)
-        tools = self.tools if tree is None else tree / "tools"
         return Process(
-            tools / f"{tool}.py",
+            verb,
             [*self.flags, *merged(self.typed, arguments)],
             ranks=ranks,
             log=log,

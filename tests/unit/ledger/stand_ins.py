@@ -47,14 +47,14 @@ class FakeProcess:
 
     broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
     started: ClassVar[list[list[str]]] = []
-    trees: ClassVar[list[tuple[object, Path]]] = []
+    trees: ClassVar[list[object]] = []
 
     def __init__(
-        self, tool: Path, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None,
+        self, verb: str, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None,
         devices: object = (),
     ) -> None:  # fmt: skip
-        del ranks, inherits, devices
-        self.trees.append((tree, tool))
+        del verb, ranks, inherits, devices
+        self.trees.append(tree)
         self.started.append(arguments)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -109,7 +109,7 @@ def made(
     """A ledger that is not open."""
     chosen = LadderSettings(**{**SETTINGS, **settings})
     place = LedgerFolder(folder, say=quiet)
-    return Ledger(ladder, chosen, ["--config-name", "x"], typed, device, place, Path("tools"), say=quiet)
+    return Ledger(ladder, chosen, ["--config-name", "x"], typed, device, place, say=quiet)
 
 
 def start(folder: Path, ladder: Ladder = LADDER, **settings: Any) -> Ledger:
@@ -134,7 +134,7 @@ def work(
     """The whole command; returns its status."""
     return run_ladder(
         load_config("vit_digits", typed), ladder, LadderSettings(**{**SETTINGS, **settings}), switches=(),
-        base=([], []), compose=composed, folder=folder, tools=Path("tools"), dry_run=dry_run,
+        base=([], []), compose=composed, folder=folder, dry_run=dry_run,
     )  # fmt: skip
 
 

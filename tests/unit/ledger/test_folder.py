@@ -38,7 +38,7 @@ def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
 
     def opened(now: Mapping[str, Any]) -> None:
         place = LedgerFolder(folder, say=quiet)
-        ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, Path("tools"), say=quiet, conditions=now)
+        ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, say=quiet, conditions=now)
         with closing(ledger):
             ledger.open()
 
@@ -63,7 +63,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
         said: list[str] = []
         place = LedgerFolder(tmp_path, say=said.append, code=lambda: code, accept_code=accept)
         settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
-        ledger = Ledger(LADDER, settings, [], [], "cpu", place, Path("tools"), say=quiet)
+        ledger = Ledger(LADDER, settings, [], [], "cpu", place, say=quiet)
         with closing(ledger):
             ledger.open()
             ledger.run()
@@ -85,7 +85,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
 
 def test_code_that_changes_while_it_runs_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
     place = LedgerFolder(tmp_path, say=quiet, code=lambda: "old" if len(fake.started) < 3 else "new")
-    ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, Path("tools"), say=quiet)
+    ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, say=quiet)
     with closing(ledger):
         ledger.open()
         ledger.run()
@@ -94,26 +94,24 @@ def test_code_that_changes_while_it_runs_is_in_the_report(tmp_path: Path, fake: 
     assert "measured with 2 states of the code" in facts(record)
 
 
-def test_the_code_is_that_of_the_package_the_tools_and_the_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, tools, configs = tmp_path / "pycls_fast", tmp_path / "tools", tmp_path / "configs"
+def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, configs = tmp_path / "pycls_fast", tmp_path / "configs"
     monkeypatch.setattr(module, "__file__", str(package / "ledger" / "ladder" / "folder.py"))
     files = {
-        package / "data" / "region.c": True, tools / "a.py": True, configs / "augment" / "own.yaml": True,
+        package / "data" / "region.c": True, package / "a.py": True, configs / "augment" / "own.yaml": True,
         configs / "mine.yaml": False, configs / "ladder" / "l.yaml": False,
     }  # fmt: skip
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x: 1")
-    found = [code_digest(tools, [configs])]
+    found = [code_digest([configs])]
     for file in files:
         file.write_text("x: 2")
-        found.append(code_digest(tools, [configs]))
+        found.append(code_digest([configs]))
     assert [now != before for before, now in pairwise(found)] == list(files.values())
     # A lock of an editor: a link to nothing.
-    (tools / ".#a.py").symlink_to("nobody@nowhere")
-    assert code_digest(tools, [configs]) == found[-1]
+    (package / ".#a.py").symlink_to("nobody@nowhere")
+    assert code_digest([configs]) == found[-1]
 
 
 def test_the_default_folder_depends_on_what_was_picked() -> None:
@@ -146,12 +144,15 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_of_a_killed_ledger_is_waited_for(tmp_path: Path) -> None:
-    tool = tmp_path / "tool.py"
-    tool.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[1], 'w').close()\n")
+    main = tmp_path / "pycls_fast/__main__.py"
+    main.parent.mkdir()
+    main.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[2], 'w').close()\n")
     ended = tmp_path / "ended"
     said: list[str] = []
     first = FolderLock(tmp_path, said.append)
-    process = Process(tool, [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(first.inherited,))
+    process = Process(
+        "time", [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(first.inherited,), tree=tmp_path
+    )
     first.release()
     assert not said
     second = FolderLock(tmp_path, said.append)

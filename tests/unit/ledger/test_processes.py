@@ -76,41 +76,47 @@ def test_the_status_is_that_of_the_rank_that_failed_first(
     first, *others = (f"  rank      : {rank}\n  exitcode  : {code} (pid: 7)\n" for rank, code in enumerate(exit_codes))
     said = f"Failures:\n{''.join(others)}---\nRoot Cause (first observed failure):\n[0]:\n{first}===\n"
     monkeypatch.setattr(subprocess, "Popen", Ended)
-    process = Process(tmp_path / "tool.py", [], ranks=ranks, log=tmp_path / "log.txt")
+    process = Process("train", [], ranks=ranks, log=tmp_path / "log.txt")
     (tmp_path / "log.txt").write_text(said)
     finished = process.finished()
     assert finished is not None
     assert finished.status == status
 
 
-def test_a_tool_imports_the_package_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def checkout(folder: Path, main: str) -> None:
+    """A package in the place of ours, whose main program is the text."""
+    (folder / "pycls_fast").mkdir()
+    (folder / "pycls_fast" / "__init__.py").touch()
+    (folder / "pycls_fast" / "__main__.py").write_text(main)
+
+
+def test_a_process_imports_the_package_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the user's own path offers stays importable, after the checkout.
     for name in ("other.py", "pycls_fast.py"):
         (tmp_path / "users" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "users" / name).touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "users"))
-    (tmp_path / "pycls_fast").mkdir()
-    (tmp_path / "pycls_fast" / "__init__.py").touch()
-    (tmp_path / "tools").mkdir()
-    tool, log = tmp_path / "tools" / "tool.py", tmp_path / "log.txt"
-    tool.write_text("import other, pycls_fast; print(pycls_fast.__file__)")
-    finished = Process(tool, [], ranks=1, log=log, tree=tmp_path).wait()
-    assert (finished.status, log.read_text().strip()) == (0, str(tmp_path / "pycls_fast" / "__init__.py"))
+    monkeypatch.chdir(tmp_path / "users")
+    checkout(tmp_path, "import other, pycls_fast, sys; print(pycls_fast.__file__, *sys.argv[1:])")
+    log = tmp_path / "log.txt"
+    finished = Process("time", ["a=1"], ranks=1, log=log, tree=tmp_path).wait()
+    said = f"{tmp_path / 'pycls_fast' / '__init__.py'} time a=1"
+    assert (finished.status, log.read_text().strip()) == (0, said)
 
 
 def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_SAVING_SECONDS", 1.0)
-    tool = tmp_path / "tool.py"
-    tool.write_text(
+    checkout(
+        tmp_path,
         "import pathlib, signal, sys, time\n"
         "def save(*_):\n"
-        "    pathlib.Path(sys.argv[1] + '_asked').touch()\n"
-        "    if sys.argv[2] == 'saves': sys.exit(3)\n"
+        "    pathlib.Path(sys.argv[2] + '_asked').touch()\n"
+        "    if sys.argv[3] == 'saves': sys.exit(3)\n"
         "signal.signal(signal.SIGTERM, save)\n"
-        "pathlib.Path(sys.argv[1] + '_started').touch()\n"
-        "while True: time.sleep(0.01)\n"
+        "pathlib.Path(sys.argv[2] + '_started').touch()\n"
+        "while True: time.sleep(0.01)\n",
     )
     now = 0.0
     limits: list[float] = []
@@ -118,7 +124,7 @@ def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
     names = ["0", "1", "2"]
     what = ["never", "never", "saves"]
     started = [
-        Process(tool, [str(tmp_path / name), does], ranks=1, log=tmp_path / f"{name}.txt")
+        Process("train", [str(tmp_path / name), does], ranks=1, log=tmp_path / f"{name}.txt", tree=tmp_path)
         for name, does in zip(names, what, strict=True)
     ]
     while len(list(tmp_path.glob("*_started"))) < len(names):
@@ -181,9 +187,8 @@ def test_a_process_sees_its_slice_of_the_devices(
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_devices(4) == seen
-    tool = tmp_path / "tool.py"
-    tool.write_text("import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
+    checkout(tmp_path, "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
     for devices, expected in ((seen[-1:], seen[-1]), (seen[:2], ",".join(seen[:2])), ((), str(given))):
         log = tmp_path / "log.txt"
-        assert Process(tool, [], ranks=1, log=log, devices=devices).wait().status == 0
+        assert Process("train", [], ranks=1, log=log, tree=tmp_path, devices=devices).wait().status == 0
         assert log.read_text() == f"{expected}\n"

@@ -312,16 +312,14 @@ def test_a_variant_runs_the_code_of_its_checkout(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("pycls_fast/__init__.py", *(f"tools/{tool}.py" for tool in ("time_net", "train_net", "ledger"))):
-        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "old" / name).touch()
+    (tmp_path / "old/pycls_fast").mkdir(parents=True)
+    (tmp_path / "old/pycls_fast/__main__.py").touch()
     # This code refuses the override; the other checkout may have it.
     ladder = ladder_of(Variant(name="old", tree="old", overrides=("c=conv",)), Variant(name="new"))
     state = {"commit": "0123456789abcdef", "changed": True}
     monkeypatch.setattr(collecting, "git_state", {tmp_path / "old": state}.get)
     assert work(tmp_path / "report", ladder, mode="one_at_a_time", rounds=1) == 0
-    theirs = (tmp_path / "old", tmp_path / "old" / "tools" / "time_net.py")
-    assert fake.trees == [(None, Path("tools/time_net.py")), theirs, (None, Path("tools/time_net.py"))]
+    assert fake.trees == [None, tmp_path / "old", None]
     found = read_record(tmp_path / "report" / "ledger.json").variants[1]
     assert (found.tree, found.git, found.note) == ("old", state, "the code in old (commit 0123456789, changed)")
     (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
