@@ -302,7 +302,7 @@ def test_a_run_has_the_commit_in_its_configuration(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"hf:me/cats@v9 could not be downloaded"):
         pin_weights(of_source("hf:me/cats@v9"), ALONE)
     hub.asked.clear()
-    for other in (None, "timm:resnet50", "some/file@main.pth"):
+    for other in (None, "some/file@main.pth"):
         assert pin_weights(of_source(other), ALONE).weights == other
     # A resumed run does not load them, but began with those.
     pinned = f"hf:me/cats@{'a' * 40}"

@@ -25,7 +25,7 @@ import yaml
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.train import run
+from pycls_fast.train import start
 from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment, git_state
@@ -345,11 +345,11 @@ def test_a_run_that_another_process_began_meanwhile_is_left_alone(
 
     at_once = partialmethod(RunFolder.occupy, wait_seconds=0.0)
     monkeypatch.setattr(RunFolder, "occupy", at_once)
-    monkeypatch.setattr(run, "_build", build_slowly)
+    monkeypatch.setattr(start, "_build", build_slowly)
     line = "another run began in" if ended else "is in use by process"
     try:
         config = load_config("vit_digits", [f"run_dir={path}"])
-        with pytest.raises(UserError, match=line), run.started(config, ALONE, Display(speaks=False, mode="plain")):
+        with pytest.raises(UserError, match=line), start.started(config, ALONE, Display(speaks=False, mode="plain")):
             pass
     finally:
         for other in others:
