@@ -194,4 +194,4 @@ def main(options: NoOptions) -> int:
 
 
 if __name__ == "__main__":
-    options_line(main, NoOptions)
+    options_line(main, NoOptions, about=__doc__)
