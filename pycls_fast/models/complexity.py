@@ -81,6 +81,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    # Attributes as well as buffers: drop-path's rate is no part of the state.
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    for tensor in (*model.buffers(), *(value for value in attributes if isinstance(value, Tensor))):
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     return copy.deepcopy(model, memo)

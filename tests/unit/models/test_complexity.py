@@ -215,7 +215,7 @@ def test_pycls_publishes_the_same_for_regnets_and_efficientnets_of_timm(
 
 
 class _Devices(TorchDispatchMode):
-    """Notes the devices of everything that torch makes, but of scalars, such as drop-path's rate."""
+    """Notes the devices of everything that torch makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class _Devices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen |= {leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.nbytes > 4}
+        self.seen |= {leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
         return out
 
 

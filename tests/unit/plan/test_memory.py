@@ -118,7 +118,9 @@ def test_one_process_holds_what_the_plan_says(overrides: tuple[str, ...]) -> Non
     ],
 )
 def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
-    config = load_config(VIT[0], [*VIT[1:], *overrides])
+    # So wide that rows and columns are few beside their matrix.
+    wide = ("model.width=256", "model.mlp_width=1024", "model.depth=2")
+    config = load_config(VIT[0], [*VIT[1:], *wide, *overrides])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
@@ -132,7 +134,7 @@ def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
     weights = sum(parameter.nbytes for parameter in network.parameters())
     # What Adafactor keeps of its second moments is a row and a column of each matrix.
     expected = OPTIMIZERS[config.optim.name].state_copies(config.optim.own())
-    assert kept / weights == pytest.approx(expected, abs=0.08)
+    assert kept / weights == pytest.approx(expected, abs=0.05)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.export import timm_form
-from pycls_fast.models.foreign import to_timm_vit
+from pycls_fast.models.foreign import hubs, to_timm_vit
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.normalization import statistics
@@ -293,6 +293,15 @@ def of_source(weights: str | None) -> RunConfig:
 def saved_with(weights: str | None) -> Any:
     """What `pin_weights` reads of a checkpoint."""
     return SimpleNamespace(plain={"config": {"weights": weights}})
+
+
+def test_without_a_network_and_a_copy_the_weights_are_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hubs, "from_hub", asked.append)
+    for reachable, expected in ((True, []), (False, ["timm:resnet50"])):
+        monkeypatch.setattr(hubs, "_reachable", lambda reachable=reachable: reachable)
+        assert pin_weights(of_source("timm:resnet50"), ALONE).weights == "timm:resnet50"
+        assert asked == expected
 
 
 @pytest.mark.slow
