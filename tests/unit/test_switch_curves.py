@@ -63,6 +63,7 @@ COMPANY = {
     (SwitchName.GELU, "polynomial"): "precision=amp_bf16 speed.compile=model",
     (SwitchName.CONVOLUTION, "products"): "speed.memory_format=channels_last",
     (SwitchName.COMPILE_MODE, "max-autotune-no-cudagraphs"): "speed.compile=model",
+    (SwitchName.RECOMPUTE, "budget"): "speed.compile=blocks",
 }
 # A curve that is the reference's to the bit would mean that they did nothing.
 NEVER_EQUAL = {
