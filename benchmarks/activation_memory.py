@@ -24,7 +24,7 @@ from torch import Tensor
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel import save_activation_memory
-from pycls_fast.parallel.saved_tensors import PackedStorage
+from pycls_fast.parallel.memory import PackedStorage
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.train.environment import provenance_lines
 

@@ -24,7 +24,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.parallel.mesh import degrees
+from pycls_fast.parallel.launch import degrees
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.strategies import STRATEGIES
 

@@ -19,7 +19,7 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
-from pycls_fast.parallel import FlatShards, StrategySettings, World, Wrapped, use_float8, wrap_model
+from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
 from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
 from pycls_fast.strategies import STRATEGIES
 
@@ -235,7 +235,7 @@ def wrap(
     world: World,
     chosen: Switches,
     initialise: Callable[[FlatShards | None], None] | None = None,
-) -> Wrapped:
+) -> ParallelModel:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
 
     Args:

@@ -23,7 +23,7 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
 
     If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
 
-    An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
+    An error that only other ranks of a node hit has been printed already (`parallel/launch.py`). Running out of
     device memory is one line from each rank that does; the line proposes to lower `batch`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.powersgd import PowerSGD
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 # BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
 # torch 2.13 renamed the flag.
@@ -34,7 +34,7 @@ _CASTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def replicate(network: nn.Module, world: World, settings: StrategySettings) -> Wrapped:
+def replicate(network: nn.Module, world: World, settings: StrategySettings) -> ParallelModel:
     """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass."""
     model = DistributedDataParallel(
         network,
@@ -60,7 +60,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> W
         now, learning = is_last or learning, False
         return nullcontext() if now else model.no_sync()
 
-    return Wrapped(
+    return ParallelModel(
         forward=model,
         evaluated=network,
         device=world.device,

@@ -6,25 +6,25 @@ same shards (hybrid sharding). Parameters keep their names and become DTensors s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pycls_fast.network import Network
-from pycls_fast.optim import BATCH_NORM, NORMS, cast_around, cast_buffers
+from pycls_fast.optim import BATCH_NORM, NORMS, assign, cast_around, cast_buffers
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 # Layers with these do nothing with their weights but what autocast does in 16 bits; a weight-standardised convolution,
 # say, first computes with them in float32.
 _CAST_BY_AUTOCAST = (nn.Linear.forward, nn.Conv2d.forward)
 
 
-def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped:
+def shard(network: Network, world: World, settings: StrategySettings) -> ParallelModel:
     """Shard the network in place; it may be on the meta device.
 
     Gradients are reduced in float32 after every microbatch, so that no rank holds whole gradients; replicas all-reduce
@@ -56,7 +56,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Wrapped
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    return Wrapped(
+    return ParallelModel(
         forward=network,
         evaluated=network,
         device=world.device,
@@ -102,3 +102,51 @@ def _prefetch(network: Any, units: Sequence[Any], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(units[max(index - count, 0) : index])[::-1])
     network.set_modules_to_forward_prefetch(list(units[:count]))
     network.set_modules_to_backward_prefetch(list(units)[::-1][:count])
+
+
+def is_empty(module: nn.Module) -> bool:
+    """Whether any of its tensors is on the meta device."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def materialise(network: Network, device: torch.device, *, param_offload: bool = False) -> None:
+    """Allocate each rank's shards, with the values of a direct build on the CPU under torch's current seed.
+
+    Every rank draws the whole model's values, one module at a time, and keeps only its own part: the same values on any
+    number of ranks, and never more than one whole module in memory.
+    """
+    network.to_empty(device=torch.device("cpu") if param_offload else device)
+    if param_offload:
+        for module in network.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+    for module, fill in network.initialisers():
+        with _whole(module):
+            fill(module)
+
+
+@contextmanager
+def _whole(module: nn.Module) -> Iterator[None]:
+    """Replace the module's tensors by whole float32 CPU tensors inside; on exit each shard copies its part of them."""
+    held: list[tuple[Any, str, Tensor]] = []
+    for inner in module.modules():
+        tables: tuple[Any, Any] = (inner._parameters, inner._buffers)
+        for own in tables:
+            for name, value in own.items():
+                if value is not None:
+                    held.append((own, name, value))
+                    own[name] = _like(value)
+    try:
+        yield
+    finally:
+        filled = [own[name] for own, name, _ in held]
+        for own, name, value in held:
+            own[name] = value
+    for (_, _, value), whole in zip(held, filled, strict=True):
+        assign(value, whole)
+
+
+def _like(value: Tensor) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    empty = torch.empty(value.shape, dtype=dtype)
+    return nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty

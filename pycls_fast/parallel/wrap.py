@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from pycls_fast.network import Network
-from pycls_fast.parallel import ddp, fairscale_ddp, fairscale_fsdp, fsdp
+from pycls_fast.parallel import ddp, fairscale, fsdp
 from pycls_fast.parallel.batch_norm import synchronise
-from pycls_fast.parallel.compiled import CompileMode, CompileName, compile_model
+from pycls_fast.parallel.compile import CompileMode, CompileName, compile_model
 from pycls_fast.parallel.flat import FlatShards
-from pycls_fast.parallel.materialise import is_empty, materialise
+from pycls_fast.parallel.fsdp import is_empty, materialise
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrapped import StrategySettings, Wrapped
 
 
 def place_model(model: Network, world: World, *, memory_format: str) -> Network:
@@ -29,17 +29,17 @@ def place_model(model: Network, world: World, *, memory_format: str) -> Network:
     return model.to(memory_format=formats[memory_format])
 
 
-def _alone(network: Network, world: World, settings: StrategySettings) -> Wrapped:
-    return Wrapped(forward=network, evaluated=network, device=world.device)
+def _alone(network: Network, world: World, settings: StrategySettings) -> ParallelModel:
+    return ParallelModel(forward=network, evaluated=network, device=world.device)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], Wrapped]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], ParallelModel]] = {
     "single": _alone,
     "ddp": ddp.replicate,
     "fsdp": fsdp.shard,
     "hsdp": fsdp.shard,
-    "fairscale_fsdp": fairscale_fsdp.shard,
-    "fairscale_sharded_ddp": fairscale_ddp.shard,
+    "fairscale_fsdp": fairscale.shard_weights,
+    "fairscale_sharded_ddp": fairscale.shard_state,
 }
 
 
@@ -53,7 +53,7 @@ def wrap_model(
     compile_mode: CompileMode = "default",
     compile_budget: float = 1.0,
     initialise: Callable[[FlatShards | None], None] | None = None,
-) -> Wrapped:
+) -> ParallelModel:
     """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
 
     Args:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pycls_fast.data import Batch, EvalSet, Prepare
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
-from pycls_fast.parallel import World, Wrapped, uncompiled
+from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.train.display import Display
 from pycls_fast.train.output_file import atomic_write
 
@@ -92,7 +92,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    wrapped: Wrapped,
+    wrapped: ParallelModel,
     batches: Iterable[Batch],
     prepare: Prepare,
     autocast: Callable[[], AbstractContextManager[None]],

@@ -12,7 +12,7 @@ from pycls_fast.data import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.exit_status import DONE
 from pycls_fast.models import foreign
-from pycls_fast.parallel import World, Wrapped
+from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.paths import user_path
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
@@ -62,7 +62,7 @@ def score(
                 display.begin_evaluation(split, len(source))
                 batches = build.eval_batches(config, source, world, switches)
                 result = evaluate(
-                    Wrapped(network, network, world.device),
+                    ParallelModel(network, network, world.device),
                     with_progress(batches, f"evaluating {split}", world, display),
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),

@@ -14,7 +14,7 @@ from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.optim import Ema, OwnedWeights, set_lr
-from pycls_fast.parallel import Wrapped
+from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 
@@ -24,7 +24,7 @@ class Step:
     """The parts of a step. `wrapped` is the model under its strategy, `weights` are what the optimizer owns, and
     `parameters` the trainable ones of these."""
 
-    wrapped: Wrapped
+    wrapped: ParallelModel
     weights: OwnedWeights
     parameters: Sequence[nn.Parameter]
     prepare: Prepare

@@ -11,8 +11,8 @@ from torch import nn
 
 from pycls_fast import optim
 from pycls_fast.config import load_config
-from pycls_fast.parallel import fairscale_ddp, start_world
-from pycls_fast.parallel.wrapped import StrategySettings
+from pycls_fast.parallel import fairscale, start_world
+from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.train import train
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
@@ -82,7 +82,7 @@ def test_numbers_of_the_optimizer_are_told_from_the_host() -> None:
     make = partial(optim.adamw, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation="fused")
     settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_sharded_ddp") as world:
-        wrapped = fairscale_ddp.shard(network, world, settings)
+        wrapped = fairscale.shard_state(network, world, settings)
         assert wrapped.optimizer is not None
         wrapped.forward(torch.randn(2, 4, device="cuda")).sum().backward()
         wrapped.optimizer.step()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pycls_fast.parallel import world
+from pycls_fast.parallel import launch
 from pycls_fast.strategies import strategy_of
 
 
@@ -87,7 +87,7 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "dist", _StandIn(dist, _all_gather_base=_all_gather))
     monkeypatch.setattr(bucketer, "dist", _StandIn(dist, _reduce_scatter_base=_reduce_scatter))
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(world, "strategy_of", lambda name: replace(strategy_of(name), needs_cuda=False))
+    monkeypatch.setattr(launch, "strategy_of", lambda name: replace(strategy_of(name), needs_cuda=False))
 
 
 def main() -> None:

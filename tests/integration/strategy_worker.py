@@ -31,7 +31,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
 from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
-from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Run

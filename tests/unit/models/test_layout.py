@@ -14,7 +14,7 @@ from pycls_fast.models import VisionTransformer
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.models.layers import ClassToken, PatchStem
 from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
-from pycls_fast.parallel.recompute import recompute_units
+from pycls_fast.parallel.memory import recompute_units
 from tests.unit.models.conftest import fill_random
 
 BATCH, SIDE, WIDTH = 6, 4, 16

@@ -16,7 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork
-from pycls_fast.parallel.recompute import recompute_units
+from pycls_fast.parallel.memory import recompute_units
 from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")

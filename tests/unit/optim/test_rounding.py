@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.optim import Ema, ModelWeights
-from pycls_fast.parallel import Wrapped
+from pycls_fast.parallel import ParallelModel
 from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def clipped(foreach: bool, dtype: torch.dtype, limit: float) -> tuple[float, lis
     for value in model.parameters():
         value.grad = torch.randn(value.shape, generator=generator, dtype=torch.float64).float().to(dtype)
     gradients = [value.grad for value in model.parameters() if value.grad is not None]
-    norm = Wrapped(model, model, CPU).clip(list(model.parameters()), limit, foreach=foreach)
+    norm = ParallelModel(model, model, CPU).clip(list(model.parameters()), limit, foreach=foreach)
     return norm.item(), [gradient.double() for gradient in gradients]
 
 
@@ -133,7 +133,7 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
         optimizer = build.optimizer(config, network, switches)
         ema = build.ema(config, ModelWeights(network), switches)
         assert ema is not None
-        wrapped = Wrapped(network, network, CPU)
+        wrapped = ParallelModel(network, network, CPU)
         generator = torch.Generator().manual_seed(3)
         images = torch.randn(20, 3, config.data.image_size, config.data.image_size, generator=generator)
         losses = []

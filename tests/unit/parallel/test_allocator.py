@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pycls_fast.parallel import allocator, keep_freed_memory
+from pycls_fast.parallel import keep_freed_memory, launch
 from pycls_fast.speed import HAS_GLIBC
 
 pytestmark = pytest.mark.skipif(not HAS_GLIBC, reason="malloc of another C library")
@@ -63,8 +63,8 @@ def test_malloc_is_told_once_and_the_thresholds_are_put_back(monkeypatch: pytest
             return self.answer
 
     libc = Libc()
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(allocator._Kept, "now", False)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(launch._Kept, "now", False)
     keep_freed_memory(False)
     assert told == []
     keep_freed_memory(True)

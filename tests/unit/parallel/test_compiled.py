@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
-from pycls_fast.parallel.compiled import compile_model, uncompiled
+from pycls_fast.parallel.compile import compile_model, uncompiled
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

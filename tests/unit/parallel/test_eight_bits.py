@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pycls_fast.parallel.eight_bits import (
+from pycls_fast.parallel.memory import (
     GROUP,
     BitReLUs,
     compress,

@@ -19,8 +19,8 @@ from pycls_fast import build, optim
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim import ModelWeights, by_name, named_state
-from pycls_fast.parallel import FlatShards, World, fairscale_ddp, floating_buffers, start_world
-from pycls_fast.parallel.wrapped import StrategySettings
+from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
+from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.run import Run
 from tests.integration.fairscale_cpu import play_cuda
@@ -192,7 +192,7 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
     network = copy.deepcopy(plain)
     make = partial(optim.sgd, lr=0.1, momentum=0.9, nesterov=False, implementation="fused")
     settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
-    ours = fairscale_ddp.shard(network, world, settings)
+    ours = fairscale.shard_state(network, world, settings)
     stepped: Any = ours.optimizer
     alone = make([{"params": list(plain.parameters()), "weight_decay": 0.0}])
     images = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
@@ -213,7 +213,7 @@ def test_numbers_are_told_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     """What is pickled on a GPU is unpickled on that one, by every rank."""
     on_device, on_host = torch.tensor(3.0), torch.tensor(3.0)
     monkeypatch.setattr(Tensor, "cpu", lambda tensor: {id(on_device): on_host}[id(tensor)])
-    told = fairscale_ddp._outline({"step": on_device, "exp_avg": torch.zeros(2, 3), "n": 4})
+    told = fairscale._outline({"step": on_device, "exp_avg": torch.zeros(2, 3), "n": 4})
     assert told == {"step": on_host, "exp_avg": ((2, 3), torch.float32), "n": 4}
     assert told["step"] is on_host
 

@@ -12,7 +12,7 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.parallel import World, place_model, start_world
-from pycls_fast.parallel.compiled import _WithBudget
+from pycls_fast.parallel.compile import _WithBudget
 from pycls_fast.train.building import make_step
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import rendezvous
-from pycls_fast.parallel.mistakes import report_mistake
+from pycls_fast.parallel.launch import report_mistake
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from small import MODELS, batch, distance, gradients, held, saving, train, vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models import complexity
-from pycls_fast.parallel.recompute import Recomputed
+from pycls_fast.parallel.memory import Recomputed
 
 FULL: dict[str, Any] = {"recompute": "full"}
 EVERY_SECOND: dict[str, Any] = {"recompute": "full", "recompute_every": 2}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pycls_fast.models import VisionTransformer
 from pycls_fast.parallel import save_activation_memory
-from pycls_fast.parallel.saved_tensors import SMALLEST, PackedStorage, View, _Hook, keep
+from pycls_fast.parallel.memory import SMALLEST, PackedStorage, View, _Hook, keep
 from pycls_fast.plan.live_memory import LiveMemory
 
 OFFLOAD: dict[str, Any] = {"activation_offload": "cpu"}

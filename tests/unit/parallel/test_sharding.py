@@ -16,10 +16,10 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim import BATCH_NORM, NORMS, assign, local, local_slices
-from pycls_fast.parallel import StrategySettings, World, Wrapped, place_model, start_world, wrap_model
+from pycls_fast.parallel import ParallelModel, StrategySettings, World, place_model, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
-from pycls_fast.parallel.materialise import materialise
-from pycls_fast.parallel.mesh import degrees
+from pycls_fast.parallel.fsdp import materialise
+from pycls_fast.parallel.launch import degrees
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.train.building import make_step
@@ -233,7 +233,7 @@ def test_clipping_is_torchs(foreach: bool, max_norm: float | None) -> None:
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None
         other.grad = mine.grad.clone()
-    wrapped = Wrapped(forward=ours, evaluated=ours, device=CPU)
+    wrapped = ParallelModel(forward=ours, evaluated=ours, device=CPU)
     norm = wrapped.clip(list(ours.parameters()), max_norm, foreach=foreach)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), float("inf") if max_norm is None else max_norm)
     torch.testing.assert_close(norm, expected)

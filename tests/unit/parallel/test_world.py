@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.devices import choose_device
+from pycls_fast.parallel.launch import choose_device, start_world
 from pycls_fast.parallel.rendezvous import open_store
-from pycls_fast.parallel.world import start_world
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_ranks_of_a_node_that_does_not_come(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     second = timedelta(seconds=1)
     monkeypatch.setattr(
-        "pycls_fast.parallel.world.open_store", lambda rank, size, timeout: open_store(rank, size, second)
+        "pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: open_store(rank, size, second)
     )
     with (
         pytest.raises(SystemExit) as ended,

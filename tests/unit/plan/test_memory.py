@@ -17,7 +17,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
-from pycls_fast.parallel.mesh import make_mesh
+from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.speed import OPTIMIZERS, SwitchName
 from pycls_fast.strategies import STRATEGIES

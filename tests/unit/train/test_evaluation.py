@@ -17,7 +17,7 @@ from pycls_fast.config import load_config
 from pycls_fast.data import Batch, EvalSet, Prepare, Source
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
-from pycls_fast.parallel import ALONE, Wrapped
+from pycls_fast.parallel import ALONE, ParallelModel
 from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
 
 CPU, SOFTMAX = torch.device("cpu"), Criterion()
@@ -48,7 +48,7 @@ def score(
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     model, source = Lookup(logits_NK), cast("Source", None)
     model.train()
-    wrapped = Wrapped(model, model, CPU)
+    wrapped = ParallelModel(model, model, CPU)
     eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
     result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, eval_set=eval_set)
     assert model.training
@@ -113,7 +113,7 @@ def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
     model, prepare = Lookup(torch.eye(2)), Prepare((0.0,) * 3, (1.0,) * 3)
-    result = evaluate(Wrapped(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
+    result = evaluate(ParallelModel(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
     assert result.count == 2
     assert result.top1 == 100
     assert result.damaged == (("x.png", "cut off"),)

@@ -50,7 +50,7 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class ParallelModel:
     """A model under a strategy.
 
     Attributes:

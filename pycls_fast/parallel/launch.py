@@ -1,0 +1,356 @@
+"""How a process joins the ranks of a run: its device, their rendezvous and groups, and what one of them tells the user.
+
+Read `start_world` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycls_fast.errors import UserError, first_line
+from pycls_fast.exit_status import FAULT
+from pycls_fast.parallel.monitor import Monitor
+from pycls_fast.parallel.rendezvous import attempt, connect, open_store
+from pycls_fast.parallel.world import World
+from pycls_fast.strategies import Strategy, strategy_of
+
+_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def start_world(
+    *,
+    device: str,
+    backend: str,
+    timeout_seconds: int,
+    strategy: str,
+    shard_degree: int | None = None,
+    replicate_degree: int | None = None,
+) -> Iterator[World]:
+    """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
+
+    If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
+    the other ranks, which wait for this one, and the error would be printed only when a timeout ends all of them. The
+    process has to end then, which aborts NCCL's communicators.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
+        timeout_seconds: ranks that wait longer for each other report where each one is and end.
+        strategy: `parallel.name`; checked against the number of ranks.
+        shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
+
+    Raises:
+        UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
+        SystemExit: an earlier world of this process was left without the other ranks, or not all ranks came.
+    """
+    with ExitStack() as group, ExitStack() as watch:
+        try:
+            yield _join(
+                group,
+                watch,
+                device=device,
+                backend=backend,
+                timeout_seconds=timeout_seconds,
+                strategy=strategy,
+                shard_degree=shard_degree,
+                replicate_degree=replicate_degree,
+            )
+        except UserError as error:
+            if not report_mistake(error):
+                group.pop_all()
+            raise
+        except BaseException as error:
+            rank, size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+            if size > 1:
+                group.pop_all()
+                error.add_note(f"(rank {rank} of {size})")
+            raise
+
+
+def _join(
+    group: ExitStack,
+    watch: ExitStack,
+    *,
+    device: str,
+    backend: str,
+    timeout_seconds: int,
+    strategy: str,
+    shard_degree: int | None,
+    replicate_degree: int | None,
+) -> World:
+    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
+    _note_lone_tasks()
+    facts = strategy_of(strategy)
+    if strategy == "single" and size > 1:
+        raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
+    grid: tuple[int | None, int] = (None, size)
+    if facts.has_groups:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
+    chosen = choose_device(device, local_rank)
+    if facts.needs_cuda and chosen.type != "cuda":
+        raise UserError(
+            f"parallel.name: {strategy} needs CUDA (FairScale orders its collectives with CUDA streams) and this run "
+            f"is on the {chosen.type.upper()}; use parallel=fsdp, which runs on both"
+        )
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    # ddp with one rank runs too, on the same code path, without torchrun.
+    if size == 1 and not facts.has_mesh:
+        return World(rank=0, size=1, device=chosen)
+    backends = _backends(backend, chosen, facts)
+    # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
+    timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+    if size > 1 and dist.is_initialized():
+        print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
+        raise SystemExit(FAULT)
+    try:
+        store = open_store(rank, size, timeout)
+    except dist.DistError as error:
+        # A launcher that restarts ranks does so.
+        print(
+            f"error: rank {rank}: not all {size} ranks have started ({first_line(error)}); the reason may be in the "
+            "output of the other nodes",
+            file=sys.stderr,
+        )
+        raise SystemExit(FAULT) from None
+    device_id = chosen if chosen.type == "cuda" else None
+    dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
+    group.callback(dist.destroy_process_group)
+    host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    # Every rank is a member.
+    assert isinstance(host_group, dist.ProcessGroup)
+    assert isinstance(saving_group, dist.ProcessGroup)
+    mesh = make_mesh(chosen.type, *grid, timeout) if facts.has_mesh else None
+    world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
+    if size == 1:
+        return world
+    # A random name, which no other run of this launch uses.
+    name = f"monitor/{world.from_main(secrets.token_hex(4))}"
+    # Its patience must be shorter than the ranks' own.
+    patience = timedelta(seconds=30)
+    own = Monitor(lambda: dist.PrefixStore(name, connect(patience)), rank, size, timeout_seconds=timeout_seconds)
+    monitor = watch.enter_context(own)
+    return replace(world, monitor=monitor)
+
+
+def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
+    """The backends for `init_process_group`.
+
+    Raises:
+        UserError: nccl without CUDA.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and facts.has_mesh else backend
+
+
+def _note_lone_tasks() -> None:
+    """Note that tasks started by plain `srun` are separate runs: it sets only its own variables, not torchrun's.
+
+    This is not an error, because a job may want just that.
+    """
+    tasks, task = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("STEP_NUM_TASKS", "PROCID"))
+    if "RANK" not in os.environ and tasks > 1 and task == 0:
+        print(
+            f"note: srun started {tasks} tasks, and each is a separate run on the first GPU that it sees; for one run "
+            "over all of them use torchrun in one task per node, or the submitit launcher (docs/cluster.md)",
+            file=sys.stderr,
+        )
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank: the CPU, or the GPU with the number of the rank on its node.
+
+    Args:
+        name: "auto", "cpu" or "cuda".
+        local_rank: number of this rank among those of its node.
+
+    Raises:
+        UserError: the device is not available.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("runtime.device: cuda was asked for but torch finds no CUDA device; use runtime.device=cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1 and _sees_only_its_own():
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise UserError(
+            f"runtime.device: {local_rank + 1} or more ranks on a node that shows each of them {count} CUDA devices; "
+            "start fewer (torchrun --nproc_per_node, hydra.launcher.tasks_per_node), or ask for more GPUs "
+            "(hydra.launcher.gpus_per_node)"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _sees_only_its_own() -> bool:
+    """Whether this is a Slurm task with its own GPU (`--gpus-per-task`); ranks of a torchrun in it would share that."""
+    bound = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return bound and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_node: int) -> tuple[int, int]:
+    """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
+
+    Args:
+        size: number of ranks.
+        shard: `parallel.shard_degree`.
+        replicate: `parallel.replicate_degree`.
+        ranks_per_node: the shard degree if neither is given.
+
+    Raises:
+        UserError: the product is not the number of ranks.
+    """
+    if shard is None:
+        shard = ranks_per_node if replicate is None else max(size // replicate, 1)
+    if replicate is None:
+        replicate = max(size // shard, 1)
+    if replicate * shard != size:
+        usable = max(n for n in range(1, min(shard, size) + 1) if size % n == 0)
+        raise UserError(
+            f"parallel.shard_degree: {shard} x parallel.replicate_degree of {replicate} is not the {size} ranks of the "
+            f"run; use parallel.shard_degree={usable} parallel.replicate_degree={size // usable}"
+        )
+    return replicate, shard
+
+
+def make_mesh(device: str, replicate: int | None, shard: int, timeout: timedelta) -> DeviceMesh:
+    """A mesh of all ranks in one line, or in `replicate` lines of `shard` neighbours; all ranks call this.
+
+    The groups are created here because torch's mesh would give them its own timeout.
+    """
+    if replicate is None:
+        line: Any = dist.new_group(timeout=timeout)
+        return DeviceMesh.from_group(line, device, mesh_dim_names=("shard",))
+    grid = torch.arange(replicate * shard).view(replicate, shard)
+    rows: Any
+    columns: Any
+    rows, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
+    columns, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([columns, rows], device, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+# Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
+_PATIENCE = timedelta(seconds=5)
+
+
+def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
+    """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
+
+    If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
+    end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
+
+    Returns:
+        Whether all ranks have hit this error. If they do not within `patience`, False.
+    """
+    rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if size < 2:
+        return True
+    if "MASTER_ADDR" not in os.environ:
+        return False
+    node = os.environ.get("GROUP_RANK", "0")
+    text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
+    everywhere = f"pycls_fast/mistake/{attempt()}/{text}"
+    here = f"pycls_fast/mistake/{attempt()}/node {node}/{text}"
+    try:
+        store = connect(timeout=patience)
+        if local_rank == 0:
+            store.set(here, "told")
+        if _all_come(store, everywhere, size, patience):
+            return True
+        if local_rank == 0 or store.check([here]):
+            return False
+        if store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode():
+            return False
+    except dist.DistError:
+        if local_rank == 0:
+            return False
+    print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+    return False
+
+
+def _all_come(store: dist.Store, key: str, size: int, patience: timedelta) -> bool:
+    """Whether every rank calls this for the key; a sweep's next run may do so again."""
+    arrived = store.add(f"{key}/ranks", 1)
+    everyone = f"{key}/all {(arrived - 1) // size}"
+    if arrived % size == 0:
+        store.set(everyone, "here")
+    return _comes(store, everyone, patience)
+
+
+def _comes(store: dist.Store, key: str, patience: timedelta) -> bool:
+    try:
+        store.wait([key], patience)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def lost_ranks(error: BaseException) -> str | None:
+    """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
+    text = str(error)
+    is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+    return first_line(error) if is_lost else None
+
+
+# From malloc.h.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_DEFAULT_MMAP_MAX = 65536
+# The values that glibc's dynamic thresholds reach once large blocks have been freed (mallopt(3), M_MMAP_THRESHOLD).
+_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -3, 32 << 20
+
+
+class _Kept:
+    """Whether this process currently keeps freed memory."""
+
+    now = False
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Make this process keep freed memory, or return it to the system as usual.
+
+    When it is kept, large blocks come from the heap instead of `mmap` and the heap is never trimmed: the process stays
+    at its peak size. torch's CPU tensors are such blocks; by default most activations of a step are returned in its
+    backward pass, and the next step gets the memory page by page, zeroed by the kernel. After turning this off, the
+    process still holds part of its memory, so compare the two settings in separate processes.
+
+    Raises:
+        RuntimeError: the C library refuses. (`speed.resolve` ensures that it is glibc.)
+    """
+    if keep == _Kept.now:
+        return
+    # Setting a threshold makes it static, so the default is restored as the values that glibc's dynamic ones reach.
+    settings = (
+        {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
+        if keep
+        else {
+            _MMAP_MAX: _DEFAULT_MMAP_MAX,
+            _MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD,
+            _TRIM_THRESHOLD: 2 * _LARGEST_MMAP_THRESHOLD,
+        }
+    )
+    libc = ctypes.CDLL(None)
+    for parameter, value in settings.items():
+        if libc.mallopt(parameter, value) != 1:
+            raise RuntimeError(f"mallopt({parameter}, {value}) failed")
+    _Kept.now = keep
