@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pycls_fast.paths import name_user
+from pycls_fast.files import name_user
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

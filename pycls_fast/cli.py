@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
-from pycls_fast.exit_status import DONE, MISTAKE
+from pycls_fast.errors import DONE, MISTAKE
 
 VERBS = (
     *("train", "test", "predict", "export", "prepare", "time", "ledger"),

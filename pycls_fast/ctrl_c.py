@@ -11,7 +11,7 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
-from pycls_fast.exit_status import INTERRUPTED
+from pycls_fast.errors import INTERRUPTED
 
 _IMPORTS = "<frozen importlib._bootstrap>"
 # All tools call it, whatever reads their command line.

@@ -30,8 +30,8 @@ from pycls_fast.data import (
     write_digits,
 )
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.parallel import World
-from pycls_fast.paths import user_path
 
 # Random streams that must not repeat each other's draws, nor that of the initial weights (1).
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3

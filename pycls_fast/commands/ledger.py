@@ -24,7 +24,7 @@ from pycls_fast.config import Purpose, RunConfig, Section, command_line
 from pycls_fast.config.ladder import LadderSettings, Repeats, read_ladder
 from pycls_fast.config.schema.values import NonNegativeInt, PositiveFloat, PositiveInt
 from pycls_fast.errors import UserError
-from pycls_fast.paths import user_path
+from pycls_fast.files import user_path
 
 
 class Named(Section):

@@ -25,8 +25,7 @@ from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import quote_items
 from pycls_fast.config.reporting import print_lines, reporting, show
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT, INTERRUPTED, STOPPED
+from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, UserError
 
 
 class NoOptions(Section):

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from pycls_fast.errors import UserError, first_line, is_out_of_memory
-from pycls_fast.exit_status import DONE, INTERRUPTED, MISTAKE, OUT_OF_MEMORY
+from pycls_fast.errors import DONE, INTERRUPTED, MISTAKE, OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 
 
 def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:

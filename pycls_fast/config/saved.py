@@ -22,8 +22,7 @@ from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unr
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.our_files import STATE, best_first, our_config
-from pycls_fast.paths import user_path, weights_file
+from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from pycls_fast.config.reporting import print_lines
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT, STOPPED
+from pycls_fast.errors import DONE, FAULT, STOPPED, UserError
 
 
 def is_task() -> bool:

@@ -12,8 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from pycls_fast.config.reporting import print_lines
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import Finished
+from pycls_fast.errors import Finished, UserError
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:

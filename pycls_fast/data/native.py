@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.errors import UserError
-from pycls_fast.paths import cache_folder
+from pycls_fast.files import cache_folder
 
 _SOURCE = Path(__file__).with_name("jpeg_region.c")
 # No fused multiply-adds: the coefficients must match Pillow's to the bit.

@@ -41,8 +41,8 @@ from pycls_fast.data.sources.packed import (
     write_about,
 )
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.durable import flush, flush_folder
 from pycls_fast.errors import UserError
+from pycls_fast.files import flush, flush_folder
 
 R = TypeVar("R")
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pycls_fast.data import EXTENSIONS, as_rgb
 from pycls_fast.data.sources.files import is_folder
 from pycls_fast.errors import UserError
-from pycls_fast.paths import user_path
+from pycls_fast.files import user_path
 
 _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 

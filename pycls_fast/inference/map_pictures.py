@@ -13,14 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from pycls_fast.data import Batch
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, MISTAKE
+from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
-from pycls_fast.paths import user_path
 from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, or_cpu
 from pycls_fast.train.environment import device_name
 

@@ -21,14 +21,12 @@ from PIL import Image
 from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
 from pycls_fast.data import DamagedImage, Source, decode, is_drawn
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, print_comparison, shown_images
 from pycls_fast.ledger.report.record import curve
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
-from pycls_fast.our_files import checkpoints
-from pycls_fast.paths import user_path
 from pycls_fast.speed import CATALOGUE
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluation import Predictions

@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.saved import saved_in_run
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, MISTAKE
+from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
 from pycls_fast.ledger.report.text import duration
-from pycls_fast.our_files import checkpoints
-from pycls_fast.paths import user_path
 from pycls_fast.train.best import best_evaluation
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import environment_command

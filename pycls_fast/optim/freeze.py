@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from pycls_fast.named_parts import HEAD, is_inside, named_parts, unknown_part
+from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
 from pycls_fast.optim.groups import BATCH_NORM
 
 

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycls_fast.errors import UserError, first_line
-from pycls_fast.exit_status import FAULT
+from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor
 from pycls_fast.parallel.rendezvous import attempt, connect, open_store
 from pycls_fast.parallel.world import World

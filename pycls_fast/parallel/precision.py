@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.named_parts import HEAD, is_inside, named_parts, unknown_part
+from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
 
 # Overloads of `precision.KEPT_IN_FLOAT32` that torch's CPU list leaves in the half format (torch 2.11 and 2.15).
 _ADDED = (

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pycls_fast.errors import UserError, first_line
-from pycls_fast.our_files import STATE, checkpoints, step_of
+from pycls_fast.files import STATE, checkpoints, step_of
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train import checkpoint_files as files
 from pycls_fast.train import checkpoint_tensors as tensors

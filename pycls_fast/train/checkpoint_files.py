@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.durable import flush, flush_folder
-from pycls_fast.our_files import BEST, STATE, checkpoints, step_of
+from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
 
 FORMAT = 3
 FILES = "files.json"

@@ -9,8 +9,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.errors import UserError, is_out_of_memory
-from pycls_fast.exit_status import OUT_OF_MEMORY
+from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.parallel import World
 from pycls_fast.train.environment import device_name
 

@@ -15,12 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.durable import flush
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import BEST, flush, user_path
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
-from pycls_fast.our_files import BEST
-from pycls_fast.paths import user_path
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
 from pycls_fast.train.restore import restore

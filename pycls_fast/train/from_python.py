@@ -14,9 +14,8 @@ from pycls_fast.config import precedence
 from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.locations import CONFIGS
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
-from pycls_fast.paths import user_path
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
 from pycls_fast.train.loop import train
 
 

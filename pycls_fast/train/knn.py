@@ -16,8 +16,7 @@ from torch import Tensor
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, Source
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.network import Network
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display

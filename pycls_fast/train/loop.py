@@ -12,8 +12,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch, to_device
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT, STOPPED, Finished
+from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint

@@ -18,9 +18,8 @@ import numpy as np
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import to_device
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
-from pycls_fast.paths import timestamp, user_path
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
 from pycls_fast.train.damage import noting_damage, report_damage

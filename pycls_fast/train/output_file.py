@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.parallel import World
-from pycls_fast.paths import user_path
 
 
 @contextmanager

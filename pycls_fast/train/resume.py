@@ -13,8 +13,8 @@ from pycls_fast.config.keys import flat
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
-from pycls_fast.paths import timestamp, user_path
 from pycls_fast.speed import CATALOGUE, OPTIMIZERS
 from pycls_fast.train import checkpoint
 from pycls_fast.train.best import early_stop

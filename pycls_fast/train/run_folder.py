@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import yaml
 
-from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
+from pycls_fast.files import flush
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.output_file import atomic_write, nan_to_none
 

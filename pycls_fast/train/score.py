@@ -9,11 +9,10 @@ from typing import Any
 from pycls_fast import build, published
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
 from pycls_fast.models import foreign
 from pycls_fast.parallel import ParallelModel, World
-from pycls_fast.paths import user_path
 from pycls_fast.train.building import load_network
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.damage import report_damage

@@ -9,8 +9,8 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSet, Source, is_drawn, match_classes
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.files import user_path
 from pycls_fast.parallel import World
-from pycls_fast.paths import user_path
 from pycls_fast.train.display import Display
 from pycls_fast.train.weights import Weights, opened
 

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import Finished
+from pycls_fast.errors import Finished, UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants

@@ -14,7 +14,7 @@ import pytest
 from pycls_fast.data import native
 from pycls_fast.data.sources.index import _places
 from pycls_fast.errors import UserError
-from pycls_fast.paths import cache_folder, name_user, user_path
+from pycls_fast.files import cache_folder, name_user, user_path
 
 
 def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

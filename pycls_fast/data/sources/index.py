@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import map_array
-from pycls_fast.paths import cache_folder, user_path
+from pycls_fast.files import cache_folder, user_path
 
 _FORMAT = 5
 _ABOUT = "about.json"

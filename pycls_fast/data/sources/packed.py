@@ -24,8 +24,8 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
 from pycls_fast.data.sources.base import Source
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
-from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
+from pycls_fast.files import flush
 
 FORMAT, VERSION = "pycls_fast packed images", 2
 TABLE, NAMES, NAME_ENDS, ABOUT = "table.npy", "names.npy", "name_ends.npy", "about.json"

@@ -29,8 +29,8 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.remote import attempt, file_system, read_range
-from pycls_fast.durable import flush
 from pycls_fast.errors import UserError
+from pycls_fast.files import flush
 
 _FOLDER = "pycls_fast_shards"
 _COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)

@@ -12,8 +12,8 @@ from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.config.quoting import key_of
 from pycls_fast.config.suggestions import did_you_mean
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.paths import user_path
 
 EVERYTHING = "everything"
 

@@ -20,7 +20,7 @@ from pycls_fast import build
 from pycls_fast.config.ladder import Variant
 from pycls_fast.config.quoting import as_typed, key_of, text_override
 from pycls_fast.config.schema import Parallel
-from pycls_fast.exit_status import MISTAKE, OUT_OF_MEMORY
+from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 
 _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.

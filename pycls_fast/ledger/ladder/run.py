@@ -14,8 +14,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Mode, Variant, for_experiment
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT, STOPPED
+from pycls_fast.errors import DONE, FAULT, STOPPED, UserError
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.dry_run import show_plan
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions

@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data import to_device
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import timestamp
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.paths import timestamp
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.damage import noting_damage, report_damage

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from pycls_fast import build, speed
 from pycls_fast.config import RunConfig
 from pycls_fast.data import Batch, to_device
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.train.building import build_parts

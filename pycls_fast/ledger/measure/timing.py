@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.timed import TimedVariant, build_variant, speed_comparison, variant_record
 from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, TrainPart, Turn, slowest
 from pycls_fast.parallel import World
-from pycls_fast.paths import timestamp
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pycls_fast.config.reporting import reporting
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
 from pycls_fast.ledger.report.statistics import (
     CONFIDENCE,
@@ -23,7 +23,6 @@ from pycls_fast.ledger.report.statistics import (
     p_slower,
     two_sided,
 )
-from pycls_fast.paths import user_path
 from pycls_fast.train.display import plain_table, wide_console
 
 LEVEL = (1 - CONFIDENCE) / 2

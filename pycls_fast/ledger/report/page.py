@@ -9,8 +9,8 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from pycls_fast.config.reporting import reporting
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
@@ -27,7 +27,6 @@ from pycls_fast.ledger.report.text import (
     unfinished,
     verdict,
 )
-from pycls_fast.paths import user_path
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-from pycls_fast.errors import UserError, first_line
-from pycls_fast.exit_status import DONE, MISTAKE, STOPPED
+from pycls_fast.errors import DONE, MISTAKE, STOPPED, UserError, first_line
 
 _START_SECONDS = 60.0
 # How long `end` waits for what has not been sent, by the exit status. A stopped run may have little time left, and its

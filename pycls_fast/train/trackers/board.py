@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.errors import UserError, first_line
-from pycls_fast.exit_status import FAULT, INTERRUPTED, MISTAKE
+from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
 from pycls_fast.parallel import World
 from pycls_fast.train.trackers.background import Background, Tracker
 from pycls_fast.train.trackers.mlflow import MLflow

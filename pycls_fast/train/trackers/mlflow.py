@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.exit_status import DONE, INTERRUPTED, STOPPED
+from pycls_fast.errors import DONE, INTERRUPTED, STOPPED
 
 _STATE = {DONE: "FINISHED", STOPPED: "KILLED", INTERRUPTED: "KILLED"}
 # What a request may hold.

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import NoOptions, Section, command_line
 from pycls_fast.config.options_line import options_line
-from pycls_fast.exit_status import OUT_OF_MEMORY
+from pycls_fast.errors import OUT_OF_MEMORY
 
 FULL = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 2.10 GiB is "

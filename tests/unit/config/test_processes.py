@@ -315,7 +315,7 @@ def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
     script = tmp_path / "tool.py"
     script.write_text(
         "from pycls_fast.config import command_line\n"
-        "from pycls_fast.exit_status import Finished\n"
+        "from pycls_fast.errors import Finished\n"
         "command_line(lambda config, options: Finished(config.seed / 2) if config.seed < 3 else 2)\n"
     )
 

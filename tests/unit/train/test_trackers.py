@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from pycls_fast.config import load_config
-from pycls_fast.errors import UserError
-from pycls_fast.exit_status import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED
+from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import train
 from pycls_fast.train.loop import Loop

@@ -1,0 +1,119 @@
+"""Files: paths as users type them, which files are ours, and writing that survives a power cut."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+def user_path(text: str | Path) -> Path:
+    """The path with `~` expanded; unlike pathlib, a `~NAME` without a home folder is kept as an ordinary name."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
+def weights_file(path: Path) -> Path:
+    """A file of weights under the name whose suffix, and `config.json` in the same folder, describe it.
+
+    A link's target, unless that has no suffix (as in the Hugging Face cache) or the link's own folder has a
+    `config.json`.
+    """
+    target = path.resolve()
+    has_own = path.parent.resolve() != target.parent and (path.parent / "config.json").is_file()
+    return path.absolute() if path.suffix and (has_own or not target.suffix) else target
+
+
+def cache_folder() -> Path:
+    """The folder for reproducible files: below `XDG_CACHE_HOME`, else `~/.cache`, or `.cache` without a home."""
+    general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    # Never make a folder called `~` in the working directory: somebody would remove it with `rm -r ~`.
+    return (Path(".cache") if general.parts[0] == "~" else general) / "pycls_fast"
+
+
+def name_user() -> None:
+    """Set `LOGNAME` for a user without a name, as in a container that was started with a number (`--user 1000`).
+
+    torch names its cache of compiled code after the user. torch 2.11 looks the name up when torchvision is imported
+    and when an optimizer is made, and raises if there is none. The name set here is the fallback of later versions.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = f"uid_{os.getuid()}"
+
+
+def timestamp() -> str:
+    """The current local time as part of a path: `2026-11-21_15-23-13`."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+BEST = "best"
+"""In the folder of checkpoints, the link to the best one."""
+STATE = "state.json"
+"""In a checkpoint, everything that is not a tensor."""
+
+_NAME = re.compile(r"step_(\d{9,})$")
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def checkpoints(folder: Path) -> Iterator[Path]:
+    """Published checkpoints, the latest step first."""
+    yield from sorted((path for path in folder.glob("step_*") if _NAME.match(path.name)), key=step_of, reverse=True)
+
+
+def best_first(path: Path) -> Iterator[Path]:
+    """Checkpoints of a run folder or of a folder of checkpoints: `best`, which may not exist, then the latest first."""
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    yield folder / BEST
+    yield from checkpoints(folder)
+
+
+def our_config(values: Any) -> dict[str, Any] | None:
+    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key.
+
+    Args:
+        values: the decoded JSON under the key `config`.
+    """
+    if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("model", "data", "speed")):
+        return None
+    # Nothing is imported because a file of weights says so.
+    return {key: value for key, value in values.items() if key != "imports"}
+
+
+def flush(*files: IO[Any]) -> None:
+    """Flush the contents of open files to disk, one after the other.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, if the file system supports it.
+
+    Raises:
+        OSError: for example, the disk fails.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some refuse it for every folder (VirtualBox shares); PostgreSQL's `fsync_fname` ignores the first two as well.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
