@@ -107,7 +107,7 @@ _STRATEGIES = (
         "positions travel in float32.",
         helps="Models that do not fit on one device. ViT-L with AdamW in float32, four ranks: 1,217 MB of weights, "
         "gradients and optimizer state a rank instead of ddp's 4,866, and 1,442 MB at the peak of a step instead of "
-        "4,922 (docs/results/sharded_memory.md).",
+        "4,922.",
         hurts="Weights (all but the last block's) travel twice a step (ZeRO-3), and gradients after every "
         "microbatch. Optimizers: adamw, sgd, lamb and lion.",
         source="Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054; Zhao et al., PyTorch FSDP, 2023, arXiv "
@@ -124,7 +124,7 @@ _STRATEGIES = (
         holds="Its group's share of what fsdp shards.",
         mathematics="None: as fsdp; the groups add up their gradients once a step.",
         helps="Several nodes with slow links between them: weights are gathered only within a group. ViT-L with AdamW "
-        "in float32, 2 x 2 ranks: 2,433 MB a rank, ddp 4,866, fsdp 1,217 (docs/results/sharded_memory.md).",
+        "in float32, 2 x 2 ranks: 2,433 MB a rank, ddp 4,866, fsdp 1,217.",
         hurts="As fsdp, and more memory.",
         source="Zhao et al., PyTorch FSDP, 2023, arXiv 2304.11277 (hybrid sharding).",
         ran="CPU with gloo (torch 2.15), 2 x 2 ranks: the weights change over 10 steps as in one process, within 1e-5 "

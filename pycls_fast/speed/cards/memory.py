@@ -89,7 +89,7 @@ MEMORY: tuple[Switch, ...] = (
         "zero.",
         mathematics="None: the same samples are dropped; products over fewer rows add in a different order.",
         helps="In proportion to model.drop_path. A small ViT (width 192, batch 16, one CPU core), the same rate "
-        "in every block: 1.27x at 0.2, 1.77x at 0.45, 2.31x at 0.6 (docs/results/drop_path_cpu.md).",
+        "in every block: 1.27x at 0.2, 1.77x at 0.45, 2.31x at 0.6.",
         hurts="Shapes change from block to block and step to step: no CUDA graphs, no compilation with constant "
         "shapes, and ranks with different amounts of work. Not for networks with BatchNorm.",
         source="Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 4 (which keeps a fixed number of samples; here "
