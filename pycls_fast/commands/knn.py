@@ -30,7 +30,7 @@ class Options(Section):
 def main(config: RunConfig, options: Options) -> int:
     """Score the features on a split."""
     # torch takes seconds to import; mistakes in the configuration are reported before that.
-    from pycls_fast.train.knn import score_neighbours
+    from pycls_fast.train.tasks.knn import score_neighbours
 
     return score_neighbours(
         config,

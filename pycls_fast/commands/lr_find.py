@@ -28,7 +28,7 @@ class Options(Section):
 def main(config: RunConfig, options: Options) -> int:
     """Run the sweep and print the result."""
     # torch takes seconds to import; mistakes in the configuration are reported before that.
-    from pycls_fast.train.lr_range import lr_range_test
+    from pycls_fast.train.tasks.lr_range import lr_range_test
 
     return lr_range_test(
         config, steps=options.steps, lr_min=options.lr_min, lr_max=options.lr_max, output=options.output

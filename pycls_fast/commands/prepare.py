@@ -85,7 +85,7 @@ def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) 
 def verify_splits(splits: dict, options: Options, workers: int) -> int:
     """List the damaged images."""
     from pycls_fast.data.pack import verify
-    from pycls_fast.train.output_file import output_file, write_json
+    from pycls_fast.train.folder import output_file, write_json
 
     file = output_file(options.output) if options.output is not None else None
     report: dict[str, dict[str, object]] = {}

@@ -30,7 +30,7 @@ class Options(Section):
 def main(config: RunConfig, options: Options) -> int:
     """Score the weights on a split."""
     # torch takes seconds to import; mistakes in the configuration are reported before that.
-    from pycls_fast.train.score import score
+    from pycls_fast.train.tasks.score import score
 
     return score(
         config,

@@ -20,8 +20,8 @@ from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import check_output, collect, percent
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, or_cpu
 from pycls_fast.train.environment import device_name
+from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
 
 MOST_IMAGES = 200
 """Images per call: all their maps are in memory at once."""

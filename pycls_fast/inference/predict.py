@@ -21,8 +21,8 @@ from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predictions import Prediction
 from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
-from pycls_fast.train.enough import OUT_OF_MEMORY, enough_memory, or_cpu
 from pycls_fast.train.environment import device_name
+from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
 
 _NAME = 60
 # Classes listed below the title.

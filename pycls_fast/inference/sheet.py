@@ -11,7 +11,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from pycls_fast.errors import UserError
-from pycls_fast.train.fonts import Font, fonts_for
+from pycls_fast.train.pictures import font_families
 
 PAGE = 120
 """Cells per file; further pictures go to further files."""
@@ -70,7 +70,6 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
     height = side + strip + _MARGIN + _LINE * max(len(cell.lines) for cell in cells)
     sheet = Image.new("RGB", (columns * width + _MARGIN, rows * height + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    fonts = fonts_for(text for cell in cells for text in (cell.title, *cell.lines))
     for place, cell in enumerate(cells):
         row, column = divmod(place, columns)
         left, top = _MARGIN + column * width, _MARGIN + row * height
@@ -78,12 +77,12 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
         if cell.title:
             # White on black: stays readable in greyscale.
             draw.rectangle((left, top + side, left + side - 1, top + side + _STRIP - 1), fill=_INK)
-            font = _font(fonts, cell.title, 15, bold=True)
+            font = _font(cell.title, 15, bold=True)
             text = _fitted(cell.title, side - 10, font)
             draw.text((left + 5, top + side + _STRIP / 2), text, _PAPER, font, anchor="lm")
         for number, line in enumerate(cell.lines):
             place_y = top + side + strip + 2 + number * _LINE
-            font = _font(fonts, line, 12)
+            font = _font(line, 12)
             draw.text((left + 2, place_y), _fitted(line, side - 4, font), _GREY, font)
     return sheet
 
@@ -109,17 +108,19 @@ def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:
     return f"{text}…"
 
 
-def _font(fonts: Sequence[Font], text: str, size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """The first of the fonts that has most of the text: Pillow draws a text in a single font."""
-    best = min(fonts, key=lambda font: len(font.lacks(text)))
-    # Of the others only the regular weight is known to have the characters.
-    return _loaded(best, size, bold and best == fonts[0])
-
-
 @cache
-def _loaded(font: Font, size: int, bold: bool) -> ImageFont.FreeTypeFont:
-    # matplotlib ships its font on every system; Pillow's own lacks most non-English letters.
-    file = font.file
-    if bold:
-        file = font_manager.findfont(font_manager.FontProperties(family=font.family, weight="bold"))
-    return ImageFont.truetype(file, size)
+def _font(text: str, size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """The first font that has the whole text, else matplotlib's own: Pillow draws a text in a single font.
+
+    matplotlib ships its font on every system; Pillow's own lacks most non-English letters.
+    """
+    own, *others = font_families()
+    # Of the others only the regular weight is known to have the characters.
+    wanted: list[font_manager.FontProperties | str] = [
+        font_manager.FontProperties(family=own, weight="bold" if bold else "normal"),
+        *others,
+    ]
+    files = [font_manager.findfont(font) for font in wanted]
+    visible = [ord(c) for c in set(text) if c.isprintable()]
+    whole = (file for file in files if all(map(font_manager.get_font(file).get_char_index, visible)))
+    return ImageFont.truetype(next(whole, files[0]), size)

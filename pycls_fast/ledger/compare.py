@@ -29,9 +29,8 @@ from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
 from pycls_fast.speed import CATALOGUE
 from pycls_fast.train.environment import environment_command, versions
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.output_file import write_json
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder, write_json
 
 Record = dict[str, Any]
 

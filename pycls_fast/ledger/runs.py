@@ -21,11 +21,10 @@ from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
 from pycls_fast.ledger.report.text import duration
-from pycls_fast.train.best import best_evaluation
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import environment_command
-from pycls_fast.train.output_file import output_file, write_json, write_text
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
+from pycls_fast.train.validation import best_evaluation
 
 OF_THE_PLACE = {"run_dir", "resume"}
 """Keys that say where a run is and how it started, not what it computes."""

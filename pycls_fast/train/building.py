@@ -16,11 +16,11 @@ from pycls_fast.network import Network
 from pycls_fast.optim import LocalShards, ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, World, place_model
 from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.resolving import after_data, before_data
-from pycls_fast.train.same_everywhere import check_same_data
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights

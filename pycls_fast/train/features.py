@@ -12,9 +12,9 @@ from pycls_fast.data import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluation import with_progress
+from pycls_fast.train.evaluate import with_progress
+from pycls_fast.train.health import noting_damage, report_damage
 
 
 @contextmanager

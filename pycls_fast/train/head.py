@@ -22,8 +22,8 @@ from pycls_fast.data.sources.splits import Subset
 from pycls_fast.optim import assign
 from pycls_fast.parallel import uncompiled
 from pycls_fast.train.features import collect_features
-from pycls_fast.train.knn import knn_votes, places
 from pycls_fast.train.run import Run
+from pycls_fast.train.tasks.knn import knn_votes, places
 
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
 # the class means, to one that separates most sets completely.

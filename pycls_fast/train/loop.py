@@ -16,21 +16,17 @@ from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
-from pycls_fast.train.damage import DamagedImages, too_many_damaged
 from pycls_fast.train.display import Display
-from pycls_fast.train.divergence import DivergenceCheck
-from pycls_fast.train.enough import enough_to_train
 from pycls_fast.train.head import fit_head
-from pycls_fast.train.metrics import Clock, TrainMetrics, reset_memory_peak
-from pycls_fast.train.profile import StepProfile
-from pycls_fast.train.resume_notes import resume_notes
+from pycls_fast.train.health import DamagedImages, DivergenceCheck, enough_to_train, too_many_damaged
+from pycls_fast.train.metrics import Clock, StepProfile, TrainMetrics, reset_memory_peak
+from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.start import started
 from pycls_fast.train.step_memory import StepMemory
-from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
-from pycls_fast.train.validation import Evaluations
+from pycls_fast.train.validation import Evaluations, summarise
 
 # What ranks agree on after a step; the larger one counts.
 _SAVE_FAILED, _STOP = 1, 2

@@ -1,14 +1,18 @@
-"""Run folders and resuming: which checkpoint a run starts from, and which settings may differ from the saved run's."""
+"""Resuming: which checkpoint a run starts from, and which settings may differ from the saved run's."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import shlex
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pycls_fast import build
+from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.keys import flat
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
@@ -17,12 +21,11 @@ from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.speed import CATALOGUE, OPTIMIZERS
 from pycls_fast.train import checkpoint
-from pycls_fast.train.best import early_stop
 from pycls_fast.train.display import Display, epochs
-from pycls_fast.train.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from pycls_fast.train.run import Run
+from pycls_fast.train.environment import environment_command, program_words
+from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.run import Run
+from pycls_fast.train.validation import early_stop
 
 Changed = dict[str, tuple[Any, Any]]
 """Old and new values by key."""
@@ -289,3 +292,35 @@ def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
 
 def _under(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def resume_notes(run: Run) -> list[str]:
+    """The command that resumes the run, and what it leaves out."""
+    notes = [f"resume with: {_command(run)}"]
+    if command_alone() is not None:
+        notes.append("that resumes only this run of the sweep; restart the other unfinished runs, too")
+    return notes
+
+
+def _command(run: Run) -> str:
+    if not is_command():
+        return f"the same configuration, run_dir={run.folder.path} and resume=auto"
+    # As typed: outside of an activated environment, `python` is another one or none.
+    interpreter, alone = sys.orig_argv[0], command_alone()
+    command = environment_command(interpreter)
+    if alone is not None:
+        # Only this run of a sweep: the whole sweep would start again, or be refused because of the folder.
+        command = shlex.join([interpreter, *program_words(), *alone])
+    if run.config.run_dir is None or alone is not None:
+        command += f" {shlex.quote(f'run_dir={run.folder.path}')}"
+    if run.config.resume != "auto":
+        # With any other value it would start from where this run first started, or refuse the folder.
+        command += " resume=auto"
+    if run.world.size > 1 and not scheduler.is_task():
+        nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
+        each = run.world.size // nodes
+        launcher = f"torchrun --nproc_per_node {each}" + (
+            f" --nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT" if nodes > 1 else ""
+        )
+        command = command.replace(f"{shlex.join([interpreter, '-u'])} ", f"{launcher} ", 1)
+    return command

@@ -15,7 +15,7 @@ from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts
 from pycls_fast.train.display import Display
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.saving import Saver
 
 

@@ -1,24 +1,80 @@
-"""Validation during a run: when it is due, the files it writes, early stopping."""
+"""Validation during a run: when it is due, the best one, early stopping, and the run's summary."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
+from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint
-from pycls_fast.train.best import best_of, early_stop, primary_records
-from pycls_fast.train.by_class import class_scores, confusion
-from pycls_fast.train.confusion_picture import draw_confusion
-from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import epochs
-from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate, with_progress
+from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.evaluate import Evaluation, Predictions, class_scores, confusion, evaluate, with_progress
+from pycls_fast.train.export import export_best
+from pycls_fast.train.folder import writing
+from pycls_fast.train.health import DAMAGED_IMAGE
+from pycls_fast.train.metrics import Clock
+from pycls_fast.train.pictures import draw_confusion, draw_curves
 from pycls_fast.train.run import Run
-from pycls_fast.train.run_folder import writing
 from pycls_fast.train.trackers import Board
+
+
+def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations that count: those of the average if there is one, else of the model."""
+    weights = "ema" if run.step.ema is not None else "model"
+    return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
+
+
+def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, tolerance: float = 0.0) -> int | None:
+    """Index of the first best evaluation, or of the last that is nearly as good; None without any.
+
+    Args:
+        evaluations: records of `metrics.jsonl`.
+        metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
+        tolerance: how far below the highest accuracy is nearly as good, in its standard errors (the one-standard-error
+            rule of Breiman et al. 1984, section 3.4.3). Not for the loss.
+    """
+    sign = 1 if metric == "loss" else -1
+    values = [record.get(metric) for record in evaluations]
+    scores = [math.inf if value is None or math.isnan(value) else sign * value for value in values]
+    if not scores:
+        return None
+    best = scores.index(min(scores))
+    if tolerance == 0.0 or metric == "loss" or math.isinf(scores[best]):
+        return best
+    count = evaluations[best]["count"]
+    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
+    share = (-scores[best] / 100 * count + 1) / (count + 2)
+    error = 100 * math.sqrt(share * (1 - share) / count)
+    worst = scores[best] + tolerance * error
+    return max(index for index, score in enumerate(scores) if score <= worst)
+
+
+def best_of(run: Run, primary: Sequence[Mapping[str, Any]]) -> int | None:
+    """`best_evaluation` as the run's configuration defines it."""
+    schedule = run.config.schedule
+    return best_evaluation(primary, schedule.best_metric, schedule.best_tolerance)
+
+
+def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int] | None:
+    """The best evaluation and the number after it, if there are enough of these to stop early; else None.
+
+    Args:
+        run: the run.
+        evaluations: all its evaluation records.
+    """
+    limit = run.config.schedule.early_stopping_evals
+    primary = primary_records(run, evaluations)
+    best = best_of(run, primary)
+    if limit is None or best is None or (waited := len(primary) - 1 - best) < limit:
+        return None
+    return primary[best], waited
+
 
 # Part of the time between two drawings of the curves that drawing may take: all ranks wait for it.
 _DRAWING_SHARE = 0.01
@@ -156,3 +212,107 @@ class Evaluations:
             counts = confusion(Predictions.load(run.folder.predictions), len(run.classes))
             with writing(matrix):
                 draw_confusion(counts, run.classes, matrix, run.config.config_name)
+
+
+# How the best evaluation is printed, by the metric that chose it.
+_BEST = {
+    "top1": "best top-1 {top1:.2f}%",
+    "class_top1": "best class top-1 {class_top1:.2f}%",
+    "loss": "at the lowest loss top-1 {top1:.2f}%",
+}
+
+
+def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> float | None:
+    """Write `summary.json`, draw the curves, print the result and give it to the trackers; on the main rank.
+
+    Args:
+        run: a run that has trained all its steps.
+        evaluations: its evaluations.
+        clock: the speed of what this process trained.
+        memory: the peak over the ranks, in bytes.
+
+    Returns:
+        What a sweeper minimises, or None: 100 - the best top-1 (or class_top1, if `schedule.best_metric`
+        says so) in percent, or the lowest loss.
+    """
+    if not clock.intervals:
+        # Nothing was left to train: report the speed and memory of the earlier processes.
+        trained = [record for record in run.folder.records() if record["kind"] == "train"]
+        clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
+        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
+    step_seconds, rate = clock.medians()
+    values = summary_values(run, evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
+    if not (run.finished and _has_summary(run)):
+        run.folder.write_json("summary.json", values)
+        evaluations.board.summarise(values)
+    evaluations.draw(whole=True)
+    final, best = values["final"], values["best"]
+    if final is not None and best is not None:
+        # The mean over the classes is None if no image could be scored.
+        shown = {**best, "class_top1": best.get("class_top1") or 0.0}
+        metric = run.config.schedule.best_metric
+        which = _BEST[metric].format_map(shown)
+        highest = max(record.get(metric) or 0.0 for record in primary_records(run, evaluations.records()))
+        if metric != "loss" and highest > shown[metric]:
+            # `schedule.best_tolerance`
+            which += f", as good as the highest, {highest:.2f}%, on {best['count']:,} images,"
+        run.display.note(
+            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
+        )
+    _export_best(run)
+    if values["damaged_images"]:
+        run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
+    run.display.note(f"run folder: {run.folder.path}")
+    return None if best is None else objective(best, run.config.schedule.best_metric)
+
+
+def _export_best(run: Run) -> None:
+    """Write `best.safetensors`, unless an earlier process of the finished run has, or nothing was worth saving."""
+    folder = run.folder.path
+    if (run.finished and (folder / "best.safetensors").exists()) or not (folder / "checkpoints/best").exists():
+        return
+    try:
+        export_best(folder)
+    except UserError as error:
+        run.display.warn(str(error))
+
+
+def _has_summary(run: Run) -> bool:
+    """Whether an earlier process wrote the summary of all the run's steps."""
+    try:
+        summary = json.loads((run.folder.path / "summary.json").read_text(encoding="utf-8"))
+        return summary["steps"] == run.total_steps and summary["final"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def summary_values(
+    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
+) -> dict[str, Any]:
+    """The values of `summary.json`."""
+    primary = primary_records(run, evaluations)
+    best = best_of(run, primary)
+    return {
+        "config_name": run.config.config_name,
+        "seed": run.config.seed,
+        "steps": run.total_steps,
+        "epochs": run.epoch(run.total_steps),
+        "final": primary[-1] if primary else None,
+        "best": None if best is None else primary[best],
+        "images_per_second": rate,
+        "step_seconds_p50": step_seconds,
+        "memory_peak_bytes": memory,
+        "parameters": run.complexity.parameters,
+        "forward_flops_per_image": run.complexity.forward_flops,
+        "damaged_images": len({r["name"] for r in run.folder.records("event") if r.get("event") == DAMAGED_IMAGE}),
+        "wall_seconds": run.seconds(),
+        "world_size": run.world.size,
+        "device": device_name(run.world.device),
+        "versions": versions(),
+    }
+
+
+def objective(best: Mapping[str, Any], metric: str) -> float | None:
+    """What a sweeper minimises, from the record of the best evaluation; None if the metric is null there."""
+    value = best.get(metric)
+    return value if value is None or metric == "loss" else 100 - value

@@ -20,10 +20,10 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.knn import score_neighbours
-from pycls_fast.train.lr_range import lr_range_test
-from pycls_fast.train.score import score
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.tasks.knn import score_neighbours
+from pycls_fast.train.tasks.lr_range import lr_range_test
+from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import load_weights
 from tests.integration.runs import command, newest_checkpoint, records, run_process, under_torchrun
 from tests.run_configs import load_run_config

@@ -21,8 +21,8 @@ from pycls_fast.data import EvalTransform
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
-from pycls_fast.train.knn import score_neighbours
-from pycls_fast.train.score import score
+from pycls_fast.train.tasks.knn import score_neighbours
+from pycls_fast.train.tasks.score import score
 from tests.integration.runs import command, run_process
 
 CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")

@@ -382,7 +382,7 @@ def test_the_command_that_goes_on_resumes_the_folder(
     overrides = [*TINY, f"data.root={digits}", "schedule.max_steps=1"]
     assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'notebook'}"])) == 3
     assert f"resume with: the same configuration, run_dir={tmp_path / 'notebook'} and" in capsys.readouterr().out
-    monkeypatch.setattr("pycls_fast.train.resume_notes.is_command", lambda: True)
+    monkeypatch.setattr("pycls_fast.train.resume.is_command", lambda: True)
     for setting, added in (("never", " resume=auto"), ("auto", "")):
         run_dir = tmp_path / setting
         assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
@@ -401,10 +401,8 @@ def test_the_command_that_goes_on_with_a_run_of_a_sweep(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Loop, "_stop_if_asked", stop)
-    monkeypatch.setattr("pycls_fast.train.resume_notes.is_command", lambda: True)
-    monkeypatch.setattr(
-        "pycls_fast.train.resume_notes.command_alone", lambda: ["--config-name", "vit_digits", "seed=1"]
-    )
+    monkeypatch.setattr("pycls_fast.train.resume.is_command", lambda: True)
+    monkeypatch.setattr("pycls_fast.train.resume.command_alone", lambda: ["--config-name", "vit_digits", "seed=1"])
     monkeypatch.setattr("sys.orig_argv", [".venv/bin/python", "-u", "train.py", "--multirun", "seed=0,1"])
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert train(load_config("vit_digits", [*TINY, f"data.root={digits}", "schedule.max_steps=1"])) == 3

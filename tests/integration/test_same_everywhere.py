@@ -57,8 +57,8 @@ def test_ranks_that_differ_end_with_one_line(tmp_path: Path, counts: dict[str, i
 
 FOLDERS = """
 import os, runpy, sys
-from pycls_fast.train import same_everywhere
-same_everywhere._PATIENCE = 1.0
+from pycls_fast.train import agreement
+agreement._PATIENCE = 1.0
 os.chdir({folders!r}[int(os.environ["RANK"])])
 sys.argv = [{tool!r}, *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")

@@ -15,7 +15,7 @@ import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from pycls_fast.train.score import score
+from pycls_fast.train.tasks.score import score
 from tests.run_configs import load_run_config
 
 NAMES = ("bird", "cat", "dog")

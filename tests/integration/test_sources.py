@@ -22,7 +22,7 @@ from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from pycls_fast.train.score import score
+from pycls_fast.train.tasks.score import score
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_cifar10, write_folder
 

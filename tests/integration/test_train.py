@@ -19,8 +19,8 @@ from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.optim import MasterWeights
 from pycls_fast.train import checkpoint, train
-from pycls_fast.train.lr_range import lr_range_test
-from pycls_fast.train.score import score
+from pycls_fast.train.tasks.lr_range import lr_range_test
+from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
 from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run_process
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.evaluate import Predictions
 from tests.integration.runs import TINY, command, environment, run_process
 from tests.run_configs import load_run_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 

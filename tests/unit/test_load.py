@@ -36,7 +36,7 @@ def test_all_that_training_takes_is_handed_on(monkeypatch: pytest.MonkeyPatch) -
 def test_what_takes_long_to_import_is_imported_where_it_is_used() -> None:
     late = ("timm", "matplotlib", "torch.utils.tensorboard")
     command = (
-        "import sys; import pycls_fast.inference, pycls_fast.train.loop, pycls_fast.train.lr_range; "
+        "import sys; import pycls_fast.inference, pycls_fast.train.loop, pycls_fast.train.tasks.lr_range; "
         f"print([name for name in {late!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)

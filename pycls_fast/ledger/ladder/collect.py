@@ -31,8 +31,8 @@ from pycls_fast.ledger.report.record import (
 from pycls_fast.ledger.report.statistics import Comparison, ImagePair, judge, pair_images
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
 
 _MODEL = (
     "model", "parameters", "forward_flops_per_image", "image_size", "train_forward_flops_per_image",

@@ -25,7 +25,7 @@ from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import readable, slug
 from pycls_fast.train.environment import environment, versions
-from pycls_fast.train.output_file import write_json
+from pycls_fast.train.folder import write_json
 
 
 class LedgerFolder:

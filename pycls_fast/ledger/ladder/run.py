@@ -24,7 +24,7 @@ from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
-from pycls_fast.train.output_file import write_json
+from pycls_fast.train.folder import write_json
 from pycls_fast.train.weights import find_weights
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.ledger.ladder.processes import Process, ProcessResult
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder
 
 _EVERY_SECONDS = 60.0
 # Holds a hundred records or more; the whole file of a long run may have megabytes.

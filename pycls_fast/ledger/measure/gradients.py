@@ -30,12 +30,11 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
-from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
-from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.folder import is_special_file, output_file, write_json
+from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import is_special_file, output_file, write_json
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""

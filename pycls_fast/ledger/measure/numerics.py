@@ -25,12 +25,11 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.train.building import build_parts
-from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
-from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import provenance
+from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import output_file, write_json
 from pycls_fast.train.step import Step
 
 _HEAD_STD = 0.02

@@ -18,10 +18,10 @@ from pycls_fast.ledger.measure.timed import TimedVariant, build_variant, speed_c
 from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, TrainPart, Turn, slowest
 from pycls_fast.parallel import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
-from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.health import enough_images
 from pycls_fast.train.metrics import memory_peak_bytes
-from pycls_fast.train.output_file import output_file, write_json
 
 Mode = Literal["train", "model", "loader", "both", "all"]
 

@@ -132,7 +132,7 @@ class InferencePart:
 
     @torch.no_grad()
     def forward(self) -> Tensor:
-        """Logits (B, K), computed as in `train/evaluation.py`."""
+        """Logits (B, K), computed as in `train/evaluate.py`."""
         with uncompiled(self._network), self._step.autocast():
             logits_BK: Tensor = self._network(self._step.prepare(self._batch))
         return logits_BK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pycls_fast.train.run_folder import writing
+from pycls_fast.train.folder import writing
 
 
 class TensorBoard:

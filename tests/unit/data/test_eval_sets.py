@@ -14,7 +14,7 @@ from PIL import Image
 from pycls_fast.data.sources import CachePolicy, Source, open_eval_set, scan_classes
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
-from pycls_fast.train.evaluation import _score
+from pycls_fast.train.evaluate import _score
 
 WNIDS = tuple(f"n{number:08d}" for number in range(100, 112))
 

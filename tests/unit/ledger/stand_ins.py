@@ -21,8 +21,8 @@ from pycls_fast.ledger.ladder.run import run_ladder
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
 
 LADDER = Ladder(
     description="two changes",

@@ -13,7 +13,7 @@ from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.report.record import Record, Training, read_record
 from pycls_fast.ledger.report.text import state
-from pycls_fast.train.output_file import write_json
+from pycls_fast.train.folder import write_json
 from tests.unit.ledger.stand_ins import FakeProcess, ladder_of, made, make_run, start
 
 

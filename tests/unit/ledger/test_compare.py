@@ -20,8 +20,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import _pictures, compare_runs, comparison, differing, read_run_files
 from pycls_fast.ledger.report.comparison import notes, verdict
 from pycls_fast.ledger.runs import OF_THE_PLACE
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.test_page import Tags
 
 IMAGES = 359

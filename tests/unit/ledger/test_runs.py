@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.options_line import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder
 
 
 def make_run(

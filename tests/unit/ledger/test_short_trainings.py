@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
-from pycls_fast.train.lr_range import lr_range_test
+from pycls_fast.train.tasks.lr_range import lr_range_test
 from tests.integration.runs import TINY
 
 Measure = Callable[[RunConfig, Path], int]

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
-from pycls_fast.train import confusion_picture as drawing
-from pycls_fast.train.by_class import Confusion, class_scores, confusion
-from pycls_fast.train.confusion_picture import _shares, draw_confusion
-from pycls_fast.train.evaluation import Predictions
+from pycls_fast.inference.sheet import Cell, draw_sheet
+from pycls_fast.train import pictures as drawing
+from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion
+from pycls_fast.train.pictures import _shares, draw_confusion
 
 
 def predictions(labels: list[int], predicted: list[int]) -> Predictions:
@@ -108,3 +108,15 @@ def test_any_number_of_classes_of_any_name_is_drawn(
     assert 300 < height <= width < 3000
     assert dark > 0.001
     assert [file.name for file in tmp_path.iterdir()] == ["confusion.png"]
+
+
+def test_a_letter_that_matplotlibs_own_font_lacks_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letter, names = "\N{SCRIPT SMALL G}", ["\N{SCRIPT SMALL G}", "cat"]
+    # It comes with matplotlib, and has the letter.
+    monkeypatch.setattr(drawing, "_OTHER_SCRIPTS", ("STIXGeneral", "Not Installed"))
+    cells = np.array([0, 1])
+    monkeypatch.setattr("warnings.filterwarnings", lambda *args, **kwargs: None)
+    draw_confusion(Confusion(cells, 1 - cells, np.array([3, 4])), names, tmp_path / "confusion.png", "x")
+    # No font has this one, which is drawn as a box.
+    sheet, boxes = (np.asarray(draw_sheet([Cell(Image.new("RGB", (40, 40)), t, [])])) for t in (letter, "猫"))
+    assert (sheet != boxes).any()

@@ -13,7 +13,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim import ModelWeights
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.health import DivergenceCheck
 
 NAN = float("nan")
 ALL, SOME, NONE = (2.0, 10, 10), (2.0, 9, 10), (2.0, 0, 10)

@@ -11,11 +11,9 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint
-from pycls_fast.train.best import best_evaluation
-from pycls_fast.train.run_folder import RunFolder
-from pycls_fast.train.summary import summary_values
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.trackers import Board
-from pycls_fast.train.validation import Evaluations
+from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
 from tests.checkpoints import save_checkpoint
 
 

@@ -18,7 +18,7 @@ from pycls_fast.data import Batch, EvalSet, Prepare, Source
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
-from pycls_fast.train.evaluation import Evaluation, Predictions, evaluate
+from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
 
 CPU, SOFTMAX = torch.device("cpu"), Criterion()
 

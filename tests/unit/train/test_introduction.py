@@ -12,7 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.build import Race
 from pycls_fast.config import load_config
-from pycls_fast.train.introduction import _notes
+from pycls_fast.train.start import _notes
 
 
 @pytest.fixture(autouse=True)

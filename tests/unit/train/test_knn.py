@@ -12,7 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import pycls_fast
 from pycls_fast.config import load_config
-from pycls_fast.train.knn import knn_votes, places, score_neighbours
+from pycls_fast.train.tasks.knn import knn_votes, places, score_neighbours
 from tests.unit.inference.conftest import VIT, make_run
 
 

@@ -22,16 +22,16 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, loop, train
-from pycls_fast.train.divergence import DivergenceCheck
-from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.run import Run
-from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.step_memory import StepMemory
-from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
+from pycls_fast.train.validation import objective as objective_of
 from tests.integration.runs import TINY
 
 # Three steps an epoch, two epochs.

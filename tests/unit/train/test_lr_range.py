@@ -17,8 +17,8 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
-from pycls_fast.train import lr_range
-from pycls_fast.train.lr_range import interpret, lr_range_test, smooth
+from pycls_fast.train.tasks import lr_range
+from pycls_fast.train.tasks.lr_range import interpret, lr_range_test, smooth
 
 RATES = np.geomspace(1e-6, 10, 141).tolist()
 

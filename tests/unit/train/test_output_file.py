@@ -19,11 +19,11 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
-from pycls_fast.train import scored_split, scoring
-from pycls_fast.train.knn import score_neighbours
-from pycls_fast.train.lr_range import lr_range_test
-from pycls_fast.train.output_file import atomic_write, output_file, write_json
-from pycls_fast.train.score import score
+from pycls_fast.train.folder import atomic_write, output_file, write_json
+from pycls_fast.train.tasks import score as scoring
+from pycls_fast.train.tasks.knn import score_neighbours
+from pycls_fast.train.tasks.lr_range import lr_range_test
+from pycls_fast.train.tasks.score import score
 
 TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
     "score": lambda config, output: score(config, "val", output),
@@ -124,7 +124,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(build, "sources", work)
     monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
-    monkeypatch.setattr(scored_split, "opened", lambda weights, world: None)
+    monkeypatch.setattr(scoring, "opened", lambda weights, world: None)
     (tmp_path / "file").touch()
     config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])
     run = partial(TOOLS[tool], config)

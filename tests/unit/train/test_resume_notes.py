@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pycls_fast.config import load_config
-from pycls_fast.train import resume_notes
-from pycls_fast.train.resume_notes import resume_notes as notes_of
+from pycls_fast.train import resume
+from pycls_fast.train.resume import resume_notes as notes_of
 
 TYPED = "-u tools/train_net.py --config-name vit_digits"
 
@@ -20,7 +20,7 @@ TYPED = "-u tools/train_net.py --config-name vit_digits"
 def test_the_interpreter_stays_as_typed_and_torchrun_takes_its_place(
     python: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume_notes, "is_command", lambda: True)
+    monkeypatch.setattr(resume, "is_command", lambda: True)
     monkeypatch.setattr("sys.orig_argv", [python, *TYPED.split()])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     run: Any = SimpleNamespace(

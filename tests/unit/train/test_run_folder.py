@@ -26,13 +26,13 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import start
-from pycls_fast.train.curves import draw_curves
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment, git_state
-from pycls_fast.train.evaluation import Predictions
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.resume import choose_run_dir
-from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.trackers.tensorboard import TensorBoard
 from pycls_fast.train.validation import Evaluations
@@ -269,7 +269,7 @@ _HOLD = """
 import sys
 from pathlib import Path
 from pycls_fast.train.resume import choose_run_dir
-from pycls_fast.train.run_folder import RunFolder
+from pycls_fast.train.folder import RunFolder
 
 with (folder := RunFolder(Path(sys.argv[1]))):
     print(folder.occupy(wait_seconds=0.0), flush=True)

@@ -13,8 +13,8 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import same_everywhere
-from pycls_fast.train.same_everywhere import check_same_data, check_same_folder, check_same_settings
+from pycls_fast.train import agreement
+from pycls_fast.train.agreement import check_same_data, check_same_folder, check_same_settings
 
 
 def two_ranks(other: Any) -> Any:
@@ -48,7 +48,7 @@ def rank_of_two(rank: int) -> Any:
 
 
 def test_a_folder_that_another_rank_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_everywhere, "_PATIENCE", 0.3)
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
     with pytest.raises(UserError, match=r"^run_dir: .* on rank 1 \(.*\) is not the folder of rank 0 \(here\); give "):
         check_same_folder(tmp_path, rank_of_two(1))
 

@@ -20,11 +20,10 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
-from pycls_fast.train import knn
-from pycls_fast.train.enough import or_cpu
-from pycls_fast.train.evaluation import Predictions
-from pycls_fast.train.predictions_table import predictions_csv
-from pycls_fast.train.score import score
+from pycls_fast.train.evaluate import Predictions, predictions_csv
+from pycls_fast.train.health import or_cpu
+from pycls_fast.train.tasks import knn
+from pycls_fast.train.tasks.score import score
 from tests.random_weights import randomise
 
 TOOLS: dict[str, Callable[[RunConfig], int]] = {

@@ -16,7 +16,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import run_folder, train
+from pycls_fast.train import folder, train
 from pycls_fast.train.signals import stop_requests
 
 SMALL = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
@@ -230,7 +230,7 @@ def test_a_run_whose_training_begins_keeps_its_folder(
     assert bool(left) == bool(list(tmp_path.iterdir()))
 
 
-def left_in(folder: run_folder.RunFolder) -> set[str]:
+def left_in(folder: folder.RunFolder) -> set[str]:
     """The files of a run that described itself, or more, once it has ended."""
     with folder:
         folder.create()
@@ -241,17 +241,17 @@ def left_in(folder: run_folder.RunFolder) -> set[str]:
 
 def test_a_folder_that_was_not_trained_in_goes(tmp_path: Path) -> None:
     """After its lock, which lies in it. One that the user named stays."""
-    assert left_in(run_folder.RunFolder(tmp_path / "runs/experiment/time", remove_unused=True)) == set()
+    assert left_in(folder.RunFolder(tmp_path / "runs/experiment/time", remove_unused=True)) == set()
     assert list(tmp_path.iterdir()) == []
-    assert left_in(run_folder.RunFolder(tmp_path / "mine")) == {"checkpoints", "config.yaml"}
+    assert left_in(folder.RunFolder(tmp_path / "mine")) == {"checkpoints", "config.yaml"}
 
 
 def test_a_folder_that_was_trained_in_stays(tmp_path: Path) -> None:
     """Or in which the first step was about to be trained."""
-    folder = run_folder.RunFolder(tmp_path / "runs/experiment/a", remove_unused=True)
-    folder.create()
-    folder.add_record("train", 1, 0.1)
-    assert left_in(folder) == {"checkpoints", "config.yaml", "metrics.jsonl"}
-    folder = run_folder.RunFolder(tmp_path / "runs/experiment/b", remove_unused=True)
-    folder.keep()
-    assert left_in(folder) == {"checkpoints", "config.yaml"}
+    unused = folder.RunFolder(tmp_path / "runs/experiment/a", remove_unused=True)
+    unused.create()
+    unused.add_record("train", 1, 0.1)
+    assert left_in(unused) == {"checkpoints", "config.yaml", "metrics.jsonl"}
+    unused = folder.RunFolder(tmp_path / "runs/experiment/b", remove_unused=True)
+    unused.keep()
+    assert left_in(unused) == {"checkpoints", "config.yaml"}

@@ -21,8 +21,8 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import train
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.run_folder import RunFolder
 from pycls_fast.train.trackers import Board, background, check_installed, open_board
 from pycls_fast.train.trackers.background import Background
 from pycls_fast.train.trackers.mlflow import MLflow

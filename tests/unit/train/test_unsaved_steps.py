@@ -12,7 +12,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint, loop, train
-from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_loop import SMALL

@@ -1,21 +1,76 @@
-"""`confusion.png`: which classes were confused with which, readable for two classes and for a thousand."""
+"""`curves.png` and `confusion.png`."""
 
 from __future__ import annotations
 
 import unicodedata
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pycls_fast.train.by_class import Confusion
-from pycls_fast.train.fonts import fonts_for
-from pycls_fast.train.output_file import atomic_write
+from pycls_fast.train.evaluate import Confusion
+from pycls_fast.train.folder import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw the four panels from lines of `metrics.jsonl`; null values are left out."""
+    from matplotlib.figure import Figure
+
+    records = list(records)
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    # A Figure without pyplot: no global state, no display needed.
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
+    _line(loss, train, "loss", "training", "-", marker=None)
+    for weights in _kinds(evaluations):
+        chosen = [record for record in evaluations if (record["split"], record["weights"]) == weights]
+        label = f"{weights[0]} ({weights[1]})"
+        _line(loss, chosen, "loss", label, "--")
+        _line(accuracy, chosen, "top1", f"{label} top-1", "-")
+        _line(accuracy, chosen, "top5", f"{label} top-5", ":")
+        _line(accuracy, chosen, "class_top1", f"{label} class top-1", "-.")
+    _line(rate, train, "lr", "learning rate", "-", marker=None)
+    _line(speed, train, "images_per_second", "images/s", "-", marker=None)
+    for axes, name in (
+        (loss, "loss (nats)"),
+        (accuracy, "accuracy (%)"),
+        (rate, "learning rate"),
+        (speed, "images/s"),
+    ):
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+        if axes in (loss, accuracy) and axes.lines:
+            axes.legend(fontsize=8)
+    speed.set_ylim(bottom=0)
+    # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def _kinds(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return sorted({(record["split"], record["weights"]) for record in records})
+
+
+def _line(
+    axes: Axes,
+    records: Iterable[Mapping[str, Any]],
+    name: str,
+    label: str,
+    style: str,
+    marker: str | None = ".",
+) -> None:
+    points = [(record["epoch"], record[name]) for record in records if record.get(name) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), style, marker=marker, label=label, linewidth=1.2)
+
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
@@ -23,6 +78,8 @@ _PAIRS = 20
 # Rows and columns; about the number of pixels that they are drawn with.
 _MOST_CELLS = 1500
 _LONGEST = 24
+# For scripts that matplotlib's own font lacks; those that are not installed are left out.
+_OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans Devanagari", "Noto Sans Thai", "WenQuanYi Zen Hei", "Arial Unicode MS")
 
 
 def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
@@ -94,7 +151,7 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     names = [_short(name) for name in classes]
     size = 8 if len(names) <= _WITH_NUMBERS else 5
     places = range(len(names))
-    families = [font.family for font in fonts_for(names)]
+    families = font_families()
     axes.set_xticks(places, names, rotation=90, fontsize=size, family=families, parse_math=False)
     axes.set_yticks(places, names, fontsize=size, family=families, parse_math=False)
 
@@ -115,8 +172,15 @@ def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
         for a, b, images in zip(*(values_C[largest] for values_C in counts), strict=True)
     ]
     text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
-    families = [font.family for font in fonts_for(lines)]
-    axes.text(0, 1, text, va="top", fontsize=8, family=families, transform=axes.transAxes, parse_math=False)
+    axes.text(0, 1, text, va="top", fontsize=8, family=font_families(), transform=axes.transAxes, parse_math=False)
+
+
+def font_families() -> list[str]:
+    """matplotlib's own font, and installed ones for other scripts."""
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]
 
 
 def _short(name: str) -> str:

@@ -22,12 +22,11 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
-from pycls_fast.train.damage import noting_damage, report_damage
 from pycls_fast.train.display import Display
-from pycls_fast.train.enough import enough_images
 from pycls_fast.train.environment import provenance
+from pycls_fast.train.folder import atomic_write, output_file, write_json
+from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.output_file import atomic_write, output_file, write_json
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.

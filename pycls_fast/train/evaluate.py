@@ -1,25 +1,27 @@
-"""Evaluation: every image counts exactly once, whatever the number of ranks."""
+"""Evaluation: every image counts exactly once, whatever the number of ranks; scores by class, and a table by image."""
 
 from __future__ import annotations
 
+import csv
+import io
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pycls_fast.data import Batch, EvalSet, Prepare
+from pycls_fast.data import Batch, EvalSet, Prepare, Source
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.train.display import Display
-from pycls_fast.train.output_file import atomic_write
+from pycls_fast.train.folder import atomic_write
 
 
 @dataclass(frozen=True)
@@ -254,3 +256,100 @@ def _score(
         place_B=ahead_BK.sum(dim=1),
         finite_B=finite_B,
     )
+
+
+class Confusion(NamedTuple):
+    """The C non-zero cells of a confusion matrix, row by row; C is at most the number of images.
+
+    The dense matrix would take 80 GB for 100,000 classes.
+    """
+
+    right_C: np.ndarray
+    """int64, true classes: the rows."""
+    predicted_C: np.ndarray
+    """int64, predicted classes: the columns."""
+    images_C: np.ndarray
+    """int64, at least 1."""
+
+
+def confusion(predictions: Predictions, classes: int) -> Confusion:
+    """Count images by true class and predicted class.
+
+    Images without a true class or with scores that are not finite are left out; so are predictions of outputs without a
+    class.
+    """
+    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
+    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
+    cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)
+    return Confusion(cells_C // classes, cells_C % classes, images_C)
+
+
+def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
+    """The values of `classes.json`.
+
+    `class_top1` is the mean accuracy in percent over the classes that have images (balanced accuracy); `classes` has
+    for each class its images, the correct ones, its accuracy (null without images), and the class that it was most
+    often confused with.
+    """
+    count = len(classes)
+    right_C, predicted_C, images_C = confusion(predictions, count)
+    images_K = np.bincount(predictions.labels_N[predictions.labels_N >= 0], minlength=count)
+    hit_C = right_C == predicted_C
+    right_K, times_K, taken_for_K = (np.zeros(count, dtype=np.int64) for _ in range(3))
+    right_K[right_C[hit_C]] = images_C[hit_C]
+    # Per true class, the confusion with the most images first; ties by the lower class index.
+    order = np.lexsort((predicted_C, -images_C, right_C))
+    mistaken = order[~hit_C[order]]
+    rows_M, first_M = np.unique(right_C[mistaken], return_index=True)
+    taken_for_K[rows_M], times_K[rows_M] = predicted_C[mistaken][first_M], images_C[mistaken][first_M]
+    rows: list[dict[str, Any]] = []
+    for k, name in enumerate(classes):
+        row: dict[str, Any] = {"class": name, "images": int(images_K[k]), "right": int(right_K[k])}
+        row["top1"] = 100.0 * row["right"] / row["images"] if row["images"] else None
+        row["taken_for"] = classes[taken_for_K[k]] if times_K[k] else None
+        row["times"] = int(times_K[k])
+        rows.append(row)
+    scores = [row["top1"] for row in rows if row["top1"] is not None]
+    return {"class_top1": sum(scores) / len(scores) if scores else None, "classes": rows}
+
+
+COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probability", "loss")
+
+
+def predictions_csv(predictions: Predictions, source: Source) -> str:
+    """The images as CSV, those with the highest loss first; images without a true class are at the end.
+
+    `label` and `class` are the true class, empty if there is none; `probability` is the predicted class's. Scores that
+    are not finite predict no class.
+
+    Args:
+        predictions: an evaluation's.
+        source: the images that were evaluated.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(COLUMNS)
+    table.writerows(_rows(predictions, source))
+    return text.getvalue()
+
+
+def _rows(predictions: Predictions, source: Source) -> Iterator[list[object]]:
+    # NaN is the worst loss. Images without a true class have the loss 0.
+    losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
+    without_N = predictions.labels_N < 0
+    for place in np.lexsort((-losses_N, without_N)).tolist():
+        label, predicted = (int(each[place]) for each in (predictions.labels_N, predictions.predicted_N))
+        yield [
+            source.name(int(predictions.indices_N[place])),
+            *_class(label, source),
+            *_class(predicted, source),
+            "" if predicted < 0 else f"{predictions.probabilities_N[place]:.6g}",
+            "" if label < 0 else f"{predictions.losses_N[place]:.6g}",
+        ]
+
+
+def _class(label: int, source: Source) -> tuple[object, str]:
+    """A class's index and name; models may have more outputs than their data has classes."""
+    if label < 0:
+        return "", ""
+    return label, source.classes[label] if label < len(source.classes) else f"output {label}"

@@ -21,7 +21,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, block_ends
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.train.run_folder import writing
+from pycls_fast.train.folder import writing
 
 # Where a node keeps things, and what suits its host: these do not change what is computed.
 _OWN = (

@@ -1,0 +1,286 @@
+"""What ends a run early, as one-line messages: numbers that are not finite, damaged images, too little memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+
+import torch
+
+from pycls_fast import build
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import Batch
+from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
+from pycls_fast.optim import local
+from pycls_fast.parallel import World
+from pycls_fast.train import checkpoint
+from pycls_fast.train.display import Display
+from pycls_fast.train.environment import device_name
+from pycls_fast.train.run import Run
+
+DAMAGED_IMAGE = "damaged image"
+"""The event of an image that the run met first."""
+
+
+class DamagedImages:
+    """The damaged images that this rank of a run has met since the last report.
+
+    Attributes:
+        noted: their names and the reasons.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.noted: dict[str, str] = {}
+        self._run = run
+        # What earlier processes recorded is not recorded again, nor counted (it may have been repaired).
+        records = run.folder.records() if run.world.is_main else ()
+        self._recorded = {record["name"] for record in records if record.get("event") == DAMAGED_IMAGE}
+
+    def note(self, damaged: Iterable[tuple[str, str]]) -> None:
+        """Note (name, reason) of images, without those that have been reported."""
+        self.noted.update((name, reason) for name, reason in damaged if name not in self._run.damaged)
+
+    def report(self, done: int) -> None:
+        """Report what any rank has noted, and add it to `Run.damaged`; all ranks call this."""
+        run = self._run
+        new, self.noted = self.noted, {}
+        for part in run.world.gather(new):
+            for name, reason in part.items():
+                if name not in run.damaged:
+                    run.damaged[name] = reason
+                    run.display.warn(f"{name}: {reason}; skipped")
+                    if run.world.is_main and name not in self._recorded:
+                        run.folder.add_record(
+                            "event", done, run.epoch(done), event=DAMAGED_IMAGE, name=name, reason=reason
+                        )
+
+
+def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
+    """Yield the batches, and add the damaged images to `damaged`, name to reason; for what is not a run."""
+    with closing(batches):
+        for batch in batches:
+            damaged.update(batch.damaged)
+            yield batch
+
+
+def report_damage(
+    damaged: Mapping[str, str], limit: int, world: World, display: Display, outcome: str = "skipped"
+) -> None:
+    """Print a warning for each damaged image that any rank has met, except in a run; all ranks call this.
+
+    Args:
+        damaged: name to reason, this rank's or all ranks'.
+        limit: `data.max_damaged`.
+        world: the ranks.
+        display: prints the warnings.
+        outcome: what was done about them.
+
+    Raises:
+        UserError: there are more than `limit`.
+    """
+    everyone = {name: reason for part in world.gather(damaged) for name, reason in sorted(part.items())}
+    if len(everyone) > limit:
+        raise too_many_damaged(everyone, limit)
+    for name, reason in everyone.items():
+        display.warn(f"{name}: {reason}; {outcome}")
+
+
+def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
+    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
+    return UserError(
+        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
+        *(f"{name}: {reason}" for name, reason in damaged.items()),
+    )
+
+
+# A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
+_SKIPPED_LIMIT = 20
+
+
+class DivergenceCheck:
+    """Checks the numbers of each log interval of a run, and what it saves."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._skipped_in_a_row = 0
+        # Of the latest interval, and since the latest checkpoint.
+        self._loss, self._weights_changed = 0.0, run.saved_step is None
+
+    def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
+        """Check an interval's numbers, which are the same on all ranks.
+
+        Args:
+            done: steps trained so far.
+            loss: the interval's mean.
+            skipped: its steps whose gradients were not finite.
+            steps: all of its steps.
+
+        Raises:
+            UserError: they are not finite, or with loss scaling not at any scale that is allowed.
+        """
+        precision, step = self._run.config.precision, self._run.step
+        self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
+        if step.scaler.is_enabled():
+            scale = step.scaler.get_scale()
+            if precision.loss_scale == "dynamic" and scale < precision.loss_scale_floor:
+                raise UserError(
+                    f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
+                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16"
+                    f"{self._kept()}",
+                    *self._before_newest(),
+                    *self._first_not_finite(),
+                )
+            self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
+            if precision.loss_scale != "dynamic" and self._skipped_in_a_row >= _SKIPPED_LIMIT:
+                raise UserError(
+                    f"precision.loss_scale: the {self._skipped_in_a_row} steps up to step {done} had gradients that "
+                    f"are not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic"
+                    f"{self._kept()}",
+                    *self._before_newest(),
+                    *self._first_not_finite(),
+                )
+        elif not math.isfinite(loss) or skipped:
+            raise UserError(
+                f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
+                f"lengthen schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
+                *self._first_not_finite(),
+            )
+
+    def not_worth_saving(self, *, evaluated: bool = False) -> str | None:
+        """Why the state after the interval checked last should not replace older checkpoints; None if it may.
+
+        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged.
+
+        Args:
+            evaluated: the state has been evaluated with a finite loss, so it has not diverged: an image overflowed.
+        """
+        if not (evaluated or math.isfinite(self._loss)):
+            return "the loss is not finite"
+        return None if self._weights_changed else "every step since the last checkpoint was skipped"
+
+    def check_weights(self, done: int) -> None:
+        """Check the weights and buffers that are about to be saved after `done` steps; all ranks call this.
+
+        Raises:
+            UserError: one is not finite, so that no later step can be better: batch norm's statistics stay so, too.
+        """
+        run = self._run
+        finite = all(map(_is_finite, (*run.network.parameters(), *run.step.weights.live().values())))
+        if not all(self._run.world.gather(finite)):
+            raise UserError(
+                f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
+                f"lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
+                *self._before_newest(),
+            )
+
+    def saved(self) -> None:
+        """Note that the run's state is saved."""
+        self._weights_changed = False
+
+    def _kept(self) -> str:
+        return "" if self._run.saved_step is None else "; earlier checkpoints are kept"
+
+    def _before_newest(self) -> list[str]:
+        """A line that names the checkpoint before the newest one, which may have been saved just after a bad step."""
+        newest, all_saved = self._run.saved_step or 0, checkpoint.checkpoints(self._run.folder.checkpoints)
+        # The same on all ranks: a mistake of all of them is printed once.
+        before = self._run.world.from_main(
+            next((path for path in all_saved if checkpoint.step_of(path) < newest), None)
+        )
+        return [] if before is None else [f"resume: if step {newest} has diverged, too, go back with resume={before}"]
+
+    def _first_not_finite(self) -> list[str]:
+        watchdog = self._run.step.watchdog
+        if watchdog is None:
+            return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
+        return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if not values.is_floating_point():
+        return True
+    share = local(values.detach())
+    # The extremes are NaN if any number is; `isfinite` would allocate tensors of the size of the weights.
+    return share.numel() == 0 or all(bool(extreme.isfinite()) for extreme in torch.aminmax(share))
+
+
+@contextmanager
+def enough_memory(mistake: str | Callable[[], str]) -> Iterator[None]:
+    """Turn torch's out-of-memory error into a `UserError`.
+
+    Args:
+        mistake: the message, which must contain `OUT_OF_MEMORY`, or a function that makes it.
+
+    Raises:
+        UserError: out of memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(mistake if isinstance(mistake, str) else mistake()) from error
+
+
+@contextmanager
+def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
+    """`enough_memory` for training, and enough images for batch norm.
+
+    Raises:
+        UserError: out of memory, or batch norm gets a single value per channel.
+    """
+
+    def mistake() -> str:
+        return (
+            f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+            f"{config.data.global_batch_size}{_way_out(config, world)}; earlier checkpoints are kept"
+        )
+
+    with enough_memory(mistake), enough_images():
+        yield
+
+
+def _way_out(config: RunConfig, world: World) -> str:
+    """What the memory plan says of a step that did not fit, and the smaller microbatches to try."""
+    made = build.MemoryPlan(config, world.device, world.size)
+    try:
+        needs = f" (a step needs {build.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
+    except UserError:
+        # Whatever is computed can run out of memory, also what cannot be planned.
+        needs = ""
+    steps = next((n for n in reversed(made.parts()) if n > config.optim.microbatches), None)
+    smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
+    return f"{needs}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller batch or model"
+
+
+@contextmanager
+def enough_images() -> Iterator[None]:
+    """Turn torch's error about batch norm with a single value per channel into a `UserError`.
+
+    Raises:
+        UserError: training with too few images per rank and microbatch.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # Whether one image is too few depends on the size of the network's smallest maps.
+        if "Expected more than 1 value per channel when training" not in str(error):
+            raise
+        raise UserError(
+            "data.global_batch_size: batch norm cannot train on one image whose maps shrink to one pixel; use at least "
+            "2 images per rank and microbatch (optim.accumulation_steps), or a larger data.image_size"
+        ) from error
+
+
+def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
+    """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
+    return enough_memory(
+        f"data.eval_batch_size: {device_name(world.device)} is {OUT_OF_MEMORY} with {config.data.eval_batch_size} "
+        f"images at a time; use a smaller one{or_cpu(world.device, 'runtime.device')}"
+    )
+
+
+def or_cpu(device: torch.device, key: str) -> str:
+    """The end of an advice against too little memory: the CPU, which `key` chooses, unless it is the device."""
+    return "" if device.type == "cpu" else f", or {key}=cpu"

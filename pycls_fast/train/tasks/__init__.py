@@ -1,0 +1,1 @@
+"""What is done with weights besides training: score, nearest neighbours, a sweep of the learning rate."""

@@ -1,0 +1,316 @@
+"""Score saved weights on a split, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pycls_fast import build, published
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data import EvalSet, Source, is_drawn, match_classes
+from pycls_fast.errors import DONE, UserError, first_few
+from pycls_fast.files import user_path
+from pycls_fast.models import foreign
+from pycls_fast.parallel import ParallelModel, World
+from pycls_fast.train.building import load_network
+from pycls_fast.train.display import Display
+from pycls_fast.train.environment import provenance
+from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress
+from pycls_fast.train.folder import is_special_file, output_file, write_json, write_text
+from pycls_fast.train.health import enough_to_score, report_damage
+from pycls_fast.train.normalization import timm_name
+from pycls_fast.train.resolving import after_data, before_data
+from pycls_fast.train.weights import Loaded, Weights, find_weights, opened
+
+if TYPE_CHECKING:
+    from pycls_fast.data import LabelledSource
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A process that is ready to score.
+
+    Attributes:
+        config: the user's, with the commit of `weights`, and with the weights' own preprocessing if that is used.
+        weights: what `find_weights` found.
+        preprocessing: the weights' own, if it is used.
+        world: the ranks.
+        switches: their resolved values.
+        display: prints on the main rank.
+    """
+
+    config: RunConfig
+    weights: Path | str
+    preprocessing: foreign.Preprocessing | None
+    world: World
+    switches: build.Switches
+    display: Display
+
+    def with_data(self, images: int) -> Setup:
+        """The setup once the number of images is known: every value is a number, and the batch is for scoring.
+
+        Raises:
+            UserError: see `after_data`.
+        """
+        # Nothing is trained, so nothing has to fit.
+        config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
+        config = after_data(config, images, self.world, note=self.display.note)
+        return replace(self, config=build.for_scoring(config))
+
+
+@contextmanager
+def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
+    """Join the ranks, find the weights and apply the settings of the process.
+
+    Args:
+        config: the user's.
+        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
+
+    Raises:
+        UserError: no such weights, or settings that are not possible on this device.
+    """
+    if config.weights is None:
+        raise UserError(
+            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
+            "weights=SOURCE"
+        )
+    with build.world(config) as world:
+        config = before_data(config, world)
+        assert config.weights is not None
+        found = find_weights(config.weights)
+        about = foreign.described(found, model=_timm_name(config, found, world)) if own_preprocessing else None
+        if about is not None:
+            config = build.with_preprocessing(config, about)
+        switches = build.switches(config, world.device)
+        build.set_backend(config, world.device, switches)
+        display = Display(speaks=world.is_main, mode=config.runtime.progress)
+        yield Setup(config, found, about, world, switches, display)
+
+
+def _timm_name(config: RunConfig, found: Path | str, world: World) -> str | None:
+    """timm's name of the model, unless the weights are a run's, whose configuration has the preprocessing."""
+    name = timm_name(config)
+    ours = None if name is None else opened(found, world)
+    return None if ours is not None and ours.config is not None else name
+
+
+def scored_split(config: RunConfig, split: str, found: Path | str, world: World, display: Display) -> EvalSet:
+    """The split, or the set that `data.eval_set` names.
+
+    Args:
+        split: "train", "val", or "test" if the data has one; "all" for data that has only one split.
+        found: the weights, from `find_weights`.
+        display: reports a random split that is not the one that the weights were trained on.
+
+    Raises:
+        UserError: no such split or set, or a class that the weights were not trained on.
+    """
+    ours = opened(found, world)
+    if config.data.eval_set is not None:
+        if split != "val":
+            raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
+        return build.eval_set(config, _classes(config, found, ours), world)
+    sources = build.sources(config, world, whole=split == "all")
+    if split not in sources:
+        has_all = any(is_drawn(source) for source in sources.values())
+        raise UserError(f"split: the data has {', '.join([*sources, *(['all'] if has_all else [])])}; got {split}")
+    source = sources[split]
+    note = _other_split(config, sources, split, found, ours) if is_drawn(source) else None
+    if split == "all" and _is_own_root(config, ours):
+        note = f"data.root: {found} was trained on most of these images"
+    if note is not None:
+        display.note(note)
+    if ours is not None and ours.classes is not None:
+        source = _with_classes(source, ours.classes, found)
+    return EvalSet(source, "best of all classes")
+
+
+def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tuple[str, ...]:
+    """Class names of the outputs, by which evaluation sets are matched."""
+    if ours is not None and ours.classes is not None:
+        return ours.classes
+    # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
+    if config.model.num_classes in (None, 1000):
+        return build.imagenet_wnids()
+    raise UserError(
+        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
+        f"{config.model.num_classes} is not ImageNet-1k's 1000"
+    )
+
+
+def _other_split(
+    config: RunConfig, sources: dict[str, Source], split: str, found: Path | str, ours: Weights | None
+) -> str | None:
+    """What to say of a random split that is not the one that the weights were trained on."""
+    names = None if ours is None else ours.train_names
+    if names is not None and names == build.names_id(sources["train"]):
+        return None
+    if not _is_own_root(config, ours):
+        total = sum(len(source) for source in sources.values())
+        return (
+            f"data.root: split at random, so {len(sources[split]):,} of its {total:,} images are scored; split=all "
+            "scores all"
+        )
+    if names is None:
+        return None
+    return (
+        f"data.root: the random split is not the one that {found} was trained on (other images, or other values of "
+        "data.val_fraction, data.split_seed or data.fold): the weights may have been trained on images scored here"
+    )
+
+
+def _is_own_root(config: RunConfig, ours: Weights | None) -> bool:
+    """Whether these are the data that the weights were trained on."""
+    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
+    return root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
+
+
+def _with_classes(source: Source, classes: tuple[str, ...], found: Path | str) -> Source:
+    """The source labelled with these classes by name; all of its own that have images must be among them."""
+    if not hasattr(source, "labels"):
+        return source
+    matched, unknown = match_classes(cast("LabelledSource", source), classes)
+    if unknown:
+        raise UserError(
+            f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on {first_few(classes)}); "
+            "name the classes as in training, or remove these images"
+        )
+    return matched
+
+
+def score(
+    config: RunConfig,
+    split: str,
+    output: str | None,
+    *,
+    predictions: str | None = None,
+    own_preprocessing: bool = True,
+) -> int:
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
+
+    Args:
+        config: the model, the data and the preprocessing; `weights` names a run folder or another source.
+        split: see `scored_split`.
+        output: a JSON file for the numbers.
+        predictions: a CSV file for each image's prediction; see `predictions_csv`.
+        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
+
+    Raises:
+        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
+            cannot be written, or out of memory.
+    """
+    with set_up(config, own_preprocessing=own_preprocessing) as setup:
+        world, display = setup.world, setup.display
+        file = output_file(output, world) if output is not None else None
+        table = _table_file(predictions, world) if predictions is not None else None
+        scored = scored_split(setup.config, split, setup.weights, world, display)
+        source, split = scored.source, setup.config.data.eval_set or split
+        setup = setup.with_data(len(source))
+        config, switches = setup.config, setup.switches
+        with enough_to_score(config, world):
+            network, origin = load_network(config, source, world, switches, for_training=False)
+            with display:
+                display.begin_evaluation(split, len(source))
+                batches = build.eval_batches(config, source, world, switches)
+                result = evaluate(
+                    ParallelModel(network, network, world.device),
+                    with_progress(batches, f"evaluating {split}", world, display),
+                    build.prepare(config, world.device, switches),
+                    build.autocast(config, world.device),
+                    world,
+                    build.criterion(config),
+                    eval_set=scored,
+                )
+        report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
+        if result.count == 0:
+            key = "split" if config.data.eval_set is None else "data.eval_root"
+            raise UserError(f"{key}: {split} has no image that can be scored")
+        if world.is_main:
+            comparison = _print_result(setup, split, scored, origin, result)
+            if file is not None:
+                write_json(file, {**_record(setup, split, scored, origin, result), **comparison})
+            if table is not None:
+                write_text(table, predictions_csv(result.predictions, source), key="predictions")
+        return DONE
+
+
+def _table_file(predictions: str, world: World) -> Path:
+    """The path for the table, checked as by `output_file`."""
+    file = user_path(predictions)
+    if file.suffix.lower() != ".csv" and not file.is_dir() and not is_special_file(file):
+        raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
+    return output_file(predictions, world, key="predictions")
+
+
+def _published_name(config: RunConfig, path: Path | str, about: foreign.Preprocessing | None, split: str) -> str | None:
+    """The weights' name in `published.WEIGHTS`; None if they were scored in another way than the number there.
+
+    Args:
+        config: what they were scored with.
+        path: the file, or the name of weights that were downloaded.
+        about: the weights' own preprocessing, if it was used.
+        split: what was scored; published numbers are for the original validation images.
+    """
+    if split != "val":
+        return None
+    if about is not None:
+        return about.weights
+    # A file comes without preprocessing; its experiment's is the published one.
+    known = published.EXPERIMENTS.get(config.config_name)
+    return known.weights if known is not None and isinstance(path, Path) and known.weights == path.name else None
+
+
+def _published_comparison(name: str | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The published number and our difference from it, as rows and as a record; empty if none is known."""
+    known = None if name is None else published.WEIGHTS.get(name)
+    if known is None:
+        return [], {}
+    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
+    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
+    return rows, {"published": {"weights": name, **asdict(known)}}
+
+
+def _print_result(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
+    """Print the result; returns the published number as a record, if there is one for this."""
+    display, taken = setup.display, setup.preprocessing
+    rows, comparison = _published_comparison(_published_name(setup.config, origin.path, taken, split), result.top1)
+    whose = "" if taken is None else ", as the weights say"
+    step = "" if origin.step is None else f", step {origin.step}"
+    display.note(f"{origin.path} ({origin.kind} weights{step})")
+    if origin.fitted.adapted or origin.fitted.left_out:
+        display.table("weights", origin.fitted.table())
+    display.table(
+        scored.source.describe(),
+        [
+            ("split", split),
+            ("top-1", f"{result.top1:.2f}%"),
+            ("top-5", f"{result.top5:.2f}%"),
+            ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
+            ("images", f"{result.count:,}"),
+            ("right is", scored.rule),
+            ("preprocessing", build.preprocessing(setup.config) + whose),
+            *rows,
+        ],
+    )
+    return comparison
+
+
+def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
+    """The values of the JSON file."""
+    config, world = setup.config, setup.world
+    return {
+        "split": split,
+        "weights": origin.kind,
+        **result.record(),
+        "preprocessing": build.preprocessing(config),
+        "rule": scored.rule,
+        **({} if config.data.eval_set else class_scores(result.predictions, scored.source.classes)),
+        "checkpoint": str(origin.path),
+        "step": origin.step,
+        "config_name": config.config_name,
+        "damaged": [list(item) for item in result.damaged],
+        **provenance(world.device, world.size),
+    }
