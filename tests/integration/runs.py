@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pycls_fast.train import checkpoint
-from tests.checkpoints import load_checkpoint
+from tests.factories import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

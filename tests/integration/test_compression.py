@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import load_checkpoint
+from tests.factories import load_checkpoint
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
 KEYS = (

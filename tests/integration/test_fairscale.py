@@ -16,7 +16,7 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from tests.checkpoints import load_checkpoint
+from tests.factories import load_checkpoint
 from tests.integration.runs import assert_same_state
 from tests.integration.test_strategies import run_ranks
 

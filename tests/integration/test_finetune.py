@@ -25,8 +25,8 @@ from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import load_weights
+from tests.factories import load_run_config
 from tests.integration.runs import command, newest_checkpoint, records, run_process, under_torchrun
-from tests.run_configs import load_run_config
 
 NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
 MODES = ("RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA")

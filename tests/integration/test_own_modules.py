@@ -23,8 +23,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
+from tests.factories import load_run_config
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
-from tests.run_configs import load_run_config
 
 MODEL = """
 from torch import nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pycls_fast.train import checkpoint
-from tests.checkpoints import load_checkpoint
+from tests.factories import load_checkpoint
 from tests.integration.runs import assert_same_state, command, records, run_process, under_torchrun
 from tests.integration.strategy_worker import run_cases
 from tests.integration.test_strategies import run_ranks

@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
-from tests.run_configs import load_run_config
+from tests.factories import load_run_config
 
 NAMES = ("bird", "cat", "dog")
 SMALL = (

@@ -11,7 +11,6 @@ from PIL import Image
 
 from pycls_fast.train.evaluate import Predictions
 from tests.integration.runs import TINY, command, environment, run_process
-from tests.run_configs import load_run_config
 
 pytestmark = pytest.mark.slow
 

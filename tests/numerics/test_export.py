@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, export, foreign
+from tests.factories import randomise
 from tests.numerics.test_models_peers import relative_error
-from tests.random_weights import randomise
 
 SIZE = 32
 ABOUT = export.About(

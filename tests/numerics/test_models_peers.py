@@ -20,8 +20,7 @@ from pycls_fast.models import ResNet, VisionTransformer, foreign
 from pycls_fast.models.foreign.read import detect_layout
 from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
 from pycls_fast.models.positions import SinCos2dPositions
-from tests.conversions import Convert, from_resnet, from_timm_vit, from_torchvision_vit
-from tests.random_weights import randomise
+from tests.factories import Convert, from_resnet, from_timm_vit, from_torchvision_vit, randomise
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 

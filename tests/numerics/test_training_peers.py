@@ -26,8 +26,7 @@ from pycls_fast.data.mix import Mixed
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from tests.conversions import Convert, from_resnet, from_timm_vit
-from tests.random_weights import randomise
+from tests.factories import Convert, from_resnet, from_timm_vit, randomise
 
 CLASSES, BATCH, EPOCHS, STEPS_PER_EPOCH, STEPS = 7, 8, 4, 2, 5
 COMMON = (

@@ -27,8 +27,8 @@ from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.foreign import Fitted
 from pycls_fast.models.foreign.read import detect_layout
 from pycls_fast.network import Network
+from tests.factories import randomise
 from tests.numerics.test_models_peers import images, like, relative_error
-from tests.random_weights import randomise
 
 SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
 

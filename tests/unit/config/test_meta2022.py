@@ -13,7 +13,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
-from tests.run_configs import load_run_config
+from tests.factories import load_run_config
 
 HERE = ("data=synthetic", "speed=meta2022", "parallel=single")
 

@@ -12,7 +12,7 @@ from pycls_fast.config.compose import check, compose
 from pycls_fast.config.in_vain import in_vain
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
-from tests.run_configs import load_run_config
+from tests.factories import load_run_config
 
 HERE = "(the command line)"
 

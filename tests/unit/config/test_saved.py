@@ -14,7 +14,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.schema import Parallel, Speed
 from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
-from tests.run_configs import load_run_config
+from tests.factories import load_run_config
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from tests.checkpoints import save_checkpoint
-from tests.random_weights import randomise
+from tests.factories import randomise, save_checkpoint
 
 CLASSES = tuple(f"class [{i}]" for i in range(10))
 SMALL = ["data.image_size=8", "augment.eval_crop_ratio=1.0"]

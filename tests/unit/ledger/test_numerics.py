@@ -19,7 +19,7 @@ from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.building import make_step
-from tests.random_weights import randomise
+from tests.factories import randomise
 
 SMALL = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",

@@ -11,7 +11,7 @@ from torch import nn
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, foreign
 from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
-from tests.conversions import Convert, from_resnet, from_timm_vit
+from tests.factories import Convert, from_resnet, from_timm_vit
 from tests.unit.models.conftest import fill_random
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, maps
-from tests.random_weights import randomise
+from tests.factories import randomise
 
 SIZES = {"image_size": 12, "patch_size": 4, "width": 12, "depth": 3, "heads": 3, "mlp_width": 20, "num_classes": 4}
 KINDS: dict[str, dict[str, Any]] = {

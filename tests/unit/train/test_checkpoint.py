@@ -24,7 +24,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, checkpoint_files, checkpoint_tensors, saving
 from pycls_fast.train.saving import Saver
-from tests.checkpoints import load_checkpoint, save_checkpoint
+from tests.factories import load_checkpoint, save_checkpoint
 
 
 def state(step: int) -> dict[str, Any]:

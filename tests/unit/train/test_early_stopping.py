@@ -14,7 +14,7 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
-from tests.checkpoints import save_checkpoint
+from tests.factories import save_checkpoint
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])

@@ -29,7 +29,7 @@ from pycls_fast.models import foreign
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.restore import restore
 from pycls_fast.train.weights import find_weights, load_weights, open_weights
-from tests.checkpoints import save_checkpoint
+from tests.factories import save_checkpoint
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]

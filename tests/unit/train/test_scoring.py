@@ -24,7 +24,7 @@ from pycls_fast.train.evaluate import Predictions, predictions_csv
 from pycls_fast.train.health import or_cpu
 from pycls_fast.train.tasks import knn
 from pycls_fast.train.tasks.score import score
-from tests.random_weights import randomise
+from tests.factories import randomise
 
 TOOLS: dict[str, Callable[[RunConfig], int]] = {
     "score": lambda config: score(config, "val", None),

@@ -1,0 +1,90 @@
+"""What several test files build: configurations of runs, random weights, whole checkpoints, conversions of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pycls_fast.config import Purpose, RunConfig
+from pycls_fast.config.compose import check
+from pycls_fast.config.saved import compose_saved, saved_in_run
+from pycls_fast.models.foreign.timm import read_timm_vit
+from pycls_fast.models.foreign.torchvision import read_resnet, read_torchvision_vit
+from pycls_fast.parallel import ALONE
+from pycls_fast.train import checkpoint
+
+
+def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run folder was made with, with overrides.
+
+    Raises:
+        UserError: there is no such run, or an override is wrong.
+    """
+    return check(compose_saved(saved_in_run(run_dir), overrides), Purpose(scores_sets=True))
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
+    start."""
+    torch.manual_seed(0)
+    for name, tensor in model.double().state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            tensor.fill_(int(torch.randint(1, 100, ())))
+        elif name.endswith("running_var"):
+            tensor.uniform_(0.5, 2)
+        elif tensor.ndim >= 2 and "pos_embed" not in name:
+            tensor.normal_(std=1.5 / tensor[0].numel() ** 0.5)
+        else:
+            tensor.normal_(mean=float(name.endswith("weight")), std=0.4)
+    return model
+
+
+def save_checkpoint(state: checkpoint.State, folder: Path, step: int, *, keep: int) -> Path:
+    """Save a nested state of tensors and plain values in one process; other arguments as in `checkpoint.write`."""
+    found, plain = checkpoint.split(state)
+    return checkpoint.write(found, plain, folder, step, keep=keep, world=ALONE)
+
+
+def load_checkpoint(
+    path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")
+) -> checkpoint.State:
+    """The complete state of a checkpoint, on the CPU, in one process.
+
+    Args:
+        path: the checkpoint's folder.
+        parts: the tensors to read.
+
+    Raises:
+        UserError: see `checkpoint.open_checkpoint`.
+    """
+    opened = checkpoint.open_checkpoint(path)
+    into = {
+        name: torch.empty(spec.shape, dtype=spec.dtype)
+        for name, spec in opened.specs.items()
+        if name.partition("/")[0] in parts
+    }
+    opened.read(into)
+    return opened.state(into)
+
+
+State = Mapping[str, Tensor]
+Convert = Callable[[State], dict[str, Tensor]]
+
+
+def _whole(read: Callable[[State], tuple[dict[str, Tensor], list[str]]]) -> Convert:
+    """A conversion in which every name must be known."""
+
+    def convert(state: State) -> dict[str, Tensor]:
+        found, rest = read(state)
+        assert rest == []
+        return found
+
+    return convert
+
+
+from_timm_vit = _whole(read_timm_vit)
+from_torchvision_vit = _whole(read_torchvision_vit)
+from_resnet = _whole(read_resnet)
