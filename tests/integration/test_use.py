@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from pycls_fast.train.evaluate import Predictions
+from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, environment, run_process
 
 pytestmark = pytest.mark.slow
