@@ -18,13 +18,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pycls_fast import build, optim
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
+from pycls_fast.optim.choices import Optimizer as Chosen
+from pycls_fast.optim.optimizers import set_lr
+from pycls_fast.optim.weights import LocalShards, ModelWeights
 from pycls_fast.parallel import World, place_model, start_world
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.environment import provenance_lines
 
 WARMUP = 3
@@ -44,7 +47,7 @@ def main() -> None:
     """Measure and print tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_s16", help="a file of configs/model/ (default: vit_s16)")
-    parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"any of {','.join(OPTIMIZERS)}")
+    parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"any of {','.join(Chosen.choices())}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -88,8 +91,8 @@ def make_variants(name: str, model: str, device: torch.device, *, compiled: bool
     config = configured(name, model, "loop", compile_step="off")
     network = build.model(config, 1000, build.switches(config, device)).to(device)
     gradients = [1e-3 * torch.randn_like(parameter) for parameter in network.parameters()]
-    choices = [(which, "off") for which in OPTIMIZERS[name].implementations]
-    choices += [(which, "on") for which in OPTIMIZERS[name].compilable if compiled]
+    choices = [(which, "off") for which in Chosen.choices()[name].implementations]
+    choices += [(which, "on") for which in Chosen.choices()[name].compilable if compiled]
     variants = []
     for which, compile_step in choices:
         config = configured(name, model, which, compile_step=compile_step)
@@ -109,7 +112,7 @@ MANY_SMALL = ("model=vit_h16", "model.width=32", "model.mlp_width=64", "model.he
 
 def sharded(options: argparse.Namespace, device: torch.device, clock: Callable[[], float]) -> None:
     """Print the host's time of a whole update on plain tensors, on local shards of fsdp, and on its DTensors."""
-    for name in [name for name in options.optimizers.split(",") if OPTIMIZERS[name].elementwise]:
+    for name in [name for name in options.optimizers.split(",") if Chosen.choices()[name].elementwise]:
         own = [*MANY_SMALL, f"optim={name}", "data=synthetic", "speed=fast", "precision=fp32"]
         with start_world(device=device.type, backend="auto", timeout_seconds=60, strategy="fsdp") as world:
             # torch has no fused SGD for DTensors.
@@ -142,8 +145,8 @@ def _update(kind: str, overrides: Sequence[str], world: World) -> tuple[Callable
     switches = build.switches(config, world.device)
     network = place_model(build.model(config, 1000, switches, empty=cut), world, memory_format="contiguous")
     build.wrap(config, network, world, switches)
-    weights = optim.LocalShards(network) if kind == "local shards" else optim.ModelWeights(network)
-    shards = weights if isinstance(weights, optim.LocalShards) else None
+    weights = LocalShards(network) if kind == "local shards" else ModelWeights(network)
+    shards = weights if isinstance(weights, LocalShards) else None
     optimizer = build.optimizer(config, network, switches, shards, sharded=cut)
     gradients = [(parameter, 1e-3 * torch.randn_like(parameter)) for parameter in network.parameters()]
 
@@ -152,7 +155,7 @@ def _update(kind: str, overrides: Sequence[str], world: World) -> tuple[Callable
             parameter.grad = gradient
 
     def update() -> None:
-        optim.set_lr(optimizer, 1e-4)
+        set_lr(optimizer, 1e-4)
         weights.take_gradients()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -173,7 +176,7 @@ def timed(variant: Variant, clock: Callable[[], float], device: torch.device) ->
     """Seconds of one step, including setting the learning rate as in training."""
     synchronize(device)
     begin = clock()
-    optim.set_lr(variant.optimizer, 1e-4)
+    set_lr(variant.optimizer, 1e-4)
     variant.optimizer.step()
     synchronize(device)
     return clock() - begin

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.optim.choices import optimizers_with
 from pycls_fast.precision import LEVELS
-from pycls_fast.speed import CATALOGUE, OPTIMIZERS, Device, SwitchName, optimizers_with
+from pycls_fast.speed import CATALOGUE, Device, SwitchName
 from pycls_fast.strategies import strategy_of
 
 Switches = Mapping[SwitchName, str]
@@ -142,7 +143,7 @@ def _order(config: RunConfig, chosen: Switches) -> Iterator[str]:
 def _recorded(config: RunConfig, chosen: Switches) -> Iterator[str]:
     """Yield one line for each setting that conflicts with a step recorded as a CUDA graph."""
     implementation = chosen[SwitchName.OPTIMIZER]
-    if implementation not in OPTIMIZERS[config.optim.name].capturable:
+    if implementation not in config.optim.capturable:
         usable = optimizers_with(lambda optimizer: "fused" in optimizer.capturable)
         yield (
             f"speed.cuda_graphs: on needs an optimizer that reads its lr on the device, {usable} with "

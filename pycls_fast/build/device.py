@@ -13,7 +13,7 @@ import torch
 from pycls_fast import precision, speed
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
-from pycls_fast.build.imports import import_modules
+from pycls_fast.config.imports import import_modules
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world

@@ -18,15 +18,15 @@ from pycls_fast.build.network import apply_precision, freeze, model, save_activa
 from pycls_fast.build.optimization import loss, optimizer_of
 from pycls_fast.build.switch_values import switches
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.schema.values import AUTO
 from pycls_fast.data import IN_FLIGHT
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.parallel.launch import degrees
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.speed import SwitchName
 from pycls_fast.strategies import STRATEGIES
+from pycls_fast.values import AUTO
 
 _CPU = torch.device("cpu")
 # Of the device's memory; an estimate, not measured: libraries and communication take some, the allocator wastes some.
@@ -96,7 +96,7 @@ class MemoryPlan:
         return plan.Copies(
             strategy=name,
             degree=self._degree(name),
-            state_copies=OPTIMIZERS[config.optim.name].state_copies(config.optim.own()),
+            state_copies=config.optim.state_copies,
             reshard_after_forward=config.parallel.reshard_after_forward,
             compute_bytes=compute_dtype(config).itemsize if narrow else 4,
             masters_kept=precision.masters == "kept" or not is_half,
@@ -183,7 +183,7 @@ class MemoryPlan:
     @cached_property
     def _update(self) -> tuple[float, float]:
         settings = self.config.optim
-        if OPTIMIZERS[settings.name].compiles_itself or self.switches[SwitchName.OPTIMIZER_COMPILE] == "on":
+        if settings.compiles_itself or self.switches[SwitchName.OPTIMIZER_COMPILE] == "on":
             return 0.0, 1.0
 
         def make(parameters: list[nn.Parameter]) -> Optimizer:
@@ -220,7 +220,7 @@ class MemoryPlan:
     def elsewhere(self, memory: float) -> str:
         """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
         config, whole = self.config, level(self.config)
-        can_shard = OPTIMIZERS[config.optim.name].shardable and (whole.weights == "float32" or whole.masters == "kept")
+        can_shard = config.optim.shardable and (whole.weights == "float32" or whole.masters == "kept")
         for ranks in _RANKS if can_shard else ():
             if ranks < self.ranks or config.data.global_batch_size % ranks:
                 continue

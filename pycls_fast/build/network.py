@@ -8,7 +8,7 @@ from typing import assert_never
 
 import torch
 
-from pycls_fast import models, optim, parallel
+from pycls_fast import models, parallel
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
@@ -19,8 +19,11 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
+from pycls_fast.optim import freeze as freezing
+from pycls_fast.optim.groups import by_name
+from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
-from pycls_fast.speed import CATALOGUE, OPTIMIZERS, SwitchName
+from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
@@ -157,7 +160,7 @@ def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]
             # A rate for the last of many layers is too large for all of them.
             way_out = "optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
             lines.append(f"optim.layer_decay: {config.optim.layer_decay:g} {works} {way_out}")
-        if OPTIMIZERS[config.optim.name].needs_units:
+        if config.optim.needs_units:
             lines.append(f"optim.name: {config.optim.name} {works} optim=adamw")
     return lines
 
@@ -177,9 +180,9 @@ def freeze(config: RunConfig, network: Network) -> None:
     Raises:
         UserError: the network does not have a name.
     """
-    optim.freeze(network, config.optim.trainable, head=network.head_name)
+    freezing.freeze(network, config.optim.trainable, head=network.head_name)
     if config.optim.batch_norm == "frozen":
-        optim.keep_statistics(network)
+        freezing.keep_statistics(network)
 
 
 def draw_on_device(network: Network) -> None:
@@ -191,7 +194,7 @@ def draw_on_device(network: Network) -> None:
 
 def apply_precision(
     config: RunConfig, network: Network, device: torch.device, *, sharded: bool = False
-) -> optim.MasterWeights | None:
+) -> MasterWeights | None:
     """Cast a network that is on its device to the precision's format, in place; returns its masters, if any.
 
     If it is `sharded`, the strategy casts what it gathers, and the shards are the masters.
@@ -212,7 +215,7 @@ def apply_precision(
         )
     if chosen.weights == "float32" or sharded:
         return None
-    return optim.MasterWeights(
+    return MasterWeights(
         network, dtype=DTYPES[chosen.weights], wide_norms=chosen.wide_norms, kept=chosen.masters == "kept"
     )
 
@@ -264,7 +267,7 @@ def wrap(
             autocast=None if precision.autocast is None else DTYPES[precision.autocast],
             wide_norms=precision.wide_norms,
             param_offload=chosen[SwitchName.PARAM_OFFLOAD] == "cpu",
-            groups=optim.by_name(network, parameter_groups(config, network)),
+            groups=by_name(network, parameter_groups(config, network)),
             make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
         ),
         compiled=chosen[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema

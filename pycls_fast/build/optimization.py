@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from pycls_fast import optim
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.device import level
 from pycls_fast.build.switch_values import need_compiler
@@ -28,7 +27,26 @@ from pycls_fast.losses import (
 )
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.optim import groups as grouping
+from pycls_fast.optim import scaling
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.groups import Decay, Group, Kinds
+from pycls_fast.optim.masters import MasterWeights
+from pycls_fast.optim.offload import HostOptimizer
+from pycls_fast.optim.optimizers import (
+    adafactor,
+    adamw,
+    adamw8bit,
+    compile_step,
+    lamb,
+    lion,
+    make_capturable,
+    muon,
+    sgd,
+)
+from pycls_fast.optim.schedule import LrSchedule
+from pycls_fast.optim.weights import LocalShards, OwnedWeights
+from pycls_fast.speed import SwitchName
 
 
 def loss(
@@ -88,10 +106,10 @@ def peak_lr(config: RunConfig) -> float:
     return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
 
 
-def schedule(config: RunConfig, steps_per_epoch: int) -> optim.LrSchedule:
+def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
     """The learning-rate curve over `schedule.epochs`, whatever `schedule.max_steps` says."""
     settings = config.schedule
-    return optim.LrSchedule(
+    return LrSchedule(
         lr=peak_lr(config),
         total_steps=settings.epochs * steps_per_epoch,
         warmup_steps=round(settings.warmup_epochs * steps_per_epoch),
@@ -108,10 +126,10 @@ def optimizer(
     config: RunConfig,
     network: Network,
     chosen: Switches,
-    masters: optim.MasterWeights | optim.LocalShards | None = None,
+    masters: MasterWeights | LocalShards | None = None,
     *,
     sharded: bool = False,
-    groups: list[optim.Group] | None = None,
+    groups: list[Group] | None = None,
 ) -> Optimizer:
     """The optimizer over the network's parameter groups, over what owns their values instead, or over `groups`.
 
@@ -123,17 +141,17 @@ def optimizer(
     if masters is not None:
         groups = masters.groups(groups)
 
-    def make(groups: list[optim.Group]) -> Optimizer:
+    def make(groups: list[Group]) -> Optimizer:
         # Under fairscale_sharded_ddp a rank may own no parameter of a group.
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
-        if OPTIMIZERS[settings.name].compiles_itself:
+        if settings.compiles_itself:
             need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
         made = optimizer_of(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
-            optim.compile_step(made)
+            compile_step(made)
         if chosen[SwitchName.CUDA_GRAPHS] == "on":
-            optim.make_capturable(made, device)
+            make_capturable(made, device)
         return made
 
     if chosen[SwitchName.PARAM_OFFLOAD] == "none" or sharded:
@@ -143,23 +161,23 @@ def optimizer(
             f"speed.param_offload: cpu keeps its own float32 weights, and precision={config.precision.name} other "
             "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
         )
-    return optim.HostOptimizer(groups, make)
+    return HostOptimizer(groups, make)
 
 
-def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
+def parameter_groups(config: RunConfig, network: Network) -> list[Group]:
     """The optimizer's groups of the network's parameters."""
     settings = config.optim
     # `resolve_auto` has replaced it.
     assert settings.layer_decay != "auto"
-    kinds = optim.Kinds(
+    kinds = Kinds(
         embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
         embedding_names=network.embedding_names(),
         scales=(LayerScale,),
         scale_names=network.scale_names(),
     )
-    return optim.parameter_groups(
+    return grouping.parameter_groups(
         network,
-        optim.Decay(
+        Decay(
             settings.weight_decay,
             norms=settings.decay_norms,
             biases=settings.decay_biases,
@@ -169,35 +187,35 @@ def parameter_groups(config: RunConfig, network: Network) -> list[optim.Group]:
         units=network.layers(),
         layer_decay=settings.layer_decay,
         layer_decay_groups=settings.layer_decay_groups,
-        split_hidden=OPTIMIZERS[settings.name].needs_units,
+        split_hidden=settings.needs_units,
         first_conv_name=network.first_conv_name,
     )
 
 
 # A section's own keys are the arguments of its optimizer's function.
 _MAKE: dict[str, Callable[..., Optimizer]] = {
-    "adamw": optim.adamw,
-    "sgd": optim.sgd,
-    "lamb": optim.lamb,
-    "lion": optim.lion,
-    "adafactor": optim.adafactor,
-    "muon": optim.muon,
-    "adamw8bit": optim.adamw8bit,
+    "adamw": adamw,
+    "sgd": sgd,
+    "lamb": lamb,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
+    "adamw8bit": adamw8bit,
 }
 
 
-def optimizer_of(settings: schema.Optim, groups: list[optim.Group], lr: float, implementation: str) -> Optimizer:
+def optimizer_of(settings: schema.Optimizer, groups: list[Group], lr: float, implementation: str) -> Optimizer:
     """An optimizer over groups of parameters, uncompiled."""
-    choice = {"implementation": implementation} if len(OPTIMIZERS[settings.name].implementations) > 1 else {}
+    choice = {"implementation": implementation} if len(settings.implementations) > 1 else {}
     return _MAKE[settings.name](groups, lr=lr, **settings.own(), **choice)
 
 
-def ema(config: RunConfig, weights: optim.OwnedWeights, chosen: Switches) -> optim.Ema | None:
+def ema(config: RunConfig, weights: OwnedWeights, chosen: Switches) -> Ema | None:
     """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
         return None
-    return optim.Ema(
+    return Ema(
         weights,
         decay=settings.ema_decay,
         warmup=settings.ema_warmup,
@@ -218,7 +236,7 @@ def loss_scaler(
 ) -> torch.amp.GradScaler:
     """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
     settings = config.precision
-    return optim.loss_scaler(
+    return scaling.loss_scaler(
         device.type,
         enabled=level(config).scaled,
         constant=None if settings.loss_scale == "dynamic" else settings.loss_scale,

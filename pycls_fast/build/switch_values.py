@@ -42,7 +42,7 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
         config.speed.preset,
         config.speed.chosen(),
         kind,
-        config.optim.name,
+        config.optim,
         in_16_bits=level(config).in_16_bits,
         sharded=strategy_of(config.parallel.name).has_dtensors,
     )

@@ -39,7 +39,7 @@ class Options(Section):
 def main(options: Options) -> int:
     """Export and print what was written."""
     # torch takes seconds to import; mistakes on the command line are reported before that.
-    from pycls_fast.build.imports import import_modules
+    from pycls_fast.config.imports import import_modules
     from pycls_fast.train.export import export
 
     import_modules(options.imports)

@@ -22,9 +22,9 @@ from typing import Literal, NoReturn
 
 from pycls_fast.config import Purpose, RunConfig, Section, command_line
 from pycls_fast.config.ladder import LadderSettings, Repeats, read_ladder
-from pycls_fast.config.schema.values import NonNegativeInt, PositiveFloat, PositiveInt
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
+from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Named(Section):

@@ -49,7 +49,7 @@ def main(options: Options) -> int:
     if not options.images:
         raise UserError("images: none were given; give files, folders or patterns after the run")
     # torch takes seconds to import; mistakes on the command line are reported before that.
-    from pycls_fast.build.imports import import_modules
+    from pycls_fast.config.imports import import_modules
     from pycls_fast.inference.predict import predict
 
     given = dict(options)

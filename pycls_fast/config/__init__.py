@@ -7,8 +7,8 @@ from pycls_fast.config.options_line import options_line
 from pycls_fast.config.reporting import cleanup_at_signals
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.schema.values import ModuleNames
 from pycls_fast.config.variants import command_alone, is_command, variant
+from pycls_fast.values import ModuleNames
 
 __all__ = [
     "ModuleNames",

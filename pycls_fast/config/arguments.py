@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pycls_fast.choice import FAMILIES
 from pycls_fast.config import sweep
 from pycls_fast.config.compose import HYDRA_SETTINGS, as_hydra_overrides
 from pycls_fast.config.locations import CONFIGS
@@ -40,12 +41,14 @@ def search_path(arguments: Sequence[str]) -> list[Path]:
 
 
 def help_words(arguments: Sequence[str]) -> list[str]:
-    """What `--help` is about: the arguments that are neither flags, values of flags nor overrides."""
+    """What `--help` is about: the arguments that are neither flags, values of flags nor overrides, and `optim=sgd`."""
     before = ["", *arguments]
     return [
         argument
         for argument, previous in zip(arguments, before, strict=False)
-        if not argument.startswith("-") and "=" not in argument and previous not in _FLAGS_WITH_VALUE
+        if not argument.startswith("-")
+        and ("=" not in argument or argument.partition("=")[0] in FAMILIES)
+        and previous not in _FLAGS_WITH_VALUE
     ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -20,6 +21,7 @@ from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, check, validate
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain
 from pycls_fast.config.help import help_text
+from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.in_vain import in_vain
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.quoting import quote_items
@@ -85,6 +87,8 @@ def command_line(
         folders = search_path(sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             words = help_words(sys.argv[1:])
+            modules = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("imports=")]
+            import_modules_of({"imports": yaml.safe_load(",".join(modules))})
             return show(help_text(about or "", options, folders, words))
         with sweep.sweep_folder(sys.argv[1:]) as settings:
             sys.argv[1:] = hydra_arguments(sys.argv[1:], folders, settings)

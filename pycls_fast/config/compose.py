@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
+from pycls_fast.choice import FAMILIES
 from pycls_fast.config import messages
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.explain import (
@@ -26,6 +27,7 @@ from pycls_fast.config.explain import (
     unreadable,
     without_interpolation,
 )
+from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.locations import CONFIGS, shown_path
 from pycls_fast.config.model_names import OF_WEIGHTS, model_of_weights, timm_written_out
 from pycls_fast.config.quoting import key_of, quote_value
@@ -163,6 +165,7 @@ def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> 
         raise UserError(
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
+    import_modules_of(composed.values)
     config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
     found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
     if found:
@@ -274,7 +277,21 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     """
     names = groups(folders)
     written_out = [part for override in overrides for part in timm_written_out(override, folders)]
+    written_out = [part for override in written_out for part in _class_written_out(override, folders)]
     return [_as_hydra_override(override, names, folders) for override in written_out]
+
+
+# What YAML reads as something other than a name.
+_VALUES = ("null", "true", "false", "nan", "inf")
+
+
+def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
+    """`optim=NAME` without such a file as the class of this name with its defaults; else the override."""
+    key, _, name = override.partition("=")
+    is_name = name.isidentifier() and name.lower() not in _VALUES
+    if key not in FAMILIES or not is_name or any((folder / key / f"{name}.yaml").is_file() for folder in folders):
+        return [override]
+    return [f"~{key}", f"{key}={{{FAMILIES[key].tag}: {name}}}"]
 
 
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:
@@ -291,7 +308,7 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
         kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
         return override if kept else f"++{quote_value(override)}"
     # Hydra would merge a list of files, and does not name the key of a number or a truth value.
-    if not re.match(r"[A-Za-z_]", value) or value.lower() in ("null", "true", "false", "nan", "inf"):
+    if not re.match(r"[A-Za-z_]", value) or value.lower() in _VALUES:
         raise UserError(f"{override}: a group takes the name of a file in configs/{name}/")
     if override.startswith("++"):
         raise UserError(f"{override}: write {name}={value}; a ++ is for values")

@@ -13,12 +13,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig, Section
-from pycls_fast.config.schema.values import Wording
 from pycls_fast.config.suggestions import USUAL_KEYS, did_you_mean, section_keys
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.speed import CATALOGUE
+from pycls_fast.values import Wording
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class _Key:
 
 
 def help_of_key(word: str, options: type[Section], width: int) -> str:
-    """Describe a key (`optim.lr`), the keys with this last part (`lr`), or a group (`optim`).
+    """Describe a key (`optim.lr`), the keys with this last part (`lr`), a group (`optim`), or one choice (`optim=sgd`).
 
     Args:
         word: what was typed.
@@ -42,6 +43,9 @@ def help_of_key(word: str, options: type[Section], width: int) -> str:
         UserError: there is no such key.
     """
     keys = [*_keys(options), *_keys(RunConfig)]
+    word, _, choice = word.partition("=")
+    if choice:
+        keys = [key for key in keys if key.name.startswith(f"{word}.") and key.section is _member(word, choice)]
     named = [key for key in keys if key.name == word] or [key for key in keys if key.name.rpartition(".")[2] == word]
     group = [key for key in keys if key.name.startswith(f"{word}.")]
     if not named and not group:
@@ -53,7 +57,7 @@ def help_of_key(word: str, options: type[Section], width: int) -> str:
         meanings.setdefault(_line(key), {})[_description(key)] = None
     entries: list[str] = []
     for line, kinds in lines.items():
-        entries.append(f"{line}{_restriction(line, kinds)}")
+        entries.append(f"{line}{'' if choice else _restriction(line, kinds)}")
         entries += [filled(text, width, "  ", "  ") for text in meanings[line] if text]
     return "\n\n".join([*(filled(text, width) for text in _texts(group)), "\n".join(entries)])
 
@@ -73,6 +77,12 @@ def _keys(schema: type[Section], prefix: str = "") -> Iterator[_Key]:
             yield _Key(prefix + name, field, schema)
         for section in sections[name]:
             yield from _keys(typing.cast(type[Section], section), f"{prefix}{name}.")
+
+
+def _member(group: str, name: str) -> type[Section]:
+    members = FAMILIES[group].choices()
+    one_of(group, name, members)
+    return members[name]
 
 
 def _suggestion(word: str, names: set[str]) -> str:
@@ -95,7 +105,7 @@ def _description(key: _Key) -> str:
 
 
 def _is_documented(base: type) -> bool:
-    return issubclass(base, Section) and base is not Section
+    return issubclass(base, Section) and base not in (Section, Choice)
 
 
 def _tag(key: _Key) -> str | None:

@@ -116,7 +116,7 @@ def _wrong(kind: str, key: str, section: type[BaseModel] | None, found: Mapping[
         return f"must be a list of {count} values"
     if kind in _WORDING:
         return _WORDING[kind].format(**found.get("ctx", {}))
-    message = str(found["msg"]).replace("Input should", "must").replace("Object", "value")
+    message = str(found["msg"]).removeprefix("Value error, ").replace("Input should", "must").replace("Object", "value")
     return f"{message[0].lower()}{message[1:]}"
 
 

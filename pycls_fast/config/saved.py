@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pycls_fast.config import messages
 from pycls_fast.config.compose import Composed, as_hydra_overrides, groups, is_global
 from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
+from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
@@ -131,6 +132,7 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     Raises:
         UserError: one line per value that this version does not accept.
     """
+    import_modules_of(values)
     try:
         return RunConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:

@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pycls_fast.choice import FAMILIES
+
 
 def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
     """Field name -> the section types that it may hold (none for a plain value, several for a tagged union)."""
@@ -19,7 +21,8 @@ def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ..
 
 def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        family = next((family for family in FAMILIES.values() if family is annotation), None)
+        yield from (annotation,) if family is None else family.choices().values()
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         for part in typing.get_args(annotation):
             yield from _sections(part)

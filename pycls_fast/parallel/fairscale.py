@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
-from pycls_fast.optim import BATCH_NORM, NORMS, CastOutput, Group, cast_buffers
+from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
+from pycls_fast.optim.masters import CastOutput, cast_buffers
 from pycls_fast.parallel.flat import Flat, FlatShards, cut
 from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings

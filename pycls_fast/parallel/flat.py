@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from pycls_fast.optim import Group, OwnedWeights
+from pycls_fast.optim.groups import Group
+from pycls_fast.optim.weights import OwnedWeights
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pycls_fast.network import Network
-from pycls_fast.optim import BATCH_NORM, NORMS, assign, cast_around, cast_buffers
+from pycls_fast.optim.groups import BATCH_NORM, NORMS
+from pycls_fast.optim.masters import cast_around, cast_buffers
+from pycls_fast.optim.shards import assign
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast.optim import Group, local
+from pycls_fast.optim.groups import Group
+from pycls_fast.optim.shards import local
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.powersgd import PowerSGD
 

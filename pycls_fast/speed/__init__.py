@@ -8,7 +8,6 @@
 """
 
 from pycls_fast.speed.catalogue import CATALOGUE
-from pycls_fast.speed.optimizers import OPTIMIZERS, optimizers_with
 from pycls_fast.speed.presets import HAS_GLIBC, META2022, resolve
 from pycls_fast.speed.switch import MODEL_KINDS, Device, Numerics, Switch, SwitchName
 
@@ -17,11 +16,9 @@ __all__ = [
     "HAS_GLIBC",
     "META2022",
     "MODEL_KINDS",
-    "OPTIMIZERS",
     "Device",
     "Numerics",
     "Switch",
     "SwitchName",
-    "optimizers_with",
     "resolve",
 ]

@@ -6,8 +6,8 @@ import platform
 from collections.abc import Mapping
 
 from pycls_fast.errors import UserError
+from pycls_fast.optim.choices import Optimizer
 from pycls_fast.speed.catalogue import CATALOGUE
-from pycls_fast.speed.optimizers import OPTIMIZERS
 from pycls_fast.speed.switch import Device, Switch, SwitchName
 
 # Some process settings exist only in glibc.
@@ -38,7 +38,7 @@ def resolve(
     preset: str,
     chosen: Mapping[SwitchName, str],
     device: Device,
-    optimizer: str | None = None,
+    optimizer: Optimizer | None = None,
     *,
     in_16_bits: bool = False,
     sharded: bool = False,
@@ -49,7 +49,7 @@ def resolve(
         preset: "reference", "fast" or "meta2022".
         chosen: the switches set by hand.
         device: the run's device.
-        optimizer: `optim.name`. The preset takes its fastest implementation on this device.
+        optimizer: the chosen one. The preset takes its fastest implementation on this device.
         in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
         sharded: the optimizer's parameters are torch's DTensors.
 
@@ -85,7 +85,7 @@ def _fit_optimizer(
     resolved: dict[SwitchName, str],
     chosen: Mapping[SwitchName, str],
     device: Device,
-    optimizer: str,
+    optimizer: Optimizer,
     *,
     sharded: bool,
 ) -> list[str]:
@@ -94,25 +94,26 @@ def _fit_optimizer(
     The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
     """
     compiled = resolved.get(SwitchName.OPTIMIZER_COMPILE) == "on"
-    facts = OPTIMIZERS[optimizer]
-    if compiled and facts.compiles_itself:
-        return [f"speed.optimizer_compile: optim.name={optimizer} compiles itself; use speed.optimizer_compile=off"]
-    if sharded and not facts.shardable:
+    if compiled and optimizer.compiles_itself:
         return [
-            f"optim.name: {optimizer} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
+            f"speed.optimizer_compile: optim.name={optimizer.name} compiles itself; use speed.optimizer_compile=off"
+        ]
+    if sharded and not optimizer.shardable:
+        return [
+            f"optim.name: {optimizer.name} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
             "parallel=ddp"
         ]
-    there = facts.compilable if compiled else facts.implementations
-    usable = tuple(name for name in there if not sharded or name in facts.shardable)
+    there = optimizer.compilable if compiled else optimizer.implementations
+    usable = tuple(name for name in there if not sharded or name in optimizer.shardable)
     value = resolved[SwitchName.OPTIMIZER]
     if value in usable:
         return []
     if SwitchName.OPTIMIZER not in chosen:
         resolved[SwitchName.OPTIMIZER] = usable[-1] if device == "cuda" else usable[0]
         return []
-    if sharded and value in facts.implementations and value not in facts.shardable:
+    if sharded and value in optimizer.implementations and value not in optimizer.shardable:
         why = f"has no {value} for weights that are sharded over ranks (fsdp, hsdp)"
     else:
         compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
-        why = f"has no {value}" if value not in facts.implementations else compiles
-    return [f"speed.optimizer: optim.name={optimizer} {why}; use speed.optimizer={' or '.join(usable)}"]
+        why = f"has no {value}" if value not in optimizer.implementations else compiles
+    return [f"speed.optimizer: optim.name={optimizer.name} {why}; use speed.optimizer={' or '.join(usable)}"]

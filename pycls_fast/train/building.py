@@ -13,9 +13,10 @@ from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
-from pycls_fast.optim import LocalShards, ModelWeights, OwnedWeights, local
+from pycls_fast.optim.shards import local
+from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
 from pycls_fast.parallel import FlatShards, World, place_model
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.speed import SwitchName
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
@@ -133,7 +134,7 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
     Raises:
         UserError: it does.
     """
-    if not OPTIMIZERS[config.optim.name].trust_ratio or not config.optim.weight_decay:
+    if not config.optim.trust_ratio or not config.optim.weight_decay:
         return
     if not any(world.gather(bool(local(network.last_layer().weight).any()))):
         raise UserError(
@@ -211,7 +212,7 @@ def make_step(
     wrapped = build.wrap(config, network, world, switches, initialise)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_group)
     flat = wrapped.weights
-    shards = LocalShards(network) if sharded and flat is None and OPTIMIZERS[config.optim.name].elementwise else None
+    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
     weights: OwnedWeights = flat or masters or shards or ModelWeights(network)
     optimizer = wrapped.optimizer or build.optimizer(
         config,

@@ -16,7 +16,7 @@ from torch import Tensor
 from pycls_fast.data import Batch
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
-from pycls_fast.optim import set_lr
+from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pycls_fast import build
 from pycls_fast.data import Batch, Source
 from pycls_fast.data.sources.splits import Subset
-from pycls_fast.optim import assign
+from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import uncompiled
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.run import Run

@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
-from pycls_fast.optim import local
+from pycls_fast.optim.shards import local
 from pycls_fast.parallel import World
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display

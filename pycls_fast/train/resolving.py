@@ -11,11 +11,11 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.config.schema.values import AUTO
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.normalization import resolve_normalization
 from pycls_fast.train.pinning import pin_weights
+from pycls_fast.values import AUTO
 
 
 def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:

@@ -19,7 +19,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
-from pycls_fast.speed import CATALOGUE, OPTIMIZERS
+from pycls_fast.speed import CATALOGUE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
@@ -44,7 +44,6 @@ _SAME_ON_RESUME = (
     "augment.repeats",
     "optim.name",
     "optim.ema_decay",
-    *(f"optim.{key}" for optimizer in OPTIMIZERS.values() for key in optimizer.state_keys),
     "optim.trainable",
 )
 _SPLIT = {"data.split_seed", "data.folds", "data.fold"}
@@ -213,7 +212,7 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     # A key that was added after the checkpoint was saved is not compared.
     known = {key: pair for key, pair in changed.items() if key in before}
-    fixed = _fixed(known, state["order"])
+    fixed = _fixed(known, state["order"], run.config.optim.state_keys)
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"
@@ -227,9 +226,10 @@ def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
     return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
 
 
-def _fixed(changed: Changed, order: str) -> Changed:
+def _fixed(changed: Changed, order: str, state_keys: Sequence[str]) -> Changed:
     """Those of the changed settings that must equal the checkpoint's, whose images are in this order."""
-    fixed = {key: pair for key, pair in changed.items() if _under(key, _SAME_ON_RESUME)}
+    same = (*_SAME_ON_RESUME, *(f"optim.{key}" for key in state_keys))
+    fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
     if not order.startswith("blocks-"):
         # No other order has a buffer.
         fixed.pop("data.shuffle_buffer", None)

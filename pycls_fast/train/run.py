@@ -10,7 +10,7 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
-from pycls_fast.optim import HostOptimizer
+from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.train import checkpoint
 from pycls_fast.train.building import TrainingParts

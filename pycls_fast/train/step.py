@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
 from pycls_fast.losses import LossFunction, Targets
-from pycls_fast.optim import Ema, OwnedWeights, set_lr
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.optimizers import set_lr
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog

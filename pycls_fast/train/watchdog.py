@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.errors import UserError
-from pycls_fast.optim import local
+from pycls_fast.optim.shards import local
 from pycls_fast.parallel import plain_name
 
 

@@ -15,7 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import best_first, user_path, weights_file
 from pycls_fast.models import VisionTransformer, foreign
 from pycls_fast.network import Network
-from pycls_fast.optim import assign, local, local_slices
+from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint_tensors import Spec

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.build.imports import import_modules
 from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config.imports import import_modules
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.models.timm_network import TimmNetwork
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_name_its_last_layer(here: Path, config: str, line
 
 
 def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:
-    config = load_config("vit_digits", ["imports=of_nobody"]).model_dump(mode="json")
+    config = load_config("vit_digits").model_dump(mode="json") | {"imports": ["of_nobody"]}
     save_file({"x": torch.zeros(1)}, "net.safetensors", {"config": json.dumps(config), "classes": '["a", "b"]'})
     saved = saved_with_weights(["weights=net.safetensors"])
     assert saved is not None

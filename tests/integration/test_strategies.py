@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.optim.choices import Optimizer as Chosen
 from tests.integration.runs import ROOT, run_process, under_torchrun
 
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def test_the_whole_table(chosen: tuple[Any, ...], ranks: int, alone: Path, reque
 
 def test_every_optimizer_of_sharded_weights_has_a_part() -> None:
     named = {key.partition("=")[2] for _, keys, _ in PARTS.values() for key in keys if key.startswith("optim=")}
-    assert named | {"sgd"} >= {name for name, facts in OPTIMIZERS.items() if facts.shardable}
+    assert named | {"sgd"} >= {name for name, facts in Chosen.choices().items() if facts.shardable}
 
 
 @pytest.mark.parametrize("name", PARTS)

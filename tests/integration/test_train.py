@@ -17,7 +17,7 @@ from pycls_fast.errors import Finished, UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
-from pycls_fast.optim import MasterWeights
+from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.train import checkpoint, train
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score

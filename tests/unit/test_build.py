@@ -20,7 +20,7 @@ from pycls_fast.data import Mixer, SyntheticSource
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
-from pycls_fast.optim import ModelWeights
+from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step

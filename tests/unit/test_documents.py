@@ -29,23 +29,3 @@ def test_files_that_are_named_exist(document: str) -> None:
     missing = {name for name in named if not any((folder / name).is_file() for folder in folders)}
     # Where something new goes.
     assert {name for name in missing if not name.endswith("/NAME.py")} == set()
-
-
-def test_contributing_names_what_the_code_has() -> None:
-    """Names in capitals, and private functions, stay where the list of things to add says that they are."""
-    places = {
-        "build/network.py": ["_model("],
-        "build/optimization.py": ["_MAKE"],
-        "data/sources/opening.py": ["_OPEN", "def recognise("],
-        "train/same_model.py": ["_now("],
-        "speed/optimizers.py": ["OPTIMIZERS"],
-        "parallel/wrap.py": ["IMPLEMENTATIONS"],
-        "config/schema/network.py": ["class _Model("],
-        "config/schema/optimization.py": ["class _Optim(", "Optim = "],
-        "config/schema/execution.py": ["class Speed(", "class Parallel("],
-        "network.py": ["class Network(", "def units(", "def initialisers(", "def head_name(", "def first_conv_name("],
-    }
-    for file, names in places.items():
-        assert f"`{file}`" in text("CONTRIBUTING.md")
-        code = text(f"pycls_fast/{file}")
-        assert [name for name in names if name not in code] == [], file

@@ -10,22 +10,18 @@ import torch
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.optim.choices import Optimizer as Chosen
+from pycls_fast.optim.choices import optimizers_with
+from pycls_fast.speed import SwitchName
 
 DEVICES: tuple[speed.Device, ...] = typing.get_args(speed.Device)
-NAMES = sorted(OPTIMIZERS)
+NAMES = sorted(Chosen.choices())
+CONFIGURED = {name: chosen(lr=1.0) for name, chosen in Chosen.choices().items()}
 
 
-def names_in_the_schema() -> set[str]:
-    union = RunConfig.model_fields["optim"].annotation
-    return {typing.get_args(kind.model_fields["name"].annotation)[0] for kind in typing.get_args(union)}
-
-
-def test_the_catalogue_has_every_optimizer() -> None:
-    assert set(OPTIMIZERS) == names_in_the_schema()
-    for facts in OPTIMIZERS.values():
+def test_the_implementations_of_every_optimizer_fit_together() -> None:
+    for facts in Chosen.choices().values():
         there = set(facts.implementations)
         assert facts.implementations[0] == "loop"
         assert set(facts.compilable) <= there - {"fused"}
@@ -33,32 +29,32 @@ def test_the_catalogue_has_every_optimizer() -> None:
         assert set(facts.capturable) <= there
         # `speed.resolve` chooses one that is both.
         assert set(facts.shardable) & set(facts.compilable) or not (facts.shardable and facts.compilable)
-    for name, facts in OPTIMIZERS.items():
+    for name, facts in Chosen.choices().items():
         assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_optimizers_own_keys_are_the_arguments_of_its_function(name: str) -> None:
     arguments = set(inspect.signature(build.optimization._MAKE[name]).parameters)
-    choice = {"implementation"} if len(OPTIMIZERS[name].implementations) > 1 else set()
+    choice = {"implementation"} if len(Chosen.choices()[name].implementations) > 1 else set()
     own = load_config("vit_digits", [f"optim={name}"]).optim.own()
     assert arguments == {"groups", "lr", *own} | choice
 
 
 def test_messages_name_the_optimizers_that_have_a_property() -> None:
-    assert speed.optimizers_with(lambda facts: facts.elementwise) == "adamw, sgd or lion"
-    assert speed.optimizers_with(lambda facts: facts.capturable) == "adamw or sgd"
-    assert speed.optimizers_with(lambda facts: facts.needs_units) == "muon"
+    assert optimizers_with(lambda facts: facts.elementwise) == "adamw, sgd or lion"
+    assert optimizers_with(lambda facts: facts.capturable) == "adamw or sgd"
+    assert optimizers_with(lambda facts: facts.needs_units) == "muon"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_presets_take_what_there_is(name: str, device: speed.Device) -> None:
-    assert speed.resolve("reference", {}, device, name)[SwitchName.OPTIMIZER] == "loop"
-    there = OPTIMIZERS[name].implementations
+    assert speed.resolve("reference", {}, device, CONFIGURED[name])[SwitchName.OPTIMIZER] == "loop"
+    there = Chosen.choices()[name].implementations
     # foreach is slower than the loop on a CPU.
     wanted = "fused" if "fused" in there else there[-1] if device == "cuda" else "loop"
-    assert speed.resolve("fast", {}, device, name)[SwitchName.OPTIMIZER] == wanted
+    assert speed.resolve("fast", {}, device, CONFIGURED[name])[SwitchName.OPTIMIZER] == wanted
 
 
 @pytest.mark.parametrize("preset", ["reference", "fast"])
@@ -66,12 +62,12 @@ def test_presets_take_what_there_is(name: str, device: speed.Device) -> None:
 def test_by_hand_it_exists_or_the_line_names_those_that_do(name: str, preset: str) -> None:
     for value in ("loop", "foreach", "fused"):
         chosen = {SwitchName.OPTIMIZER: value}
-        if value in OPTIMIZERS[name].implementations:
-            assert speed.resolve(preset, chosen, "cpu", name)[SwitchName.OPTIMIZER] == value
+        if value in Chosen.choices()[name].implementations:
+            assert speed.resolve(preset, chosen, "cpu", CONFIGURED[name])[SwitchName.OPTIMIZER] == value
             continue
         with pytest.raises(UserError) as caught:
-            speed.resolve(preset, chosen, "cpu", name)
-        way_out = f"use speed.optimizer={' or '.join(OPTIMIZERS[name].implementations)}"
+            speed.resolve(preset, chosen, "cpu", CONFIGURED[name])
+        way_out = f"use speed.optimizer={' or '.join(Chosen.choices()[name].implementations)}"
         assert caught.value.lines == (f"speed.optimizer: optim.name={name} has no {value}; {way_out}",)
 
 
@@ -79,23 +75,23 @@ def test_by_hand_it_exists_or_the_line_names_those_that_do(name: str, preset: st
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"adamw8bit"}))
 def test_compiled_it_is_one_that_compiles(name: str, preset: str) -> None:
     compiled = {SwitchName.OPTIMIZER_COMPILE: "on"}
-    value = speed.resolve(preset, compiled, "cpu", name)[SwitchName.OPTIMIZER]
-    assert value in OPTIMIZERS[name].compilable
-    for chosen in OPTIMIZERS[name].implementations:
+    value = speed.resolve(preset, compiled, "cpu", CONFIGURED[name])[SwitchName.OPTIMIZER]
+    assert value in Chosen.choices()[name].compilable
+    for chosen in Chosen.choices()[name].implementations:
         by_hand = {**compiled, SwitchName.OPTIMIZER: chosen}
-        if chosen in OPTIMIZERS[name].compilable:
-            assert speed.resolve(preset, by_hand, "cpu", name)[SwitchName.OPTIMIZER] == chosen
+        if chosen in Chosen.choices()[name].compilable:
+            assert speed.resolve(preset, by_hand, "cpu", CONFIGURED[name])[SwitchName.OPTIMIZER] == chosen
             continue
         with pytest.raises(UserError) as caught:
-            speed.resolve(preset, by_hand, "cpu", name)
+            speed.resolve(preset, by_hand, "cpu", CONFIGURED[name])
         why = "cannot be compiled (speed.optimizer_compile=on)"
-        way_out = f"use speed.optimizer={' or '.join(OPTIMIZERS[name].compilable)}"
+        way_out = f"use speed.optimizer={' or '.join(Chosen.choices()[name].compilable)}"
         assert caught.value.lines == (f"speed.optimizer: optim.name={name} with {chosen} {why}; {way_out}",)
 
 
 def test_what_compiles_itself_is_not_compiled_twice() -> None:
     with pytest.raises(UserError) as caught:
-        speed.resolve("fast", {SwitchName.OPTIMIZER_COMPILE: "on"}, "cuda", "adamw8bit")
+        speed.resolve("fast", {SwitchName.OPTIMIZER_COMPILE: "on"}, "cuda", CONFIGURED["adamw8bit"])
     assert caught.value.lines == (
         "speed.optimizer_compile: optim.name=adamw8bit compiles itself; use speed.optimizer_compile=off",
     )

@@ -7,9 +7,10 @@ import typing
 from pathlib import Path
 
 from pycls_fast.config.schema import Parallel
+from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.parallel.wrap import IMPLEMENTATIONS
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS
-from pycls_fast.speed import CATALOGUE, OPTIMIZERS
+from pycls_fast.speed import CATALOGUE
 from pycls_fast.strategies import STRATEGIES
 from tools.switch_cards import PAGE, page
 
@@ -76,7 +77,7 @@ def test_cards_of_strategies_name_the_optimizers_that_the_checks_accept() -> Non
         (listed,) = re.findall(pattern, STRATEGIES[strategy].hurts)
         return set(re.split(", | and ", listed))
 
-    optimizers = OPTIMIZERS.items()
+    optimizers = Chosen.choices().items()
     assert named("fsdp", r"Optimizers: (.*)\.") == {name for name, facts in optimizers if facts.shardable}
     assert named("fairscale_fsdp", r"Optimizers: (.*?)\.") == {name for name, facts in optimizers if facts.elementwise}
     excepted = {name for name, facts in optimizers if not facts.sends_state}
@@ -86,5 +87,5 @@ def test_cards_of_strategies_name_the_optimizers_that_the_checks_accept() -> Non
 def test_the_optimizers_without_a_fused_step_are_named() -> None:
     (named,) = re.findall(r"Optimizers without a fused step \((.*?);", LEVELS["amp_fp16"].hurts)
     assert set(named.split(", ")) == {
-        name for name, facts in OPTIMIZERS.items() if "fused" not in facts.implementations
+        name for name, facts in Chosen.choices().items() if "fused" not in facts.implementations
     }

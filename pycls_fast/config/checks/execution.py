@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import Parallel, ResNetModel, RunConfig, TimmModel
+from pycls_fast.optim.choices import optimizers_with
 from pycls_fast.precision import LEVELS
-from pycls_fast.speed import OPTIMIZERS, optimizers_with
 from pycls_fast.strategies import strategy_of
 
 
@@ -163,7 +163,7 @@ def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     strategy, precision, name = config.parallel.name, config.precision.name, config.optim.name
     facts = strategy_of(strategy)
     if facts.flattens:
-        if not OPTIMIZERS[name].elementwise:
+        if not config.optim.elementwise:
             usable = optimizers_with(lambda optimizer: optimizer.elementwise)
             yield (
                 "optim.name",
@@ -179,7 +179,7 @@ def fairscale_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                 f"{precision} keeps weights separate from the network's, but {strategy} shards the network's "
                 "own; use precision=amp_bf16 or amp_fp16, or parallel=ddp",
             )
-        if not OPTIMIZERS[name].sends_state:
+        if not config.optim.sends_state:
             yield (
                 "optim.name",
                 f"{name}'s state cannot be sent from rank to rank, which {strategy} does to save it; use "

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig, ViTModel
-from pycls_fast.config.schema.values import AUTO
-from pycls_fast.speed import OPTIMIZERS
 from pycls_fast.strategies import strategy_of
+from pycls_fast.values import AUTO
 
 
 def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -53,9 +52,7 @@ def loss_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Momentum, and what is frozen."""
-    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        yield "optim.nesterov", "needs optim.momentum larger than 0; use optim.nesterov=false"
+    """What is frozen."""
     trainable = config.optim.trainable
     if "all" in trainable and len(trainable) > 1:
         yield "optim.trainable", f"all includes everything; remove {trainable[trainable.index('all') - 1]} or all"
@@ -78,7 +75,7 @@ def trust_ratio_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`)."""
     model, settings = config.model, config.optim
     # Weights from elsewhere are rarely zero; `train/building.py` looks at the head.
-    if not OPTIMIZERS[settings.name].trust_ratio or not settings.weight_decay or config.weights is not None:
+    if not settings.trust_ratio or not settings.weight_decay or config.weights is not None:
         return
     for key in ("decay_norms", "decay_biases"):
         if getattr(settings, key):

@@ -12,23 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pycls_fast.choice import Section
 from pycls_fast.config.schema.data import Augment, Data, RandAugment
 from pycls_fast.config.schema.execution import Parallel, Precision, Runtime, Speed
 from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
-from pycls_fast.config.schema.optimization import (
-    LAMB,
-    SGD,
-    Adafactor,
-    AdamW,
-    AdamW8bit,
-    Lion,
-    Loss,
-    Muon,
-    Optim,
-    Schedule,
-)
-from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import ModuleNames, Text
+from pycls_fast.config.schema.optimization import Loss, Schedule
+from pycls_fast.optim.choices import Optimizer
+from pycls_fast.values import ModuleNames, Text
 
 
 class RunConfig(Section):
@@ -61,7 +51,7 @@ class RunConfig(Section):
     data: Data = Data()
     augment: Augment = Augment()
     loss: Loss = Loss()
-    optim: Annotated[Optim, Field(discriminator="name")]
+    optim: Optimizer
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
@@ -80,16 +70,10 @@ class RunConfig(Section):
 
 
 __all__ = [
-    "LAMB",
-    "SGD",
-    "Adafactor",
-    "AdamW",
-    "AdamW8bit",
     "Augment",
     "Data",
-    "Lion",
     "Loss",
-    "Muon",
+    "Optimizer",
     "Parallel",
     "Precision",
     "RandAugment",

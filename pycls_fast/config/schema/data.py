@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import (
+from pycls_fast.choice import Section
+from pycls_fast.values import (
     Deviation,
     Hue,
     Mean,

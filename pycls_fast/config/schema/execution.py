@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import (
+from pycls_fast.choice import Section
+from pycls_fast.speed import SwitchName
+from pycls_fast.values import (
     Bytes,
     LossScale,
     NonNegativeInt,
@@ -18,7 +19,6 @@ from pycls_fast.config.schema.values import (
     PositiveIntOrAuto,
     Text,
 )
-from pycls_fast.speed import SwitchName
 
 
 class Precision(Section):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from pycls_fast.config.schema.section import Section
-from pycls_fast.config.schema.values import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
+from pycls_fast.choice import Section
+from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
 
 class _Model(Section):

@@ -50,7 +50,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         display = Display(speaks=True, mode="plain")
         parts = build_parts(config, world, display)
         config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
-        plain = speed.resolve("reference", {}, build.device_kind(world.device), config.optim.name)
+        plain = speed.resolve("reference", {}, build.device_kind(world.device), config.optim)
         exact = build.model(config, build.num_classes(config, train), plain).double().to(world.device)
         # Frozen parts have no gradients to compare.
         build.freeze(config, exact)

@@ -20,7 +20,7 @@ from pycls_fast.config.locations import CONFIGS
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
 from pycls_fast.config.suggestions import known_keys, section_keys
 from pycls_fast.models import complexity
-from pycls_fast.optim import ModelWeights
+from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
 from tools.model_zoo import MEASURED
 

@@ -12,7 +12,7 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath
-from pycls_fast.optim import HostOptimizer
+from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel.memory import Recomputed, SavedTensors
 from pycls_fast.speed import SwitchName
 

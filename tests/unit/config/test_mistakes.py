@@ -73,7 +73,11 @@ ONE_MISTAKE = [
     ),
     # Files that do not exist.
     (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
-    (["optim=adam"], "optim=adam: no such file in configs/optim; did you mean adamw?"),
+    (
+        ["optim=adam"],
+        "optim.name: must be one of adamw, sgd, lamb, lion, adafactor, muon, adamw8bit; got adam; did you mean adamw? "
+        "(the command line)",
+    ),
     (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine, linear, step"),
     (["optim=3"], "optim=3: a group takes the name of a file in configs/optim/"),
     (["model=nan"], "model=nan: a group takes the name of a file in configs/model/"),
@@ -377,7 +381,8 @@ def test_a_mistake_gets_its_line(overrides: list[str], line: str, monkeypatch: p
         (
             "resnet_digits",
             ["optim.momentum=0"],
-            "optim.nesterov: needs optim.momentum larger than 0; use optim.nesterov=false (configs/optim/sgd.yaml)",
+            "optim.nesterov: needs optim.momentum larger than 0; use optim.nesterov=false; got true "
+            "(configs/optim/sgd.yaml)",
         ),
         (
             "resnet50",

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import Purpose, RunConfig, command_line
 from pycls_fast.config.locations import CONFIGS
-from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.optim.choices import Optimizer as Chosen
 
 PAGES = {
     name: (CONFIGS.parent / name).read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def test_a_group_that_is_listed_in_full_names_every_choice(group: str) -> None:
 
 
 def test_the_pages_name_the_optimizers_of_each_strategy() -> None:
-    named = [f"`{name}`" for name, facts in OPTIMIZERS.items() if facts.shardable]
+    named = [f"`{name}`" for name, facts in Chosen.choices().items() if facts.shardable]
     assert f"Optimizers under `fsdp` and `hsdp`: {', '.join(named)}." in PAGES["docs/cluster.md"]
-    (unsent,) = [name for name, facts in OPTIMIZERS.items() if not facts.sends_state]
+    (unsent,) = [name for name, facts in Chosen.choices().items() if not facts.sends_state]
     assert f"any\n  optimizer but `{unsent}`," in PAGES["docs/cluster.md"]

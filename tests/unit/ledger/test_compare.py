@@ -61,7 +61,7 @@ def make_run(
     folder.create()
     settings = config.model_dump(mode="json")
     # As in `Run.settings`.
-    resolved = speed.resolve(config.speed.preset, config.speed.chosen(), "cpu", config.optim.name)
+    resolved = speed.resolve(config.speed.preset, config.speed.chosen(), "cpu", config.optim)
     settings["speed"] |= {str(name): value for name, value in resolved.items()}
     folder.write_config(settings)
     for step in range(1, 11):

@@ -12,14 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from pycls_fast import build, optim
+from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.speed import OPTIMIZERS
+from pycls_fast.optim.choices import Optimizer as Chosen
+from pycls_fast.optim.optimizers import set_lr
 
 SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
 STEPS = 5
-SHARDED = [(name, which) for name, facts in OPTIMIZERS.items() if not facts.elementwise for which in facts.shardable]
-FLAT = [(name, which) for name, facts in OPTIMIZERS.items() if facts.elementwise for which in facts.implementations]
+CHOICES = Chosen.choices().items()
+SHARDED = [(name, which) for name, facts in CHOICES if not facts.elementwise for which in facts.shardable]
+FLAT = [(name, which) for name, facts in CHOICES if facts.elementwise for which in facts.implementations]
 # What a send between ranks takes: plain tensors, and Python's numbers.
 SENT = (Tensor, bool, int, float, type(None))
 
@@ -37,7 +39,7 @@ def values(seed: int) -> list[Tensor]:
 
 
 def made(name: str, implementation: str, weights: list[nn.Parameter]) -> Optimizer:
-    facts = OPTIMIZERS[name]
+    facts = Chosen.choices()[name]
     choice = {"implementation": implementation} if len(facts.implementations) > 1 else {}
     own = load_config("vit_digits", [f"optim={name}"]).optim.own()
     groups = [{"params": weights, "weight_decay": 0.1, "lr_scale": 0.5}]
@@ -47,7 +49,7 @@ def made(name: str, implementation: str, weights: list[nn.Parameter]) -> Optimiz
 def learned(optimizer: Optimizer, weights: list[nn.Parameter], gradients: list[list[Tensor]]) -> list[Tensor]:
     """The weights after a step with each of these gradients; the rate rises."""
     for step, each in enumerate(gradients):
-        optim.set_lr(optimizer, 0.01 * (step + 1))
+        set_lr(optimizer, 0.01 * (step + 1))
         for weight, gradient in zip(weights, each, strict=True):
             weight.grad = gradient
         optimizer.step()
@@ -89,7 +91,7 @@ def test_what_is_flat_computes_the_same_on_flattened_weights(name: str, implemen
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.sends_state])
+@pytest.mark.parametrize("name", [name for name, facts in CHOICES if facts.sends_state])
 def test_state_that_can_be_sent_is_of_plain_tensors(name: str) -> None:
     config = load_config("vit_digits", [f"optim={name}"])
     switches = build.switches(config, torch.device("cpu"))

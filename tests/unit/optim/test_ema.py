@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim import Ema, ModelWeights
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.weights import ModelWeights
 
 IMPLEMENTATIONS = ("loop", "foreach")
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
-from pycls_fast.optim import Decay, freeze, parameter_groups
+from pycls_fast.optim.freeze import freeze
+from pycls_fast.optim.groups import Decay, parameter_groups
 from pycls_fast.parallel import floating_buffers
 
 

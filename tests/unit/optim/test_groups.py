@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
-from pycls_fast.optim import Decay, Kinds, parameter_groups
+from pycls_fast.optim.groups import Decay, Kinds, parameter_groups
 
 KINDS = Kinds(embeddings=(ClassToken, LearnedPositions))
 

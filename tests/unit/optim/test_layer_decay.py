@@ -9,8 +9,8 @@ from torch import nn
 
 from pycls_fast.models import ClassToken, LearnedPositions, ResNet, VisionTransformer
 from pycls_fast.network import Network
-from pycls_fast.optim import Decay, Kinds, parameter_groups, set_lr
-from pycls_fast.optim.groups import layers
+from pycls_fast.optim.groups import Decay, Kinds, layers, parameter_groups
+from pycls_fast.optim.optimizers import set_lr
 
 KINDS = Kinds(embeddings=(ClassToken, LearnedPositions))
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
-from pycls_fast.optim import Decay, Ema, MasterWeights, load_named_state, named_state, parameter_groups
-from pycls_fast.optim.groups import NORMS
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.groups import NORMS, Decay, parameter_groups
+from pycls_fast.optim.masters import MasterWeights
+from pycls_fast.optim.optimizers import load_named_state, named_state
 
 HALVES = [torch.float16, torch.bfloat16]
 

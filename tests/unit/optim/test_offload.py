@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pycls_fast.optim import HostOptimizer, adamw, load_named_state, named_state, set_lr, sgd
+from pycls_fast.optim.offload import HostOptimizer
+from pycls_fast.optim.optimizers import adamw, load_named_state, named_state, set_lr, sgd
 
 MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "adamw": lambda groups: adamw(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim import adamw, set_lr, sgd
+from pycls_fast.optim.optimizers import adamw, set_lr, sgd
 
 IMPLEMENTATIONS = ("loop", "foreach", "fused")
 SHAPES = [(), (7,), (3, 5), (4, 3, 2, 2), (33,)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim import loss_scaler, scaling
+from pycls_fast.optim import scaling
+from pycls_fast.optim.scaling import loss_scaler
 
 
 def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: float | None, others: float) -> Any:

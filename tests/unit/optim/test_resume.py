@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from pycls_fast import build, optim
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.speed import OPTIMIZERS, SwitchName
+from pycls_fast.optim.choices import Optimizer as Chosen
+from pycls_fast.optim.optimizers import adamw, compile_step, load_named_state, named_state, set_lr
+from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 EVERY = [
     (name, implementation)
-    for name, facts in OPTIMIZERS.items()
+    for name, facts in Chosen.choices().items()
     for implementation in facts.implementations
     if name != "adamw8bit"
 ]
@@ -60,7 +62,7 @@ class Training:
     def run(self, first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
-            optim.set_lr(self.optimizer, self.schedule(step))
+            set_lr(self.optimizer, self.schedule(step))
             chosen = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:24]
             loss = nn.functional.cross_entropy(self.network(self.images[chosen]), self.labels[chosen])
             loss.backward()
@@ -71,7 +73,7 @@ class Training:
 
     def save(self) -> io.BytesIO:
         file = io.BytesIO()
-        named = optim.named_state(self.optimizer, self.network.named_parameters())
+        named = named_state(self.optimizer, self.network.named_parameters())
         torch.save({"model": self.network.state_dict(), "optimizer": named}, file)
         file.seek(0)
         return file
@@ -79,11 +81,11 @@ class Training:
     def load(self, file: io.BytesIO) -> None:
         state = torch.load(file, weights_only=True)
         self.network.load_state_dict(state["model"])
-        optim.load_named_state(self.optimizer, self.network.named_parameters(), state["optimizer"])
+        load_named_state(self.optimizer, self.network.named_parameters(), state["optimizer"])
 
     def same_as(self, other: Training) -> bool:
         mine, theirs = (t.network.state_dict() for t in (self, other))
-        kept, kept_there = (optim.named_state(t.optimizer, t.network.named_parameters()) for t in (self, other))
+        kept, kept_there = (named_state(t.optimizer, t.network.named_parameters()) for t in (self, other))
         return (
             all(torch.equal(value, theirs[name]) for name, value in mine.items())
             and kept.keys() == kept_there.keys()
@@ -131,12 +133,12 @@ def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
 
 
 def test_the_state_has_every_parameter_and_the_count_of_steps() -> None:
-    for name, facts in OPTIMIZERS.items():
+    for name, facts in Chosen.choices().items():
         if name == "adamw8bit":
             continue
         training = Training(configured(name, f"speed.optimizer={facts.implementations[0]}"))
         training.run(0, 3)
-        kept = optim.named_state(training.optimizer, training.network.named_parameters())
+        kept = named_state(training.optimizer, training.network.named_parameters())
         assert set(kept) == {parameter for parameter, _ in training.network.named_parameters()}
         if name in ("adamw", "lamb", "adafactor"):
             assert {float(values["step"]) for values in kept.values()} == {3.0}
@@ -148,11 +150,11 @@ def test_the_loss_falls(name: str, implementation: str) -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
-@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if len(facts.implementations) > 1])
+@pytest.mark.parametrize("name", [name for name, facts in Chosen.choices().items() if len(facts.implementations) > 1])
 def test_losses_of_the_implementations_stay_together(name: str) -> None:
     curves = [
         Training(configured(name, f"speed.optimizer={which}", "schedule.epochs=20")).run(0, 20)
-        for which in OPTIMIZERS[name].implementations
+        for which in Chosen.choices()[name].implementations
     ]
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=2e-3, abs=2e-4)
@@ -162,7 +164,7 @@ def test_losses_of_the_implementations_stay_together(name: str) -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.compilable])
+@pytest.mark.parametrize("name", [name for name, facts in Chosen.choices().items() if facts.compilable])
 def test_compiled_steps_resume_and_learn(name: str) -> None:
     torch._dynamo.reset()
     config = configured(name, "speed.optimizer_compile=on", "schedule.epochs=30")
@@ -181,7 +183,7 @@ def test_eight_bits_resume_and_learn() -> None:
     there_and_back(config)
     training = Training(config)
     training.run(0, 1)
-    kept = optim.named_state(training.optimizer, training.network.named_parameters())
+    kept = named_state(training.optimizer, training.network.named_parameters())
     assert any(type(value) is not torch.Tensor for values in kept.values() for value in values.values())
     losses = Training(configured("adamw8bit", "schedule.epochs=30")).run(0, 30)
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
@@ -218,7 +220,7 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
     optimizer = torch.optim.SGD(groups)
     tensors = [group["lr"] for group in optimizer.param_groups]
     for rate in (0.25, 0.5):
-        optim.set_lr(optimizer, rate)
+        set_lr(optimizer, rate)
         assert [tensor.item() for tensor in tensors] == [rate, 0.5 * rate]
         for weight in weights:
             weight.grad = torch.ones(2)
@@ -233,17 +235,17 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
 def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weight], "lr_scale": scale} for weight, scale in zip(weights, (1.0, 0.5), strict=True)]
-    optimizer = optim.adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
-    optim.compile_step(optimizer)
-    optim.set_lr(optimizer, 0.5)
+    optimizer = adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
+    compile_step(optimizer)
+    set_lr(optimizer, 0.5)
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
 
 
 def test_a_state_of_another_network_is_refused(tmp_path: Path) -> None:
     training = Training(configured("sgd"))
     training.run(0, 1)
-    kept = optim.named_state(training.optimizer, training.network.named_parameters())
+    kept = named_state(training.optimizer, training.network.named_parameters())
     with pytest.raises(KeyError, match="elsewhere"):
-        optim.load_named_state(
+        load_named_state(
             training.optimizer, training.network.named_parameters(), {**kept, "elsewhere": kept["head.bias"]}
         )

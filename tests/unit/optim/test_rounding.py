@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast import build, optim
+from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.optim import Ema, ModelWeights
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.optimizers import set_lr
+from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.speed import SwitchName
 
@@ -138,7 +140,7 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
         images = torch.randn(20, 3, config.data.image_size, config.data.image_size, generator=generator)
         losses = []
         for step in range(15):
-            optim.set_lr(optimizer, 3e-3)
+            set_lr(optimizer, 3e-3)
             loss = nn.functional.cross_entropy(network(images), torch.arange(20) % 10)
             loss.backward()
             wrapped.clip(list(network.parameters()), 0.5, foreach=switches[SwitchName.CLIP] == "foreach")

@@ -10,7 +10,7 @@ import torch
 from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 
-from pycls_fast.optim import LrSchedule
+from pycls_fast.optim.schedule import LrSchedule
 
 LR = 0.37
 CURVES = [(50, 7, 0.1, 0.02), (20, 1, 0.5, 0.0), (31, 30, 0.001, 0.3), (12, 5, 0.25, 1.0)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycls_fast import optim
+from pycls_fast.optim import optimizers
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
@@ -25,7 +25,7 @@ def test_as_if_it_had_not_been(name: str, implementation: str) -> None:
         settings: dict[str, Any] = (
             {"momentum": 0.9, "nesterov": True} if name == "sgd" else {"betas": (0.9, 0.99), "eps": 1e-8}
         )
-        optimizer = getattr(optim, name)(
+        optimizer = getattr(optimizers, name)(
             [{"params": [parameter], "weight_decay": 0.1}], lr=0.1, implementation=implementation, **settings
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast import optim
+from pycls_fast.optim.offload import HostOptimizer
+from pycls_fast.optim.optimizers import adamw, load_named_state, named_state, sgd
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 SHAPE = (8, 4, 3, 3)
@@ -18,14 +19,14 @@ SHAPE = (8, 4, 3, 3)
 def optimizer(name: str, parameter: nn.Parameter, implementation: str, *, on_host: bool) -> torch.optim.Optimizer:
     groups: Any = [{"params": [parameter], "weight_decay": 0.01, "lr_scale": 1.0}]
     if on_host:
-        return optim.HostOptimizer(groups, lambda copies: _plain(name, copies, implementation))
+        return HostOptimizer(groups, lambda copies: _plain(name, copies, implementation))
     return _plain(name, groups, implementation)
 
 
 def _plain(name: str, groups: Any, implementation: str) -> torch.optim.Optimizer:
     if name == "adamw":
-        return optim.adamw(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
-    return optim.sgd(groups, lr=0.1, momentum=0.9, nesterov=False, implementation=implementation)
+        return adamw(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
+    return sgd(groups, lr=0.1, momentum=0.9, nesterov=False, implementation=implementation)
 
 
 def train(stepped: torch.optim.Optimizer, parameter: nn.Parameter, gradients: list[Tensor]) -> None:
@@ -46,12 +47,12 @@ def test_going_on_in_another_memory_format(
     straight = nn.Parameter(start.clone(memory_format=saved))
     first = optimizer(name, straight, implementation, on_host=on_host)
     train(first, straight, gradients[:2])
-    state = copy.deepcopy(optim.named_state(first, [("p", straight)]))
+    state = copy.deepcopy(named_state(first, [("p", straight)]))
     (other,) = (f for f in FORMATS if f is not saved)
     resumed = nn.Parameter(straight.detach().clone(memory_format=other))
     second = optimizer(name, resumed, implementation, on_host=on_host)
-    optim.load_named_state(second, [("p", resumed)], state)
-    (values,) = (second.inner if isinstance(second, optim.HostOptimizer) else second).state.values()
+    load_named_state(second, [("p", resumed)], state)
+    (values,) = (second.inner if isinstance(second, HostOptimizer) else second).state.values()
     assert all(v.stride() == resumed.stride() for v in values.values() if v.shape == resumed.shape)
     train(first, straight, gradients[2:])
     train(second, resumed, gradients[2:])

@@ -11,7 +11,7 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.optim import ModelWeights
+from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.health import DivergenceCheck
 

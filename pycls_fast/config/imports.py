@@ -1,12 +1,13 @@
-"""The user's own modules (`imports`), which register models with timm before anything is built."""
+"""The user's own modules (`imports`), which register choices, and models with timm, before a configuration is read."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pycls_fast.errors import UserError, first_line
 
@@ -30,6 +31,17 @@ def import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             raise UserError(f"imports: {_reason(name, error)}") from error
+
+
+def import_modules_of(values: Mapping[str, Any]) -> None:
+    """Import what a configuration's plain values name, before they are validated with what the modules register.
+
+    Raises:
+        UserError: see `import_modules`.
+    """
+    names = values.get("imports") or []
+    # Values of other types are left to the validation.
+    import_modules([names] if isinstance(names, str) else [name for name in names if isinstance(name, str)])
 
 
 def _reason(name: str, error: BaseException) -> str:

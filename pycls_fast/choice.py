@@ -1,0 +1,103 @@
+"""Everything that is chosen by name: a class that is its keys, their help and their checks, and builds what it names.
+
+A family is a class such as `Optimizer`, declared with the key that chooses one of its members. A subclass with a name
+is a member, wherever it is defined:
+
+    class Sign(Optimizer, name="sign"):
+        momentum: Rate = 0.9
+        def build(self, ...): ...
+
+A field of the family's type (`optim: Optimizer`) accepts every member that exists when a configuration is validated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+
+class Section(BaseModel):
+    """The base class of every group of keys; the string after a key is its description in `--help KEY`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+FAMILIES: dict[str, type[Choice]] = {}
+"""The families by the key that chooses a member."""
+
+
+class Choice(Section):
+    """The base class of families (`class Loss(Choice, key="loss")`), which declare the field that holds the name.
+
+    Attributes:
+        key: where a member is chosen in a configuration.
+        tag: the field that holds its name.
+    """
+
+    key: ClassVar[str] = ""
+    tag: ClassVar[str] = "name"
+    _members: ClassVar[dict[str, type[Choice]]] = {}
+
+    def __init_subclass__(cls, *, key: str = "", tag: str = "name", name: str = "", **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if key:
+            cls.key, cls.tag, cls._members = key, tag, {}
+            FAMILIES[key] = cls
+        if name:
+            other = cls._members.get(name)
+            if other is not None and _place(other) != _place(cls):
+                raise TypeError(f"{cls.key}.{cls.tag}: {name} is {_place(other)} and {_place(cls)}; rename one")
+            description = Field(description=cls.model_fields[cls.tag].description)
+            cls.__annotations__ = {**cls.__annotations__, cls.tag: Annotated[Literal[name], description]}
+            setattr(cls, cls.tag, name)
+            cls._members[name] = cls
+
+    @classmethod
+    def choices(cls) -> Mapping[str, type[Self]]:
+        """The members of the family by name."""
+        return cast(Mapping[str, type[Self]], cls._members)
+
+    def own(self) -> dict[str, Any]:
+        """The keys that the whole family does not have, with their values."""
+        shared = {self.tag, *FAMILIES[self.key].model_fields}
+        return {key: getattr(self, key) for key in type(self).model_fields if key not in shared}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls is not FAMILIES.get(cls.key):
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(cls._choose)
+
+    @classmethod
+    def _choose(cls, value: Any) -> Any:
+        """The member for plain values. It is looked up now, when the user's modules have been imported."""
+        if isinstance(value, cls):
+            return value
+        # As JSON text, in which a list may become a tuple.
+        return TypeAdapter(Annotated[Any, _OneOf(cls._members, cls.tag)]).validate_json(json.dumps(value))
+
+
+class _OneOf:
+    """Annotation: one of these classes, by the value of their field `tag`."""
+
+    def __init__(self, members: Mapping[str, type[Choice]], tag: str) -> None:
+        self.members, self.tag = members, tag
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schemas = {name: handler.generate_schema(member) for name, member in self.members.items()}
+        return core_schema.tagged_union_schema(schemas, discriminator=self.tag)
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
