@@ -170,7 +170,7 @@ def _note_lone_tasks() -> None:
     if "RANK" not in os.environ and tasks > 1 and task == 0:
         print(
             f"note: srun started {tasks} tasks, and each is a separate run on the first GPU that it sees; for one run "
-            "over all of them use torchrun in one task per node, or the submitit launcher (docs/cluster.md)",
+            "over all of them use torchrun in one task per node, or the submitit launcher (docs/running.md)",
             file=sys.stderr,
         )
 

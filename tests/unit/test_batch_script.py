@@ -1,4 +1,4 @@
-"""The batch script of docs/cluster.md: which ends of a run put the job into the queue again."""
+"""The batch script of docs/running.md: which ends of a run put the job into the queue again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pycls_fast.train.folder import RunFolder
 
-PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 
 
 def executable(file: Path, text: str) -> None:

@@ -1,31 +1,98 @@
-"""What DESIGN.md and CONTRIBUTING.md say of the repository."""
+"""What the documents say of the repository: links lead somewhere, named files exist, commands compose."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pycls_fast.config import Purpose, RunConfig, command_line
+from tools import model_zoo
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "data/README.md", ROOT / "tests/README.md")
+)
+WITH_COMMANDS = ("README.md", "docs/running.md", "docs/zoo.md")
+TRAIN = "tools/train_net.py"
 
 
-def text(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_design_names_every_folder_of_tests() -> None:
-    (told,) = re.findall(r"^tests/ +(.*?)^\w", text("DESIGN.md"), flags=re.MULTILINE | re.DOTALL)
-    there = {folder.name for folder in (ROOT / "tests").iterdir() if folder.is_dir() and folder.name != "__pycache__"}
-    # Folders in parentheses are inside of the one before.
-    assert set(re.findall(r"(\w+)/", re.sub(r"\([^)]*\)", "", told))) == there
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files_are_there(page: str) -> None:
+    here = (ROOT / page).parent
+    linked = [name for name in re.findall(r"\]\(([^):#]+)[^)]*\)", text(page)) if "://" not in name]
+    assert [name for name in linked if not (here / name).exists()] == []
+    # LOG.md tells of what was.
+    named = re.findall(r"`([\w/]+/\w+\.(?:py|c))`", text(page)) if page != "LOG.md" else []
+    folders = (ROOT, ROOT / "pycls_fast", ROOT / "tests")
+    assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
 
 
-@pytest.mark.parametrize("document", ["DESIGN.md", "CONTRIBUTING.md"])
-def test_files_that_are_named_exist(document: str) -> None:
-    named = set(re.findall(r"`([\w/]+/\w+\.(?:py|md|json))`", text(document)))
-    assert len(named) > 5
-    folders = (ROOT, ROOT / "pycls_fast")
-    missing = {name for name in named if not any((folder / name).is_file() for folder in folders)}
-    # Where something new goes.
-    assert {name for name in missing if not name.endswith("/NAME.py")} == set()
+def trainings() -> Iterator[str]:
+    """What follows the tool's name in each command that trains."""
+    whole = "\n".join(map(text, WITH_COMMANDS))
+    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", whole, flags=re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n *", "", block).splitlines():
+            if re.match(r"(python|torchrun) .*train_net", line):
+                yield line.partition(TRAIN)[2].partition("  #")[0].strip()
+
+
+@pytest.fixture(autouse=True)
+def forget_hydra() -> Iterator[None]:
+    yield
+    GlobalHydra.instance().clear()
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[RunConfig]]:
+    """Exit status, and the configurations that would have been trained."""
+    configs: list[RunConfig] = []
+
+    def main(config: RunConfig, options: Any) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("sys.argv", [TRAIN, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        command_line(main, purpose=Purpose(trains=True))
+    return stopped.value.code, configs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", list(trainings()))
+def test_a_command_composes(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", text("docs/running.md"), flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / own[0]).parent.mkdir()
+    (tmp_path / own[0]).write_text(own[1])
+    # Nothing is to be queued.
+    arguments = [part.replace("...", "/x") for part in shlex.split(typed) if not part.startswith("hydra")]
+    status, configs = run(arguments, monkeypatch)
+    # No mistake, and no note of values that were meant for another optimizer.
+    assert (status, capsys.readouterr().err) == (0, "")
+    assert configs
+
+
+def test_the_mistakes_are_told_as_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = rf"^\$ python {TRAIN} (.*)\n((?:error: .*\n)+)"
+    ((typed, shown),) = re.findall(pattern, text("README.md"), flags=re.MULTILINE)
+    assert run(shlex.split(typed), monkeypatch)[0] == 2
+    assert capsys.readouterr().err == shown
+
+
+@pytest.mark.slow
+def test_the_zoo_is_what_its_tool_writes() -> None:
+    measured = json.loads(model_zoo.MEASURED.read_text(encoding="utf-8"))
+    assert model_zoo.PAGE.read_text(encoding="utf-8") == model_zoo.page(measured), "run: python tools/model_zoo.py"

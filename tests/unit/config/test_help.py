@@ -122,7 +122,7 @@ def test_help_of_words(tool: Tool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tool", "page"), [("model_zoo", "MODEL_ZOO.md"), ("switch_cards", "switches.md")])
+@pytest.mark.parametrize(("tool", "page"), [("model_zoo", "zoo.md"), ("switch_cards", "switches.md")])
 def test_help_of_a_tool_that_writes_a_page_writes_nothing(tmp_path: Path, tool: str, page: str) -> None:
     before = (ROOT / "docs" / page).stat().st_mtime_ns
     done = run_process(command("--help", tool=tool, config_name=None), cwd=tmp_path)
