@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
-from pycls_fast.errors import DONE, MISTAKE
+from pycls_fast.errors import DONE, MISTAKE, end_imports_at_ctrl_c
 
 VERBS = (
     *("train", "test", "predict", "export", "prepare", "time", "ledger"),
@@ -17,7 +17,7 @@ VERBS = (
 def main(verb: str | None = None) -> NoReturn:
     """Run a verb from `sys.argv`, and exit with its status; without an argument, the first word is the verb."""
     # Before anything that takes time to import; and not in the processes that a command starts.
-    import pycls_fast.ctrl_c  # noqa: F401
+    end_imports_at_ctrl_c()
 
     if verb is None:
         verb = _first_word()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
 # The shells' convention: 128 + the number of SIGINT.
@@ -75,3 +80,122 @@ def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
     names = list(allowed)
     if value not in names:
         raise UserError(f"{key}: must be one of {', '.join(map(str, names))}; got {value}")
+
+
+def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
+    """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
+
+    If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
+
+    An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
+    device memory is one line from each rank that does; the line proposes to lower `batch`.
+    """
+    status = DONE
+    try:
+        status = action()
+        print(end="", flush=True)
+        return status
+    except UserError as error:
+        print_lines("error", error.lines)
+        return MISTAKE
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        discard_output()
+        return status
+    except KeyboardInterrupt:
+        print_lines("interrupted", ["Ctrl-C ended this at once"])
+        return INTERRUPTED
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
+        return MISTAKE
+
+
+def print_lines(kind: str, lines: Iterable[str]) -> None:
+    """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        # The terminal may be gone; the exit status still reports the error.
+        with suppress(OSError):
+            for line in lines:
+                print(f"{kind}: {line}", file=sys.stderr)
+
+
+def discard_output() -> None:
+    """Redirect a broken standard output to /dev/null: Python would flush its buffer again at exit and fail."""
+    # Python code may have replaced it by an object without a file.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output; other pipes break if a worker process dies."""
+    poll = select.poll()
+    with suppress(AttributeError, ValueError, OSError):
+        poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def cleanup_at_signals() -> Iterator[None]:
+    """Within the block, SIGTERM and SIGHUP (unless `nohup` ignores it) end the process after a line and the cleanup.
+
+    The status is that of the bare signal, which would leave the locks of other processes. A second signal ends the
+    process at once.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # None is a handler that Python did not set and cannot set again.
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        _say(f"interrupted: {signal.Signals(number).name} ended this at once\n")
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def end_imports_at_ctrl_c() -> None:
+    """From now on, Ctrl-C during an import is one line and status 130.
+
+    Imports take seconds. A KeyboardInterrupt in one of them would be a traceback if `reporting` cannot report it yet;
+    in torch it may be lost, or abort the process.
+    """
+    # Unless it is ignored, as in the background of a shell's script.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_import)
+
+
+def end_import(number: int, frame: FrameType | None) -> None:
+    """End the process if something is being imported or nothing reports a KeyboardInterrupt yet; else raise that."""
+    files = []
+    inner = frame
+    while inner is not None:
+        files.append(inner.f_code.co_filename)
+        inner = inner.f_back
+    if "<frozen importlib._bootstrap>" not in files and __file__ in files[1:]:
+        signal.default_int_handler(number, frame)
+    # Once per node.
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _say("interrupted: Ctrl-C ended this at once\n")
+    os._exit(INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    """Write to standard error in a handler; not `print`, which the signal may have interrupted."""
+    # The terminal may be gone.
+    with suppress(OSError):
+        os.write(2, text.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.config import Purpose, RunConfig
-from pycls_fast.config.compose import check
-from pycls_fast.config.saved import compose_saved, saved_in_run
+from pycls_fast.config.compose import check, compose
+from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config.saved import SAVED, register, saved_in_run
 from pycls_fast.models.foreign.timm import read_timm_vit
 from pycls_fast.models.foreign.torchvision import read_resnet, read_torchvision_vit
 from pycls_fast.parallel import ALONE
@@ -23,7 +25,10 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: there is no such run, or an override is wrong.
     """
-    return check(compose_saved(saved_in_run(run_dir), overrides), Purpose(scores_sets=True))
+    saved = saved_in_run(run_dir)
+    register(saved, overrides)
+    composed = dataclasses.replace(compose(SAVED, overrides, [CONFIGS]), config_name=saved.name, saved=saved.file)
+    return check(composed, Purpose(scores_sets=True))
 
 
 def randomise(model: nn.Module) -> nn.Module:

@@ -34,8 +34,6 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "network": {"errors"},
     "published": set(),
-    # For tools only: it changes how the process reports Ctrl-C.
-    "ctrl_c": {"errors"},
     "models": _LEAVES,
     "data": _LEAVES,
     "optim": _LEAVES,
@@ -53,9 +51,9 @@ ALLOWED: dict[str, set[str]] = {
     "inference": _INFERENCE,
     "ledger": _LEDGER,
     "commands": _LEDGER | {"ledger"},
-    "cli": {"errors", "ctrl_c", "commands"},
+    "cli": {"errors", "commands"},
     # Five lines each, besides two that write documents.
-    "tools": _LEDGER | {"cli", "ctrl_c", "ledger"},
+    "tools": _LEDGER | {"cli", "ledger"},
     # `pycls_fast.load` and `train_net` import when they are called.
     "pycls_fast": {"files", "inference", "train", "cli"},
 }

@@ -5,9 +5,6 @@ Published numbers are in `pycls_fast/published.py`, numbers measured here in `do
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import pycls_fast.ctrl_c  # noqa: F401
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import published
-from pycls_fast.config import NoOptions, load_config, options_line
+from pycls_fast.config import NoOptions, command_line, load_config
 from pycls_fast.config.schema import Data
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
@@ -112,4 +109,4 @@ def main(options: NoOptions) -> int:
 
 
 if __name__ == "__main__":
-    options_line(main, NoOptions, about=__doc__)
+    command_line(main, default=None, about=__doc__)

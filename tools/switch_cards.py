@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import pycls_fast.ctrl_c  # noqa: F401
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pycls_fast.config import NoOptions, options_line
+from pycls_fast.config import NoOptions, command_line
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Level
 from pycls_fast.speed import CATALOGUE, Device, Switch
 from pycls_fast.strategies import STRATEGIES, Strategy
@@ -194,4 +191,4 @@ def main(options: NoOptions) -> int:
 
 
 if __name__ == "__main__":
-    options_line(main, NoOptions, about=__doc__)
+    command_line(main, default=None, about=__doc__)

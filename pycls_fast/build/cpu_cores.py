@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from pycls_fast.config import scheduler
+from pycls_fast.config import launch
 
 _MOUNT = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
@@ -23,7 +23,7 @@ def cores() -> int:
 def cores_per_rank() -> int:
     """This rank's share of `cores()`, at least 1."""
     # Ranks of a node share its cores, but a scheduler may have assigned each task its own.
-    own = os.environ.get("SLURM_CPUS_PER_TASK") if scheduler.is_task() else None
+    own = os.environ.get("SLURM_CPUS_PER_TASK") if launch.is_task() else None
     return max(min(cores(), int(own)) if own else cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 from pydantic import Field
 
-from pycls_fast.config import Section, options_line
+from pycls_fast.config import Section, command_line
 
 
 class Options(Section):
@@ -34,4 +34,4 @@ def main(options: Options) -> int:
 
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
-    options_line(main, Options, about=__doc__, words=("run_a", "run_b"))
+    command_line(main, default=None, options=Options, about=__doc__, words=("run_a", "run_b"))

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from pycls_fast.config import ModuleNames, Section, options_line
+from pycls_fast.config import ModuleNames, Section, command_line
 
 
 class Options(Section):
@@ -55,4 +55,4 @@ def main(options: Options) -> int:
 
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
-    options_line(main, Options, about=__doc__)
+    command_line(main, default=None, options=Options, about=__doc__)

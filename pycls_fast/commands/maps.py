@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from pycls_fast.config import Section, options_line
+from pycls_fast.config import Section, command_line
 from pycls_fast.errors import UserError
 
 
@@ -49,4 +49,4 @@ def main(options: Options) -> int:
 
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
-    options_line(main, Options, about=__doc__, words=("run", "images"))
+    command_line(main, default=None, options=Options, about=__doc__, words=("run", "images"))

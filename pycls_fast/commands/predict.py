@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from pycls_fast.config import ModuleNames, Section, options_line
+from pycls_fast.config import ModuleNames, Section, command_line
 from pycls_fast.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -59,4 +59,4 @@ def main(options: Options) -> int:
 
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
-    options_line(main, Options, about=__doc__, words=("run", "images"))
+    command_line(main, default=None, options=Options, about=__doc__, words=("run", "images"))

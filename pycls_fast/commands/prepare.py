@@ -13,8 +13,8 @@ from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, cleanup_at_signals, command_line
-from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals
 from pycls_fast.files import user_path
 
 MODES = ("pack", "verify", "index")

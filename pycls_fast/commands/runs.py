@@ -14,7 +14,7 @@ end, with the reason. Exit status: 0, or 2 when no run could be read.
 
 from typing import Literal, NoReturn
 
-from pycls_fast.config import Section, options_line
+from pycls_fast.config import Section, command_line
 from pycls_fast.errors import UserError
 
 
@@ -40,4 +40,4 @@ def main(options: Options) -> int:
 
 def run() -> NoReturn:
     """Run it from `sys.argv`."""
-    options_line(main, Options, about=__doc__, words=("folders",))
+    command_line(main, default=None, options=Options, about=__doc__, words=("folders",))

@@ -12,13 +12,21 @@ Variants are timed in turns and compared with the first, which shows differences
         "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
 """
 
+import re
 import shlex
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pycls_fast.config import Purpose, RunConfig, Section, command_line, variant
 from pycls_fast.errors import UserError
+
+
+def _split(value: Any) -> Any:
+    """`[a=1 b=2,c=3]` -> its items: without quotes, an `=` makes it a text to Hydra."""
+    if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
+        return tuple(value) if isinstance(value, list) else value
+    return tuple(item.strip() for item in re.split(r",(?= *(?:$|[+~]*[a-z][\w./]*=))", value[1:-1]))
 
 
 class Options(Section):
@@ -37,7 +45,7 @@ class Options(Section):
     """About how long a turn lasts at least: it has more steps if they take less time. The warm-up lasts half of it."""
     matmul_size: Annotated[int, Field(gt=0)] | None = None
     """The side of the matrices whose product is timed for comparison; null: by the device."""
-    compare: tuple[str, ...] = ()
+    compare: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """Variants, each a text of overrides; they are timed in turns and compared with the first."""
     output: str | None = None
     """A JSON file; null: timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""

@@ -1,38 +1,33 @@
-"""Composing YAML groups and overrides with Hydra into a `RunConfig`. No DictConfig leaves this module."""
+"""Hydra -> `RunConfig`: YAML groups and overrides, and where a value was set. No DictConfig leaves this module."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config import messages
 from pycls_fast.config.checks import Purpose, problems
-from pycls_fast.config.explain import (
-    COMPOSE_ERRORS,
-    explain,
-    unreadable,
-    without_interpolation,
-)
 from pycls_fast.config.imports import import_modules_of
-from pycls_fast.config.locations import CONFIGS, shown_path
+from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.model_names import OF_WEIGHTS, model_of_weights, timm_written_out
-from pycls_fast.config.quoting import key_of, quote_value
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
+from pycls_fast.precision import LEVELS
 
 # Every rank would create Hydra's folders and log files; only rank 0 writes the run folder.
 HYDRA_SETTINGS = (
@@ -67,37 +62,23 @@ class Composed:
         Raises:
             UserError: an interpolation cannot be resolved, or a value is left as `???`.
         """
-        sources = [Path(s.path) for s in hydra_config.runtime.config_sources if s.schema == "file" and s.path]
+        runtime = hydra_config.runtime
         composed = cls(
             values={},
             config_name=str(hydra_config.job.config_name).removesuffix(".yaml"),
             overrides=typed_overrides(hydra_config),
-            choices={str(k): str(v) for k, v in hydra_config.runtime.choices.items()},
-            folders=tuple(sources),
+            choices={str(group): str(choice) for group, choice in runtime.choices.items() if choice is not None},
+            folders=tuple(Path(s.path) for s in runtime.config_sources if s.schema == "file" and s.path),
         )
-        values = composed.resolve(config)
+        try:
+            own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            found: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            raise messages.interpolation_mistake(error, composed.where) from error
+        values = {str(key): value for key, value in found.items()}
         if composed.choices.get("model") == OF_WEIGHTS:
             values["model"] = model_of_weights(values, composed)
         return dataclasses.replace(composed, values=values)
-
-    def resolve(self, config: Any) -> dict[str, Any]:
-        """Plain values of an OmegaConf configuration, without Hydra's own.
-
-        Raises:
-            UserError: an interpolation cannot be resolved, or a value is left as `???`.
-        """
-        try:
-            own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-            values = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
-        except MissingMandatoryValue as error:
-            key = str(error.full_key)
-            raise UserError(f"{key}: left open as ???; set it with {key}=VALUE ({self.where(key)})") from error
-        except OmegaConfBaseException as error:
-            key = str(error.full_key)
-            what = without_interpolation(error)
-            raise UserError(f"{key}: {what} ({self.where(key)})" if key else what) from error
-        assert isinstance(values, dict)
-        return {str(key): value for key, value in values.items()}
 
     def where(self, key: str) -> str:
         """What set the key, "the command line" or a YAML file; else where it can be set."""
@@ -109,15 +90,13 @@ class Composed:
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
                 return "deleted on the command line" if override.startswith("~") else "the command line"
         group, _, rest = key.partition(".")
-        chosen = f"{group}/{self.choices[group]}" if group in self.choices else None
-        if self.saved is not None and chosen is None:
+        if self.saved is not None and group not in self.choices:
             return str(self.saved)
         names = [] if self.saved is not None else [(name, key) for name in self.experiments(self.config_name)]
-        if chosen is not None:
-            names += [
-                (f"{name}/{choice}", key) for name, choice in self.choices.items() if self._is_global(name, choice)
-            ]
-            names.append((chosen, rest))
+        if group in self.choices:
+            chosen = [f"{name}/{choice}" for name, choice in self.choices.items()]
+            names += [(name, key) for name in chosen if (file := self.file(name)) is not None and is_global(file)]
+            names.append((f"{group}/{self.choices[group]}", rest))
         for name, key_there in names:
             file = self.file(name)
             if file is not None and _has_key(file, key_there):
@@ -129,10 +108,6 @@ class Composed:
         """The YAML file of an experiment or of a `group/choice`; None if there is none."""
         files = (folder / f"{name}.yaml" for folder in self.folders)
         return next((file for file in files if file.is_file()), None)
-
-    def _is_global(self, group: str, choice: str) -> bool:
-        file = self.file(f"{group}/{choice}")
-        return file is not None and is_global(file)
 
     def experiments(self, name: str) -> Iterator[str]:
         """The experiment and those in its defaults list, recursively, later ones first."""
@@ -154,7 +129,7 @@ def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> 
     """Validate strictly, then check combinations of keys.
 
     Args:
-        composed: from Hydra or a run.
+        composed: from Hydra.
         purpose: what it is used for.
         also: keys that exist besides those of a run, as suggestions for a misspelt one.
 
@@ -166,43 +141,27 @@ def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     import_modules_of(composed.values)
-    config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed, also)
+    config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed.where, also)
     found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
     if found:
         raise UserError(*found)
     return config
 
 
-def validate(schema: type[Options], values: Mapping[str, Any], composed: Composed, also: Iterable[str] = ()) -> Options:
+def validate(
+    schema: type[Options], values: Mapping[str, Any], where: messages.Where, also: Iterable[str] = ()
+) -> Options:
     """Validate plain values as a section. They are validated as JSON text, so that a YAML list becomes a tuple.
 
     Raises:
         UserError: one line per bad value.
     """
-    broken = [
-        f"{key}: {text} is not valid UTF-8; rename it, or link to it and give the link ({composed.where(key)})"
-        for key, text in _no_utf_8(values)
-    ]
-    if broken:
-        raise UserError(*broken)
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise UserError(*messages.lines(error, schema, composed.where, also)) from error
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{composed.config_name}: a value is not plain data ({error})") from error
-
-
-def _no_utf_8(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of every value that is not valid UTF-8: paths need not be, JSON and YAML must be."""
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _no_utf_8(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(values, list):
-        for place, value in enumerate(values):
-            yield from _no_utf_8(value, f"{key}[{place}]")
-    elif isinstance(values, str) and values.encode(errors="ignore").decode() != values:
-        yield key, values
+        raise UserError(*messages.lines(error, schema, where, also)) from error
+    except TypeError as error:
+        raise UserError(f"a value is not plain data ({error})") from error
 
 
 def load_config(
@@ -225,7 +184,9 @@ def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path])
     """Compose an experiment from the files of some folders; see `load_config`.
 
     Args:
-        folders: where files are looked for; those of the first folder win.
+        config_name: the experiment.
+        overrides: as on the command line.
+        folders: where files are looked for; those of the folder that holds the experiment win.
 
     Raises:
         UserError: no such folder or file, or an override that cannot be parsed.
@@ -233,27 +194,16 @@ def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path])
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder of configurations")
-    with hydra.initialize_config_dir(str(folders[0].resolve()), version_base="1.3"):
-        for folder in folders[1:]:
-            _search_also(folder)
+    file = f"{config_name.removesuffix('.yaml')}.yaml"
+    main = next((folder for folder in folders if (folder / file).is_file()), folders[0])
+    others = ",".join(quoted(f"file://{folder.resolve()}") for folder in folders if folder is not main)
+    with hydra.initialize_config_dir(str(main.resolve()), version_base="1.3"):
         try:
-            config = hydra.compose(
-                config_name, [*HYDRA_SETTINGS, *as_hydra_overrides(overrides, folders)], return_hydra_config=True
-            )
-        except COMPOSE_ERRORS as error:
-            raise explain(error, folders) from error
+            settings = [*HYDRA_SETTINGS, f"hydra.searchpath=[{others}]", *as_hydra_overrides(overrides, folders)]
+            config = hydra.compose(config_name, settings, return_hydra_config=True)
+        except messages.COMPOSE_ERRORS as error:
+            raise messages.explain(error, folders) from error
         return Composed.from_hydra(config, config.hydra)
-
-
-def _search_also(folder: Path) -> None:
-    """Add a folder to Hydra's search path, as `--config-dir` does.
-
-    The setting `hydra.searchpath` would not do: Hydra looks for the experiment before it reads the setting.
-    """
-    loader: Any = GlobalHydra.instance().config_loader()
-    path = loader.get_search_path()
-    path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
-    loader.repository.initialize_sources(path)
 
 
 def is_global(file: Path) -> bool:
@@ -273,7 +223,7 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     By default Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`.
 
     Raises:
-        UserError: a group is set to something other than a name.
+        UserError: an argument is no override.
     """
     names = groups(folders)
     written_out = [part for override in overrides for part in timm_written_out(override, folders)]
@@ -296,23 +246,64 @@ def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
 
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:
     name, separator, value = override.lstrip("+").partition("=")
-    if not name:
-        raise unreadable(override, folders)
+    if not name or not (separator or override.startswith("~")):
+        raise messages.unreadable(override, folders)
     if name == LADDERS and separator and not value.startswith("{"):
         # Hydra treats every folder as a group and would compose the file; it leaves a mapping alone.
         return f"++{LADDERS}={{name: {value}}}"
-    if name in groups and value.startswith("{") and not override.startswith("+"):
-        # Sets keys of a group, does not choose its file.
-        return f"++{override}"
-    if name not in groups or not separator or value.startswith("{"):
-        kept = override.startswith(("+", "~", "hydra.", "hydra/")) or name.partition("@")[0] in groups
-        return override if kept else f"++{quote_value(override)}"
-    # Hydra would merge a list of files, and does not name the key of a number or a truth value.
-    if not re.match(r"[A-Za-z_]", value) or value.lower() in _VALUES:
-        raise UserError(f"{override}: a group takes the name of a file in configs/{name}/")
-    if override.startswith("++"):
-        raise UserError(f"{override}: write {name}={value}; a ++ is for values")
+    if name.partition("@")[0] in groups and not value.startswith("{"):
+        # A number or a truth value is no name of a file, and Hydra would not say of which group.
+        is_name = re.match(r"[A-Za-z_]", value) and value.lower() not in _VALUES
+        return override if is_name or not separator else override.removesuffix(value) + quoted(value)
+    if override.startswith(("+", "~", "hydra.", "hydra/")):
+        return override
+    return f"++{_readable(override)}"
+
+
+def _readable(override: str) -> str:
+    """`data.root=/photos (2024)` -> `data.root="/photos (2024)"`: what Hydra's grammar cannot read is one text."""
+    key, _, value = override.partition("=")
+    for written in (override, f"{key}={quoted(value)}"):
+        try:
+            OverridesParser.create().parse_overrides([written])
+        except OverrideParseException:
+            continue
+        return written
     return override
+
+
+# The beginning of keys, what decides whether they are read, and when they are.
+_READ_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
+    ("precision.loss_scale", "precision.name", lambda config: LEVELS[config.precision.name].scaled),
+    ("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
+    ("loss.bce_reduction", "loss.name", lambda config: config.loss.name == "bce"),
+    ("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
+    ("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
+    ("augment.rand_augment", "augment.policy", lambda config: config.augment.policy == "rand_augment"),
+)
+
+
+def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
+    """Yield a line for each typed key that nothing reads, and for what an experiment keeps of a group chosen anew.
+
+    No errors: one run of a sweep, or one variant of a ladder, may switch off what the others use. A learning rate meant
+    for a different optimizer may train nothing, and `augment=none` would still mix images, without an error.
+    """
+    for override in composed.overrides:
+        key, typed = key_of(override), override.lstrip("+")
+        for beginning, decides, is_read in _READ_IF:
+            if key.startswith(beginning) and key != decides and "=" in typed and not is_read(config):
+                value = functools.reduce(getattr, decides.split("."), config)
+                yield f"{typed} has no effect with {decides}={as_typed(value)}"
+    names = [] if composed.saved is not None else composed.experiments(composed.config_name)
+    files = {shown_path(file) for file in map(composed.file, names) if file is not None}
+    for group in ("optim", "augment"):
+        chosen = [override for override in composed.overrides if override.startswith(f"{group}=")]
+        kept = [key for key in composed.values[group] if chosen and composed.where(f"{group}.{key}") in files]
+        if kept:
+            yield (
+                f"{chosen[-1]}: {', '.join(kept)}: the experiment's own, which win; change them with {group}.KEY=VALUE"
+            )
 
 
 def _has_key(file: Path, key: str) -> bool:

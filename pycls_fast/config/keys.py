@@ -1,9 +1,30 @@
-"""Dotted keys of nested values."""
+"""How keys, values and files of a configuration are written: on the command line, in notes and in messages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+
+def _configs() -> Path:
+    """The folder `configs/`: beside the package in a clone or its editable install, else inside the package."""
+    package = Path(__file__).parents[1]
+    beside = package.parent / "configs"
+    # In site-packages another package may have a folder of that name.
+    return beside if (beside / "vit_digits.yaml").is_file() else package / "configs"
+
+
+CONFIGS = _configs()
+
+
+def shown_path(file: Path) -> str:
+    """A file of our `configs/` as `configs/...`, any other path unchanged."""
+    try:
+        return str(Path("configs") / file.resolve().relative_to(CONFIGS))
+    except ValueError:
+        return str(file)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -15,3 +36,32 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
+
+
+def key_of(override: str) -> str:
+    """`++data.root=/photos` -> `data.root`; `~weights` -> `weights`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def as_typed(value: Any) -> str:
+    """Format a plain value for the command line: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_typed, value)) + "]"
+    return str(value)
+
+
+def text_override(key: str, text: str) -> str:
+    """An override with a text that is one value; Hydra would take one with commas for several."""
+    return f"{key}={quoted(text) if ',' in text else text}"
+
+
+def quoted(text: str) -> str:
+    """A text in quotes, as Hydra's grammar reads it."""
+    # To Hydra a backslash escapes only if a quote follows, so one at the end, before our quote, is doubled too.
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), text) + '"'

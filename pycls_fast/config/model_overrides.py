@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import yaml
 
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.keys import CONFIGS, as_typed
 from pycls_fast.config.model_names import OF_WEIGHTS
-from pycls_fast.config.quoting import as_typed
 from pycls_fast.config.schema import RunConfig
 
 # They do not change what trained weights compute; the number of classes follows from the data.

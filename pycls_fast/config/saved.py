@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 
-from pycls_fast.config import messages
-from pycls_fast.config.compose import Composed, as_hydra_overrides, groups, is_global
-from pycls_fast.config.explain import COMPOSE_ERRORS, explain, no_such_file, unreadable
+from pycls_fast.config.compose import groups, validate
 from pycls_fast.config.imports import import_modules_of
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
+
+SAVED = "saved_with_weights"
+"""The name under which Hydra finds a saved configuration."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,12 @@ class SavedConfig:
 
     values: Mapping[str, Any]
     file: Path
-    name: str
-    """The experiment's name if the values do not hold it."""
+    folder_name: str
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return str(self.values.get("config_name", self.folder_name))
 
 
 def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
@@ -42,24 +44,19 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     Raises:
         UserError: the argument or the saved configuration cannot be read.
     """
-    given = [override for override in overrides if override.lstrip("+").partition("=")[0] == "weights"]
+    given = [override.partition("=")[2] for override in overrides if key_of(override) == "weights"]
     if not given:
         return None
-    (parsed,) = _parsed(given[-1:])
-    value = parsed.value()
-    sources = [getattr(item, "text", item) for item in value.list] if isinstance(value, ChoiceSweep) else [value]
-    found = (_saved_at(_resolved(str(source))) for source in sources)
-    return next((saved for saved in found if saved is not None), None)
-
-
-def _resolved(value: str) -> Path:
     try:
-        return user_path(OmegaConf.create({"weights": value})["weights"])
+        value = OmegaConf.create({"weights": given[-1].strip("'\"")})["weights"]
     except OmegaConfBaseException as error:
         raise UserError(
-            f"weights: {value} cannot be resolved before the configuration is found, which comes from there; write the "
-            "path, or name an experiment with --config-name (the command line)"
+            f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there; write "
+            "the path, or name an experiment with --config-name (the command line)"
         ) from error
+    # A sweep may name several, which are of one configuration.
+    found = (_saved_at(user_path(source)) for source in str(value).split(","))
+    return next((saved for saved in found if saved is not None), None)
 
 
 def _saved_at(source: Path) -> SavedConfig | None:
@@ -127,106 +124,34 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     """A configuration from a checkpoint's or exported file's plain values; combinations of keys are not checked.
 
     Args:
+        values: as saved.
         where: the file, for messages.
 
     Raises:
         UserError: one line per value that this version does not accept.
     """
     import_modules_of(values)
-    try:
-        return RunConfig.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise UserError(*messages.lines(error, RunConfig, lambda key: where)) from error
+    return validate(RunConfig, values, lambda key: where)
 
 
 # What is taken from these sections; the rest depends on training, its machine and its number of ranks.
 _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 
 
-def compose_saved(saved: SavedConfig, overrides: Sequence[str]) -> Composed:
-    """Apply overrides to a saved configuration: `group=name` and `key=value` replace, `~key` deletes.
+def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
+    """Give Hydra a saved configuration as the file `SAVED`; `overrides` are those that it will be composed with.
 
-    Only the preset of `speed` is taken: the file holds the switches as resolved for training on the run's device with
-    its compiler, which may not be available here. Nothing of the strategy in `parallel` is taken, since the network is
-    not wrapped for scoring and there may be another number of ranks.
-
-    Raises:
-        UserError: an override cannot be read.
+    A group that they choose replaces the saved one. Only the preset of `speed` is taken: the file holds the switches as
+    resolved for training on the run's device with its compiler, which may not be available here. Nothing of the
+    strategy in `parallel` is taken, since the network is not wrapped for scoring and there may be another number of
+    ranks.
     """
-    values = dict(saved.values)
-    config_name = str(values.pop("config_name", saved.name))
-    for section, kept in _KEPT.items():
-        if isinstance(values.get(section), dict):
-            values[section] = {key: value for key, value in values[section].items() if key in kept}
-    names = groups([CONFIGS])
-    choices: dict[str, str] = {}
-    changes: list[Override] = []
-    for override in _parsed(overrides):
-        name, value = override.key_or_group, override.value()
-        if override.is_sweep_override():
-            typed = str(override.input_line).removeprefix("++")
-            way = f"""a path with commas as '{name}="..."'""" if "/" in typed else f"a list as {name}=[...]"
-            raise UserError(f"{typed}: several values; write {way} (the command line)")
-        if name not in names or isinstance(value, dict) or override.is_delete():
-            changes.append(override)
-            continue
-        if not (CONFIGS / name / f"{value}.yaml").is_file():
-            raise no_such_file(name, str(value), [CONFIGS])
-        choices[name] = str(value)
-    try:
-        merged = _with_groups(values, choices)
-        for override in changes:
-            _change(merged, override)
-    except COMPOSE_ERRORS as error:
-        raise explain(error, [CONFIGS]) from error
-    composed = Composed({}, config_name, tuple(overrides), choices, (CONFIGS,), saved=saved.file)
-    return dataclasses.replace(composed, values=composed.resolve(merged))
-
-
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar, so that values mean the same as when Hydra composes."""
-    for override in overrides:
-        if "=" not in override and not override.startswith("~"):
-            raise unreadable(override, [])
-    try:
-        return OverridesParser.create().parse_overrides(as_hydra_overrides(overrides, [CONFIGS]))
-    except COMPOSE_ERRORS as error:
-        raise explain(error, []) from error
-
-
-def _change(values: DictConfig, override: Override) -> None:
-    key = override.key_or_group
-    if not override.is_delete():
-        OmegaConf.update(values, key, override.value(), merge=True, force_add=True)
-        return
-    parent, _, name = key.rpartition(".")
-    section = OmegaConf.select(values, parent) if parent else values
-    if not isinstance(section, DictConfig) or name not in section:
-        raise UserError(f"~{key}: there is no {key} to delete")
-    del section[name]
-
-
-def _with_groups(values: Mapping[str, Any], choices: dict[str, str]) -> DictConfig:
-    """Saved values with groups replaced by the chosen files; a file of the global package may choose further ones."""
-    files = {name: CONFIGS / name / f"{choice}.yaml" for name, choice in choices.items()}
-    contents = {name: _plain(name, file) for name, file in files.items()}
-    whole = [contents.pop(name) for name, file in files.items() if is_global(file)]
-    for content in whole:
-        for entry in content.pop("defaults", []):
-            for override, choice in entry.items():
-                name = str(override).removeprefix("override ").lstrip("/")
-                if name not in choices:
-                    choices[name] = str(choice)
-                    contents[name] = _plain(name, CONFIGS / name / f"{choice}.yaml")
-    kept = {name: value for name, value in values.items() if name not in choices}
-    merged = OmegaConf.merge(OmegaConf.create({**kept, **contents}), *whole)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _plain(group: str, file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise no_such_file(group, file.stem, [CONFIGS])
-    content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    assert isinstance(content, dict)
-    return content
+    # speed comes last: its file meta2022 chooses those of other groups.
+    names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
+    chosen = {override.partition("=")[0] for override in overrides if "={" not in override}
+    values: dict[str, Any] = {"defaults": ["_self_", *({name: None} for name in names)]}
+    for key, value in saved.values.items():
+        if key != "config_name" and not (key in names and key in chosen):
+            kept = _KEPT.get(key) if isinstance(value, dict) else None
+            values[key] = value if kept is None else {name: value[name] for name in kept if name in value}
+    ConfigStore.instance().store(SAVED, values)

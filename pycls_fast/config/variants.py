@@ -10,12 +10,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from pycls_fast.config import scheduler
+from pycls_fast.config import launch
 from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
-from pycls_fast.config.explain import COMPOSE_ERRORS, explain
-from pycls_fast.config.locations import CONFIGS
-from pycls_fast.config.quoting import key_of
+from pycls_fast.config.keys import CONFIGS, key_of
+from pycls_fast.config.messages import COMPOSE_ERRORS, explain
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 
@@ -75,7 +74,7 @@ def command_alone() -> list[str] | None:
 
 def _launcher() -> list[str]:
     """What starts this run through the same launcher, if one has started it."""
-    if not scheduler.is_task():
+    if not launch.is_task():
         return []
     settings = [str(override) for override in HydraConfig.get().overrides.hydra]
     return ["--multirun", *(each for each in settings if each.startswith(("hydra/launcher", "hydra.launcher")))]

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from pycls_fast import __version__
-from pycls_fast.config.keys import flat
-from pycls_fast.config.quoting import as_typed
+from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import Source, block_ends
 from pycls_fast.errors import UserError

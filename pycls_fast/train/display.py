@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from pycls_fast.config.reporting import discard_output
+from pycls_fast.errors import discard_output
 
 _PLAIN_SECONDS = 5.0
 # From this many columns of the terminal on there is room for a long bar.

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config import precedence
 from pycls_fast.config.checks import Purpose
-from pycls_fast.config.compose import check, compose
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.compose import check, compose, notes
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.loop import train
@@ -61,7 +60,7 @@ def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str
     composed = compose(experiment, overrides, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
     config = check(composed, Purpose(trains=True))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        for note in precedence.notes(composed):
+        for note in notes(config, composed):
             print(f"note: {note}", file=sys.stderr)
     folders: list[Path] = []
     status = train(config, on_start=folders.append, command=_call(experiment, overrides, config_dir))

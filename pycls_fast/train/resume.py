@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config import command_alone, is_command, scheduler
-from pycls_fast.config.keys import flat
-from pycls_fast.config.quoting import as_typed
+from pycls_fast.config import command_alone, is_command, launch
+from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
@@ -316,7 +315,7 @@ def _command(run: Run) -> str:
     if run.config.resume != "auto":
         # With any other value it would start from where this run first started, or refuse the folder.
         command += " resume=auto"
-    if run.world.size > 1 and not scheduler.is_task():
+    if run.world.size > 1 and not launch.is_task():
         nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
         each = run.world.size // nodes
         launcher = f"torchrun --nproc_per_node {each}" + (

@@ -11,11 +11,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from pycls_fast.config import scheduler
-from pycls_fast.errors import UserError
+from pycls_fast.config import launch
+from pycls_fast.errors import UserError, end_import
 
-# The module of the tools' own handler. Importing it would set the handler.
-_CTRL_C = "pycls_fast.ctrl_c"
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
 _REQUEUE_SECONDS = 60
 
@@ -68,8 +66,8 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    warning = scheduler.warning_signal()
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *scheduler.warning_signals()}
+    warning = launch.warning_signal()
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *launch.warning_signals()}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
     # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.
@@ -79,7 +77,7 @@ def stop_requests() -> Iterator[StopRequest]:
         former = before[signal.Signals(number)]
         if not request.training:
             if callable(former):
-                if former.__module__ == _CTRL_C:
+                if former is end_import:
                     # The tools' own handler may end the process without the cleanup.
                     raise KeyboardInterrupt
                 former(number, frame)

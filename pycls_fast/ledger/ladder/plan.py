@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
-from pycls_fast.config.quoting import key_of
-from pycls_fast.config.suggestions import did_you_mean
+from pycls_fast.config.messages import did_you_mean
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.ledger.ladder.processes import ProcessResult

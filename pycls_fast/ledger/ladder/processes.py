@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast import build
+from pycls_fast.config.keys import as_typed, key_of, text_override
 from pycls_fast.config.ladder import Variant
-from pycls_fast.config.quoting import as_typed, key_of, text_override
 from pycls_fast.config.schema import Parallel
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 

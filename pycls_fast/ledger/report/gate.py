@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycls_fast.config.reporting import reporting
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
 from pycls_fast.ledger.report.statistics import (

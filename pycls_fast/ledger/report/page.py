@@ -8,8 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from pycls_fast.config.reporting import reporting
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart

@@ -16,9 +16,9 @@ from pycls_fast import build, published, speed
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.compose import is_global
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import ResNetModel, TimmModel, ViTModel
-from pycls_fast.config.suggestions import known_keys, section_keys
 from pycls_fast.models import complexity
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.config.command_line import NoOptions
-from pycls_fast.config.help import help_text
-from pycls_fast.config.help_keys import help_of_key
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.help import help_of_key, help_text
+from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config.launch import NoOptions
+from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import RunConfig, Section, Speed
-from pycls_fast.config.suggestions import known_keys, section_keys
 from pycls_fast.speed import MODEL_KINDS, SwitchName
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
@@ -39,12 +38,13 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
     options = importlib.import_module(f"pycls_fast.commands.{name}").Options
-    printed = re.findall(r"^  (\w+=\S+)", help_text("", options, []).rpartition("adds a folder")[2], flags=re.MULTILINE)
+    printed = re.findall(
+        r"^  (\w+=\S+)", help_text("", options, [CONFIGS]).rpartition("adds a folder")[2], flags=re.MULTILINE
+    )
     assert len(printed) == len(options.model_fields)
     status, lines, calls = tool(*printed, options=options)
     assert (status, lines) == (0, [])
@@ -119,16 +119,6 @@ def test_help_of_words(tool: Tool) -> None:
         "error: --help lrate: unknown key; --help without a key lists the groups",
         "error: --help batch_size: unknown key; did you mean data.global_batch_size?",
     ], [])  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tool", "page"), [("model_zoo", "zoo.md"), ("switch_cards", "switches.md")])
-def test_help_of_a_tool_that_writes_a_page_writes_nothing(tmp_path: Path, tool: str, page: str) -> None:
-    before = (ROOT / "docs" / page).stat().st_mtime_ns
-    done = run_process(command("--help", tool=tool, config_name=None), cwd=tmp_path)
-    assert done.stdout.startswith(f"Write `docs/{page}`")
-    assert "--helpp" in run_process(command("--helpp", tool=tool, config_name=None), cwd=tmp_path, expect=2).stderr
-    assert (ROOT / "docs" / page).stat().st_mtime_ns == before
 
 
 @pytest.mark.slow

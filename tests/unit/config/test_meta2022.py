@@ -10,7 +10,7 @@ import yaml
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.locations import CONFIGS
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.speed import SwitchName
 from tests.factories import load_run_config

@@ -9,7 +9,6 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import NoOptions, Section, command_line
-from pycls_fast.config.options_line import options_line
 from pycls_fast.errors import OUT_OF_MEMORY
 
 FULL = (
@@ -57,14 +56,14 @@ def test_of_tools_without(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["tool.py"])
     with pytest.raises(SystemExit) as stopped:
-        options_line(full, options)
+        command_line(full, default=None, options=options)
     assert (stopped.value.code, capsys.readouterr().err) == (2, f"error: {SAYS} {batch}, or the model\n")
 
 
 def test_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["tool.py"])
     with pytest.raises(SystemExit) as stopped:
-        options_line(lambda _: torch.empty(2**60).ndim, Options)
+        command_line(lambda _: torch.empty(2**60).ndim, default=None, options=Options)
     assert stopped.value.code == 2
     assert "the device is out of memory (can't allocate memory: you tried to" in capsys.readouterr().err
 
@@ -77,11 +76,11 @@ def test_each_rank_that_meets_with_it_speaks(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["tool.py"])
     with pytest.raises(SystemExit):
-        options_line(full, Options)
+        command_line(full, default=None, options=Options)
     assert capsys.readouterr().err.startswith(f"error: rank 9: {SAYS}")
 
 
 def test_other_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["tool.py"])
     with pytest.raises(RuntimeError, match="ours"):
-        options_line(broken, Options)
+        command_line(broken, default=None, options=Options)

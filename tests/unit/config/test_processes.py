@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.config.scheduler import TaskStopped, run_task
-from pycls_fast.config.sweep import refuse_shared_folder
+from pycls_fast.config.launch import TaskStopped, run_task
 from pycls_fast.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -42,28 +41,15 @@ def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subproces
                 "sped: unknown key; did you mean speed? (the command line)",
             ],
         ),
-        (
-            "train_net",
-            ["--config-name=vit_digitz"],
-            ["--config-name vit_digitz: no such experiment; did you mean vit_digits?"],
-        ),
-        ("train_net", ["optim=adam"], ["optim=adam: no such file in configs/optim; did you mean adamw?"]),
-        ("train_net", ["optim=3"], ["optim=3: a group takes the name of a file in configs/optim/"]),
-        (
-            "train_net",
-            ["data.root=${oc.env:PYCLS_FAST_NO_SUCH}"],
-            ["data.root: Environment variable 'PYCLS_FAST_NO_SUCH' not found (the command line)"],
-        ),
         ("train_net", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
-        ("lr_find", ["data.root=."], [NO_WEIGHTS]),
         ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
-        ("train_net", ["--lr", "3"], ["--lr: unknown option; write lr=VALUE for a value"]),
         (
             "knn_net",
             ["data.eval_set=v2", "data.eval_root=."],
             ["data.eval_set: only pycls-fast test scores it; use data.eval_set=null (the command line)"],
         ),
         ("test_net", ["splt=train"], ["splt: unknown key; did you mean split? (the command line)"]),
+        ("predict", ["run=x", "topk=0"], ["topk: must be greater than 0; got 0 (the command line)"]),
     ],
 )
 def test_a_mistake_ends_the_process_with_status_2(
@@ -122,45 +108,29 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path, ends: str, status: int, s
     assert (done.returncode, done.stdout, done.stderr) == (status, "seed 0\nseed 1\n", said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "tools").glob("*.py")))
-def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path, name: str) -> None:
-    """Also if the import swallows exceptions."""
-    (tmp_path / "pydantic.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
-    done = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted: Ctrl-C ended this at once\n")
-    other_rank = tool(name, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", RANK="1", LOCAL_RANK="1")
+def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path) -> None:
+    """Also if the import swallows exceptions, and after the terminal is gone."""
+    swallows = "import os, signal\n{}\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n"
+    for before, said in (("", "interrupted: Ctrl-C ended this at once\n"), ("os.close(2)", "")):
+        (tmp_path / "pydantic.py").write_text(swallows.format(before))
+        done = tool("train_net", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+    other_rank = tool("predict", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}", RANK="1", LOCAL_RANK="1")
     assert (other_rank.returncode, other_rank.stderr) == (130, "")
 
 
-def test_a_tool_that_is_imported_leaves_ctrl_c_as_it_is(tmp_path: Path) -> None:
-    """As in the packing's workers, which import the tool."""
-    code = "import signal; " + "".join(f"import tools.{file.stem}; " for file in (ROOT / "tools").glob("*.py"))
-    code += "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
-
-
-def test_ctrl_c_while_importing_after_the_terminal_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "pydantic.py").write_text(
-        "import os, signal\nos.close(2)\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n"
-    )
-    done = tool("train_net", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", ["command_line(lambda config, _: main(config))", "options_line(main, Keys)"])
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIG_IGN", 3)])
-def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int, reads: str) -> None:
+def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int) -> None:
     """Ctrl-C during an import in the tool, such as torch's, ends it at once; an ignored signal stays ignored."""
     script = tmp_path / "tool.py"
     (tmp_path / "slow.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
     script.write_text(
         "import os, signal, sys\n"
         f"if {number == 'SIG_IGN'}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import pycls_fast.ctrl_c\n"
-        "from pycls_fast.config import Section, command_line, options_line\n"
+        "from pycls_fast.errors import end_imports_at_ctrl_c\n"
+        "end_imports_at_ctrl_c()\n"
+        "from pycls_fast.config import Section, command_line\n"
         "class Keys(Section): seed: int = 0\n"
         "def main(options):\n"
         "    try:\n"
@@ -168,7 +138,7 @@ def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, 
         "        else: os.kill(os.getpid(), signal.SIGINT)\n"
         "    finally: print('cleaned up', flush=True)\n"
         "    return 3\n"
-        f"{reads}\n"
+        "command_line(main, default=None, options=Keys)\n"
     )
     said = "interrupted: Ctrl-C ended this at once\n" if status == 130 else ""
     for seed, printed in ((0, "cleaned up\n"), (1, "" if status == 130 else "cleaned up\n")):
@@ -214,7 +184,6 @@ def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
     ("prints", "unbuffered", "returns"),
     [
         ("print('x' * 10**6)", "", 0),
-        ("print('x')", "1", 0),
         ("print('x')", "", 1),
         ("from pycls_fast.train.display import wide_console; wide_console().print('x' * 10**6)", "", 1),
     ],
@@ -222,14 +191,6 @@ def test_a_crash_in_a_sweep_is_shown_at_once(tmp_path: Path) -> None:
 def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, unbuffered: str, returns: int) -> None:
     done = printing(tmp_path, prints, "| :", unbuffered)
     assert (done.returncode, done.stderr) == (returns, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prints", ["print('x')", "print('x' * 10**6)"])
-def test_an_output_on_a_full_disk_is_one_line(tmp_path: Path, prints: str) -> None:
-    done = printing(tmp_path, prints, ">/dev/full", "")
-    assert done.returncode == 2
-    assert done.stderr == "error: standard output: cannot be written (No space left on device)\n"
 
 
 def printing(folder: Path, prints: str, then: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
@@ -274,13 +235,6 @@ def test_how_a_task_of_a_scheduler_fails(
         run_task(action)
     assert repr(found.value) == raised
     assert capsys.readouterr().err.endswith(shown)
-
-
-def test_one_folder_for_a_search_is_refused() -> None:
-    """The search space may be in the sweeper's settings only."""
-    with pytest.raises(UserError, match=r"^run_dir: out for every run of --multirun"):
-        refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out"])
-    refuse_shared_folder(["hydra/sweeper=optuna", "run_dir=out/${hydra:job.num}"])
 
 
 def test_a_stopped_task_of_a_scheduler_says_so() -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 import pycls_fast
 from pycls_fast.commands.predict import Options
-from pycls_fast.config.options_line import read_options
+from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
 from pycls_fast.inference.predict import check_output, percent

@@ -10,8 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands.ledger import TAKEN, Named, Options, main, refuse_unread
 from pycls_fast.config import Purpose, command_line, load_config, variants
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
-from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
 

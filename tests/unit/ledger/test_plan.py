@@ -9,8 +9,8 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, read_ladder
-from pycls_fast.config.locations import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import EVERYTHING, Selection, merged, pick, plan, slug
 

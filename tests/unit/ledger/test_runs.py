@@ -13,7 +13,7 @@ import pytest
 
 from pycls_fast.commands.runs import Options, main
 from pycls_fast.config import load_config
-from pycls_fast.config.options_line import read_options
+from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
 from pycls_fast.train.folder import RunFolder

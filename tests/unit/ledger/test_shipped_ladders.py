@@ -11,8 +11,8 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Mode, for_experiment, read_ladder
-from pycls_fast.config.locations import CONFIGS
 from pycls_fast.ledger.ladder.plan import pick
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger

@@ -21,7 +21,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.commands.export import Options, main
 from pycls_fast.config import load_config, validate_saved
-from pycls_fast.config.options_line import read_options
+from pycls_fast.config.launch import read_options
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
