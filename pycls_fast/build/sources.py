@@ -19,15 +19,10 @@ from pycls_fast.data import (
     ShardCache,
     Source,
     SyntheticSource,
-    block_ends,
     block_order,
     class_order,
-    name_hashes,
     open_eval_set,
-    open_folder,
     open_splits,
-    prefers_blocks,
-    write_digits,
 )
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -59,12 +54,6 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
     root = data.root if "://" in data.root else str(user_path(data.root))
     try:
-        if data.source == "digits":
-            if world.is_main:
-                write_digits(root)
-            world.barrier()
-            # Their names are numbers; the published results are of a split by position.
-            return open_folder(root, _opening(config, world, index_all, whole), by_name=False)
         return open_splits(data.source, root, _opening(config, world, index_all, whole))
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
@@ -135,7 +124,7 @@ def names_id(source: Source) -> str:
 
     "numbers-" if the images have none, with the checksum of their positions if it is a part of a larger source.
     """
-    hashes = name_hashes(source)
+    hashes = source.name_hashes()
     if hashes is not None:
         return f"names-{_checksum(hashes)}"
     return f"numbers-{_checksum(getattr(source, 'rows', ()))}"
@@ -145,17 +134,17 @@ def order(config: RunConfig, source: Source) -> Order | None:
     """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
 
     Raises:
-        UserError: blocks were requested of a source without them, or classes that cannot be sampled.
+        UserError: blocks were requested of a source without them, or classes of one that is slow in any other order.
     """
-    ends, how = block_ends(source), config.data.shuffle
+    ends, how = source.block_ends, config.data.shuffle
     if config.data.sampling != "uniform":
-        if how == "auto" and prefers_blocks(source):
+        if how == "auto" and source.prefers_blocks:
             raise UserError(
                 f"data.sampling: {config.data.sampling} visits images in any order, which is slow with this source; "
                 "use loss.class_weights=balanced, or data.shuffle=full to do it anyway"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[config.data.sampling]
-        labels = _labels(source, "data.sampling", "uniform")
+        labels = source.labels
         return partial(class_order, labels=labels, power=power, repeats=config.augment.repeats)
     if not _in_blocks(config, source):
         return None
@@ -184,7 +173,7 @@ def order_name(config: RunConfig, source: Source) -> str:
         return "classes"
     if not _in_blocks(config, source):
         return "full"
-    return f"blocks-{_checksum(block_ends(source))}"
+    return f"blocks-{_checksum(source.block_ends)}"
 
 
 def _checksum(integers: Any) -> str:
@@ -193,22 +182,11 @@ def _checksum(integers: Any) -> str:
 
 def _in_blocks(config: RunConfig, source: Source) -> bool:
     how = config.data.shuffle
-    return how == "blocks" or (how == "auto" and prefers_blocks(source))
+    return how == "blocks" or (how == "auto" and source.prefers_blocks)
 
 
 def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
-    """Number of images of each class, int64, if `loss.class_weights` needs them, else None.
-
-    Raises:
-        UserError: the source does not know its labels.
-    """
+    """Number of images of each class, int64, if `loss.class_weights` needs them, else None."""
     if config.loss.class_weights == "none":
         return None
-    return np.bincount(_labels(source, "loss.class_weights", "none"), minlength=len(source.classes))
-
-
-def _labels(source: Source, key: str, off: str) -> np.ndarray:
-    labels = getattr(source, "labels", None)
-    if labels is None:
-        raise UserError(f"{key}: needs all labels in advance, which this source does not know; use {key}={off}")
-    return np.asarray(labels, dtype=np.int64)
+    return np.bincount(source.labels, minlength=len(source.classes))

@@ -3,7 +3,6 @@
 from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import DamagedImage, as_rgb, decode
-from pycls_fast.data.digits import write_digits
 from pycls_fast.data.draws import seed_generators
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.mix import ElementMixer, Mixer
@@ -14,19 +13,15 @@ from pycls_fast.data.sources import (
     CachePolicy,
     EvalSet,
     FileSource,
-    LabelledSource,
     OpenOptions,
     ShardCache,
     Source,
+    Subset,
     SyntheticSource,
-    block_ends,
-    is_drawn,
     match_classes,
-    name_hashes,
     open_eval_set,
-    open_folder,
     open_splits,
-    prefers_blocks,
+    write_digits,
 )
 from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 
@@ -45,7 +40,6 @@ __all__ = [
     "ImageDataset",
     "ImageLoader",
     "Keys",
-    "LabelledSource",
     "Mixer",
     "OpenOptions",
     "Order",
@@ -53,24 +47,20 @@ __all__ = [
     "PrepareOnHost",
     "ShardCache",
     "Source",
+    "Subset",
     "SyntheticSource",
     "TrainSampler",
     "TrainTransform",
     "TransformByEpoch",
     "as_rgb",
-    "block_ends",
     "block_order",
     "class_order",
     "decode",
     "epoch_order",
-    "is_drawn",
     "make_loader",
     "match_classes",
-    "name_hashes",
     "open_eval_set",
-    "open_folder",
     "open_splits",
-    "prefers_blocks",
     "seed_generators",
     "to_device",
     "write_digits",

@@ -27,7 +27,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from pycls_fast.data.decode import DamagedImage, decode, decode_as_stored
-from pycls_fast.data.sources import Source, checksum_holds
+from pycls_fast.data.sources import Source
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.packed import (
     ABOUT,
@@ -162,9 +162,7 @@ def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
     digest = hashlib.sha256()
     for index in range(len(source)):
         digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
-    labels = getattr(source, "labels", None)
-    if labels is not None:
-        digest.update(np.asarray(labels, dtype="<i8").tobytes())
+    digest.update(source.labels.astype("<i8").tobytes())
     digest.update(json.dumps([len(source), list(source.classes), asdict(settings)]).encode())
     return {"settings": asdict(settings), "digest": digest.hexdigest(), "source": source.describe()}
 
@@ -334,7 +332,7 @@ def _check_shard(source: Source, shard: Sequence[int]) -> list[Damaged]:
 def _check(source: Source, index: int) -> str | None:
     try:
         data, label = source.read(index)
-        if not checksum_holds(source, index):
+        if not source.checksum_holds(index):
             return "the stored bytes are not those that were packed (checksum)"
         decode(data)
     except OSError as error:

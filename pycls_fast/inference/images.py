@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pycls_fast.data import EXTENSIONS, as_rgb
+from pycls_fast.data import EXTENSIONS, Source, as_rgb
 from pycls_fast.data.sources.files import is_folder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -20,16 +20,16 @@ from pycls_fast.files import user_path
 _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
 
-class GivenImages:
+class GivenImages(Source):
     """Images without labels (a `data.Source`); files are read on access.
 
     Args:
         upright: turn Pillow images as their EXIF orientation says; files are turned by whoever decodes them.
     """
 
-    classes: tuple[str, ...] = ()
-
     def __init__(self, items: Sequence[Path | Image.Image | np.ndarray], *, upright: bool = False) -> None:
+        self.classes = ()
+        self.labels = np.zeros(len(items), dtype=np.int32)
         self._items = list(items)
         self._upright = upright
 
@@ -37,9 +37,6 @@ class GivenImages:
     def in_memory(self) -> bool:
         """Whether all images are in memory, so that no file is read."""
         return not any(isinstance(item, Path) for item in self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         """The file's bytes or the pixels, and a dummy label."""

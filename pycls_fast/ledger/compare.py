@@ -20,7 +20,7 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
-from pycls_fast.data import DamagedImage, Source, decode, is_drawn
+from pycls_fast.data import DamagedImage, Source, decode
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, print_comparison, shown_images
@@ -190,12 +190,11 @@ def _same_images(splits: Mapping[str, Source], predictions: Predictions, state: 
     source, indices_N = splits["val"], predictions.indices_N
     if len(indices_N) and indices_N.max() >= len(source):
         return False
-    labels = getattr(source, "labels", None)
-    if labels is not None and (np.asarray(labels)[indices_N] != predictions.labels_N).any():
+    if (source.labels[indices_N] != predictions.labels_N).any():
         return False
     # A random split of other images has other ones in both parts.
     names = state.get("train_names")
-    return names is None or not is_drawn(source) or names == build.names_id(splits["train"])
+    return names is None or not source.drawn or names == build.names_id(splits["train"])
 
 
 def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Source], str | None]:

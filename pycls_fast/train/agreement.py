@@ -17,7 +17,7 @@ import torch
 from pycls_fast import __version__
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source, block_ends
+from pycls_fast.data import Source
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train.folder import writing
@@ -73,8 +73,8 @@ def check_same_data(sources: Mapping[str, Source], world: World) -> None:
         facts[f"number of {split} classes"] = f"{len(source.classes):,}"
         names = "\0".join(source.classes).encode("utf-8", "surrogateescape")
         facts[f"checksum of the {split} class names"] = _checksum(names)
-        facts[f"checksum of the {split} labels"] = _checksum_of(getattr(source, "labels", None))
-        facts[f"checksum of the {split} shards' sizes"] = _checksum_of(block_ends(source))
+        facts[f"checksum of the {split} labels"] = _checksum_of(source.labels)
+        facts[f"checksum of the {split} shards' sizes"] = _checksum_of(source.block_ends)
     different = _differences(facts, world)
     if different:
         # The others follow from the first.

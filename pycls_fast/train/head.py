@@ -178,7 +178,7 @@ def _some(source: Source, seed: int) -> Source:
     if len(source) <= _MOST_IMAGES:
         return source
     rows = np.sort(np.random.default_rng(seed).choice(len(source), _MOST_IMAGES, replace=False))
-    return Subset(source, rows)  # type: ignore[arg-type]  # labels are read with the images
+    return Subset(source, rows)
 
 
 def _features(run: Run, source: Source, split: str, after_batch: Callable[[], None]) -> tuple[Tensor, Tensor]:

@@ -202,10 +202,10 @@ def _slow_precision(run: Run) -> Iterator[str]:
 
 def _unbalanced(run: Run) -> Iterator[str]:
     config = run.config
-    counts = getattr(run.sources["train"], "labels", None)
-    if counts is None or config.data.sampling != "uniform" or config.loss.class_weights != "none":
+    train = run.sources["train"]
+    if config.data.sampling != "uniform" or config.loss.class_weights != "none":
         return
-    counts = np.bincount(counts, minlength=len(run.sources["train"].classes))
+    counts = np.bincount(train.labels, minlength=len(train.classes))
     if counts.max() > _UNBALANCED * max(counts.min(), 1):
         yield (
             f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "

@@ -143,8 +143,7 @@ class TestSources:
         assert calls[0]["2"].cache == CachePolicy("auto", smallest=0)
 
     def test_the_digits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        record(monkeypatch, "write_digits", build_sources)
         own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
-        call = self.opened(monkeypatch, "open_folder", build_sources, *own)
+        call = self.opened(monkeypatch, "open_splits", build_sources, *own)
         opening = OpenOptions(val_fraction=0.375, split_seed=6, folds=7, fold=3)
-        assert call == {"0": "/digits", "1": opening, "by_name": False}
+        assert call == {"0": "digits", "1": "/digits", "2": opening}

@@ -11,7 +11,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
-from pycls_fast.data import SyntheticSource, block_order, class_order
+from pycls_fast.data import Source, SyntheticSource, block_order, class_order
 from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import CPU, FAST, SYNTHETIC, record, vit, world
@@ -68,19 +68,16 @@ def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch, device: s
     assert [call["pin_memory"] for call in loaders] == [device == "cuda"] * 2
 
 
-class Labelled:
+class Labelled(Source):
     """Four images of two classes."""
 
     classes = ("a", "b")
     labels = np.array([0, 1, 1, 1])
     block_ends = np.array([1, 4])
 
-    def __len__(self) -> int:
-        return 4
-
 
 def ordered(*overrides: str) -> Any:
-    return build_data.order(vit("data.global_batch_size=12", *overrides), Labelled())  # type: ignore[arg-type]
+    return build_data.order(vit("data.global_batch_size=12", *overrides), Labelled())
 
 
 @pytest.mark.parametrize(("sampling", "power"), [("balanced", 0.0), ("square_root", 0.5)])

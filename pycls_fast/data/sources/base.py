@@ -1,27 +1,40 @@
-"""The interface of datasets of every layout."""
+"""Labelled images by position: the base class of every layout, and views of another source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from pycls_fast.data.sources.shards import CopiedShards
+from pycls_fast.errors import UserError, first_few
 
 
-class Source(Protocol):
-    """Encoded images with labels, by position.
+class Source:
+    """Labelled images by position.
 
     A source is copied or forked into every data worker: it pickles no open files and holds no long Python lists,
     whose reference counts would make each worker copy them page by page.
+
+    Attributes:
+        classes: class names; the label is the position.
+        labels: one integer per image.
+        drawn: whether a random split drew the images from a larger source.
+        block_ends: int64, the end of each block of neighbouring images (a tar shard); None for a source that is
+            equally fast in any order.
+        prefers_blocks: whether reading in an order that jumps between blocks is slow, as it is over a network.
+        copied_shards: the remote shards that local copies are kept of.
     """
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names; the label is the position."""
+    classes: tuple[str, ...]
+    labels: np.ndarray
+    drawn = False
+    block_ends: np.ndarray | None = None
+    prefers_blocks = False
+    copied_shards: CopiedShards | None = None
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         """The encoded image, or a decoded `uint8` array (height, width, 3), and its label.
@@ -29,59 +42,123 @@ class Source(Protocol):
         Raises:
             OSError: when the image cannot be read.
         """
+        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """What to call the image in messages, e.g. its path."""
+        raise NotImplementedError
 
     def describe(self) -> str:
         """One readable line: how much of what, from where."""
+        return f"{len(self):,} images of {len(self.classes):,} classes"
+
+    def name_hashes(self) -> np.ndarray | None:
+        """A hash of each image's name, uint64; None if images have only numbers.
+
+        The name is the layout's: the path below the root, as a table writes it, or the key in a shard.
+        """
+        return None
+
+    def checksum_holds(self, index: int) -> bool:
+        """Whether the stored image is the one that was packed; also True for a source without checksums.
+
+        Raises:
+            OSError: when the image cannot be read.
+        """
+        return True
 
 
-class LabelledSource(Source, Protocol):
-    """A source that knows all its labels without reading an image."""
+class Subset(Source):
+    """The images of a source at given positions, in that order."""
 
-    @property
-    def labels(self) -> np.ndarray:
-        """One integer per image."""
+    def __init__(self, source: Source, rows: np.ndarray, *, drawn: bool = False) -> None:
+        """
+        Args:
+            drawn: a random split drew the positions.
+        """
+        self.source = source
+        self.drawn = drawn
+        # Half the memory, if it is wide enough.
+        self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
+        self.classes = source.classes
+        self.labels = source.labels[self.rows]
+        self.prefers_blocks = source.prefers_blocks
+        self.copied_shards = source.copied_shards and source.copied_shards.part(self.rows)
+        ends = source.block_ends
+        if ends is not None and not np.any(np.diff(rows.astype(np.int64)) < 0):
+            inside = np.unique(np.searchsorted(self.rows, ends))
+            self.block_ends = inside[inside > 0].astype(np.int64)
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        return self.source.read(int(self.rows[index]))
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.rows[index]))
+
+    def checksum_holds(self, index: int) -> bool:
+        return self.source.checksum_holds(int(self.rows[index]))
+
+    def name_hashes(self) -> np.ndarray | None:
+        hashes = self.source.name_hashes()
+        return None if hashes is None else hashes[self.rows]
+
+    def describe(self) -> str:
+        return f"{len(self):,} of {self.source.describe()}"
 
 
-def name_hashes(source: Source) -> np.ndarray | None:
-    """A hash of each image's name, uint64; None if images have only numbers.
+class Relabelled(Source):
+    """The same images with different labels and class names."""
 
-    The name is the layout's: the path below the root, as a table writes it, or the key in a shard.
+    def __init__(self, source: Source, classes: Sequence[str], new_label: np.ndarray) -> None:
+        """
+        Args:
+            new_label: integers, the new label for each label of `source`.
+        """
+        self.source = source
+        self.classes = tuple(classes)
+        self.labels = new_label[source.labels]
+        self.drawn = source.drawn
+        self.block_ends = source.block_ends
+        self.prefers_blocks = source.prefers_blocks
+        self.copied_shards = source.copied_shards
+
+    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        return self.source.read(index)[0], int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def checksum_holds(self, index: int) -> bool:
+        return self.source.checksum_holds(index)
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+
+def match_classes(source: Source, classes: Sequence[str]) -> tuple[Source, list[str]]:
+    """The source with labels that are positions in `classes`, and the names of its classes that are not there.
+
+    Only classes that have images count; the labels of those that are not there are -1.
     """
-    hashes: Callable[[], np.ndarray | None] | None = getattr(source, "name_hashes", None)
-    return None if hashes is None else hashes()
+    if source.classes == tuple(classes):
+        return source, []
+    # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
+    position = {name: label for label, name in enumerate(classes)}
+    new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
+    return Relabelled(source, classes, new_label), unknown
 
 
-def is_drawn(source: Source) -> bool:
-    """Whether a random split drew these images from a larger source."""
-    return bool(getattr(source, "drawn", False))
-
-
-def block_ends(source: Source) -> np.ndarray | None:
-    """The end of each block of neighbouring images (a tar shard), int64.
-
-    None for a source that is equally fast in any order.
-    """
-    return getattr(source, "block_ends", None)
-
-
-def copied_shards(source: Source) -> CopiedShards | None:
-    """The remote shards that local copies are kept of; None if there are none."""
-    return getattr(source, "copied_shards", None)
-
-
-def checksum_holds(source: Source, index: int) -> bool:
-    """Whether the stored image is the one that was packed; also True for a source without checksums.
+def like_train(source: Source, train: Source, *, where: str, train_where: str) -> Source:
+    """A split labelled with the training split's classes, which must include all of its own that have images.
 
     Raises:
-        OSError: when the image cannot be read.
+        UserError: classes that training does not have.
     """
-    holds = getattr(source, "checksum_holds", None)
-    return holds is None or bool(holds(index))
-
-
-def prefers_blocks(source: Source) -> bool:
-    """Whether reading in an order that jumps between blocks is slow, as it is over a network."""
-    return bool(getattr(source, "prefers_blocks", False))
+    matched, unknown = match_classes(source, train.classes)
+    if unknown:
+        raise UserError(
+            f"{where}: no images of the class {first_few(unknown)} in {train_where}; add some there or remove it here"
+        )
+    return matched

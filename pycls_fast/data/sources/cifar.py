@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.splits import OpenOptions, refuse_folds
 from pycls_fast.errors import UserError
-
-_SIDE = 32
 
 
 class _Layout(NamedTuple):
@@ -28,20 +26,14 @@ class _Layout(NamedTuple):
     class_names: str
 
 
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _LAYOUTS = (
-    _Layout(
-        "cifar-10-batches-py",
-        tuple(f"data_batch_{number}" for number in range(1, 6)),
-        ("test_batch",),
-        "batches.meta",
-        "labels",
-        "label_names",
-    ),
+    _Layout("cifar-10-batches-py", _BATCHES, ("test_batch",), "batches.meta", "labels", "label_names"),
     _Layout("cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names"),
 )
 
 
-class ArraySource:
+class ArraySource(Source):
     """Decoded images of one size, all in memory."""
 
     def __init__(
@@ -58,9 +50,6 @@ class ArraySource:
         self._images_NHWC = images_NHWC
         self._files = tuple(names)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def read(self, index: int) -> tuple[np.ndarray, int]:
         return self._images_NHWC[index], int(self.labels[index])
 
@@ -69,16 +58,16 @@ class ArraySource:
         return f"{self._files[min(index // each, len(self._files) - 1)]}[{index % each}]"
 
     def describe(self) -> str:
-        height, width = self._images_NHWC.shape[1:3]
-        return f"{len(self):,} images of {width} x {height} in {len(self.classes):,} classes from {self._files[0]}"
+        return f"{super().describe()} from {self._files[0]}"
 
 
-def is_cifar(root: Path) -> bool:
-    """Whether `root` is, or holds, the unpacked folder of one of the two."""
-    return any(_folder(root, layout) is not None for layout in _LAYOUTS)
+def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
+    """The unpacked folder of one of the two, `root` or in it, and its layout."""
+    places = ((folder, layout) for layout in _LAYOUTS for folder in (root, root / layout.folder))
+    return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
-def open_cifar(root: str | Path) -> dict[str, Source]:
+def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     """The training batches as "train", the test batch as "val".
 
     Args:
@@ -87,67 +76,40 @@ def open_cifar(root: str | Path) -> dict[str, Source]:
     Raises:
         UserError: files that are missing, damaged or contain more than data.
     """
-    root = Path(root)
-    found = [(folder, layout) for layout in _LAYOUTS if (folder := _folder(root, layout)) is not None]
-    if not found:
-        packed = next(iter(sorted(root.glob("cifar-*.tar.gz"))), None) if root.is_dir() else None
-        if packed is not None:
-            raise UserError(f"{packed} is not unpacked; run: tar -xzf {packed} -C {root}")
-        raise UserError(f"{root} holds neither {' nor '.join(layout.folder for layout in _LAYOUTS)} (data/README.md)")
-    if len(found) > 1:
-        raise UserError(f"{root} holds both sets; give the folder of one, e.g. data.root={found[0][0]}")
-    folder, layout = found[0]
-    meta = _read(folder / layout.meta)
-    classes = [
-        name.decode() if isinstance(name, bytes) else str(name) for name in _get(meta, layout.class_names, folder)
-    ]
-    return {
-        "train": _open_batches(folder, layout, layout.train, classes),
-        "val": _open_batches(folder, layout, layout.test, classes),
-    }
-
-
-def _folder(root: Path, layout: _Layout) -> Path | None:
-    for folder in (root, root / layout.folder):
-        if (folder / layout.meta).is_file() and (folder / layout.train[0]).is_file():
-            return folder
-    return None
-
-
-def _open_batches(folder: Path, layout: _Layout, files: Sequence[str], classes: Sequence[str]) -> ArraySource:
-    images, labels = [], []
-    for name in files:
-        path = folder / name
-        batch = _read(path)
-        data = _get(batch, "data", path)
-        own = np.asarray(_get(batch, layout.labels, path), dtype=np.int32)
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(own), 3 * _SIDE**2):
-            raise UserError(f"{path}: expected {len(own)} x 3,072 bytes of pixels; download it again")
-        if len(own) and not 0 <= own.min() <= own.max() < len(classes):
-            raise UserError(f"{path}: a label outside of the {len(classes)} classes; download it again")
-        # (N, channel, row, column) -> (N, row, column, channel)
-        images.append(data.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
-        labels.append(own)
-    paths = [str(folder / name) for name in files]
-    return ArraySource(np.ascontiguousarray(np.concatenate(images)), np.concatenate(labels), classes, paths)
-
-
-def _get(values: dict[str, Any], key: str, path: Path) -> Any:
-    if key not in values:
-        raise UserError(f"{path}: no {key!r} in it; download it again")
-    return values[key]
+    found = find_cifar(Path(root))
+    if found is None:
+        folders = " nor ".join(layout.folder for layout in _LAYOUTS)
+        raise UserError(f"{root} holds neither {folders}; unpack the archive there (data/README.md)")
+    refuse_folds(str(root), options.folds)
+    folder, layout = found
+    path = folder / layout.meta
+    try:
+        names = _read(path)[layout.class_names]
+        classes = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+        opened: dict[str, Source] = {}
+        for split, files in (("train", layout.train), ("val", layout.test)):
+            images, labels = [], []
+            for path in [folder / name for name in files]:
+                batch = _read(path)
+                # (N, channel, row, column) -> (N, row, column, channel)
+                images.append(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+                labels.append(np.asarray(batch[layout.labels], dtype=np.int32))
+                if images[-1].dtype != np.uint8 or len(images[-1]) != len(labels[-1]):
+                    raise ValueError(f"expected {len(labels[-1])} images of bytes")
+                if labels[-1].min() < 0 or labels[-1].max() >= len(classes):
+                    raise ValueError(f"a label outside of the {len(classes)} classes")
+            pixels = np.ascontiguousarray(np.concatenate(images))
+            paths = [str(folder / name) for name in files]
+            opened[split] = ArraySource(pixels, np.concatenate(labels), classes, paths)
+    # Damaged pickles raise nearly every kind.
+    except Exception as error:
+        raise UserError(f"{path} is missing or damaged ({error!r}); unpack or download it again") from error
+    return opened
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; unpack the archive again")
-    try:
-        with path.open("rb") as file:
-            values = _DataOnly(file, encoding="bytes").load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"{path} is damaged or not a CIFAR file ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no dictionary; download it again")
+    with path.open("rb") as file:
+        values = _DataOnly(file, encoding="bytes").load()
     return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in values.items()}
 
 
@@ -170,38 +132,3 @@ class _DataOnly(pickle.Unpickler):
             # How Python 3 writes bytes for Python 2.
             return codecs.encode
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
-
-
-class SyntheticSource:
-    """Noise generated on demand: for measuring everything but disk and decoder, and for tests.
-
-    The pixels depend only on (seed, index), uniform in 0..255 and unrelated to the label; labels cycle through the
-    classes.
-    """
-
-    def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:
-        if count < 1 or image_size < 1 or num_classes < 1:
-            raise ValueError(f"need at least one image, pixel and class: {count}, {image_size}, {num_classes}")
-        self._count = count
-        self._image_size = image_size
-        self._seed = seed
-        self.classes = tuple(f"class{label}" for label in range(num_classes))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, index: int) -> tuple[np.ndarray, int]:
-        size = self._image_size
-        words = -(-size * size * 3 // 8)
-        # A bit generator's raw words are stable between NumPy versions; the byte order is fixed for the same
-        # reason.
-        raw = np.random.PCG64(counter_seed(self._seed, index)).random_raw(words).astype("<u8")
-        image_HWC = raw.view(np.uint8)[: size * size * 3].reshape(size, size, 3)
-        return image_HWC, index % len(self.classes)
-
-    def name(self, index: int) -> str:
-        return f"synthetic image {index}"
-
-    def describe(self) -> str:
-        size = self._image_size
-        return f"{self._count:,} synthetic images of {size} x {size} in {len(self.classes):,} classes"

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.find import find_files
+from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.files import SPLIT_OF, find_files
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_few
 
-_VAL_NAMES = ("validation", "val", "valid", "dev", "test")
 
-
-class ArrowSource:
+class ArrowSource(Source):
     """One split of a `datasets.Dataset`."""
 
     def __init__(self, images: Any, where: str, classes: Sequence[str], labels: np.ndarray) -> None:
@@ -34,9 +32,6 @@ class ArrowSource:
         self._images = images
         self._where = where
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def read(self, index: int) -> tuple[bytes, int]:
         image = self._images[index].column(0)[0].as_py()
         if isinstance(image, dict):
@@ -49,7 +44,7 @@ class ArrowSource:
         return f"{self._where}[{index}]"
 
     def describe(self) -> str:
-        return f"{len(self):,} images of {len(self.classes):,} classes in {self._where}"
+        return f"{super().describe()} in {self._where}"
 
 
 def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
@@ -62,7 +57,7 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
     """
     files = find_files(root, (".parquet",), train=options.train, val=options.val)
     names = read_class_list(root)
-    opened: dict[str, LabelledSource] = {}
+    opened: dict[str, Source] = {}
     for split, found in files.items():
         # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels. Its file
         # names are patterns.
@@ -88,18 +83,17 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
     else:
         found = _load(name, lambda hf: hf.load_dataset(repository, options.hub_config, revision=revision or None))
     loaded = dict(found) if isinstance(found, dict) else {"train": found}
-    train = options.train or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
-    named = {"train": train}
+    named = {"train": options.train or "train"}
     if options.val is not None:
         named["val"] = options.val
     elif options.train is None:
-        other = next((own for own in _VAL_NAMES if own in loaded and own != train), None)
-        # A test split that has no labels will be left out.
-        named |= {} if other is None else {"test" if other == "test" else "val": other}
+        # The first validation split, else a test split, which is left out if it has no labels.
+        other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
+        named |= {} if other is None else {SPLIT_OF[other]: other}
     for key, split in named.items():
         if split not in loaded:
             raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
-    opened: dict[str, LabelledSource] = {
+    opened: dict[str, Source] = {
         own: _open_split(f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test")
         for own, split in named.items()
     }
@@ -141,8 +135,6 @@ def _open_split(
     values = _column(dataset, label) if label in features else [None] * len(dataset)
     if may_lack and all(value is None for value in values):
         values = [-1] * len(values)
-    if any(value is None for value in values):
-        raise UserError(f"{where}: rows without a {label}; data.label_column chooses another column")
     names = names or getattr(features.get(label), "names", None)
     classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
     return ArrowSource(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)

@@ -26,7 +26,7 @@ import numpy as np
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.files import cache_folder, user_path
 
-_FORMAT = 5
+_FORMAT = 6
 _ABOUT = "about.json"
 _FOLDER = ".pycls_fast_index"
 _DAY = 24 * 3600
@@ -88,15 +88,13 @@ def load_or_build(
         if found is not None:
             return found
         index = build()
+        if not places or count(index) < policy.smallest:
+            return index
         # Another machine may have saved its index meanwhile, and mapped it.
-        found = _load_any(places, is_fresh)
-        if found is not None:
-            return found
-        if places and count(index) >= policy.smallest:
+        if _load_any(places, is_fresh) is None:
             _save_first(index, places)
-            # Mapped from disk it is one copy for all processes.
-            return _load_any(places, is_fresh) or index
-        return index
+        # Mapped from disk it is one copy for all processes.
+        return _load_any(places, is_fresh) or index
 
 
 def _places(root: str | Path, setting: str) -> list[Path]:
@@ -118,11 +116,7 @@ def _digest(text: str) -> str:
 
 
 def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
-    for place in places:
-        index = _load(place)
-        if index is not None and is_fresh(index.stamp):
-            return index
-    return None
+    return next((index for place in places if (index := _load(place)) is not None and is_fresh(index.stamp)), None)
 
 
 def _load(place: Path) -> Index | None:
@@ -132,12 +126,12 @@ def _load(place: Path) -> Index | None:
         if about["format"] != _FORMAT:
             return None
         arrays = {name: map_array(place / f"{name}.npy") for name in about["arrays"]}
+        return Index(arrays, about["more"], about["stamp"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         _say(f"the index in {place} cannot be read and is rebuilt ({error})")
         return None
-    return Index(arrays, about["more"], about["stamp"])
 
 
 def _save_first(index: Index, places: list[Path]) -> None:
@@ -154,7 +148,13 @@ def _save_first(index: Index, places: list[Path]) -> None:
 
 def _save(index: Index, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    draft, old = (place.with_name(f"{place.name}-{what}-{secrets.token_hex(4)}") for what in ("new", "old"))
+    # Drafts of killed processes, and replaced indexes. Those of live processes, which may run on other machines, are
+    # younger: writing an index takes minutes.
+    for folder in place.parent.glob(f"{place.name}-*-old"):
+        with suppress(FileNotFoundError):
+            if folder.stat().st_mtime < time.time() - _DAY:
+                shutil.rmtree(folder, ignore_errors=True)
+    draft, old = (place.with_name(f"{place.name}-{secrets.token_hex(4)}-old") for _ in range(2))
     draft.mkdir()
     try:
         for name, array in index.arrays.items():
@@ -162,7 +162,6 @@ def _save(index: Index, place: Path) -> None:
         about = {"format": _FORMAT, "arrays": sorted(index.arrays), "more": index.more, "stamp": index.stamp}
         text = json.dumps(about, ensure_ascii=False)
         (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
-        _remove_left(place)
         if place.exists():
             # A folder cannot be replaced in one move. The old one stays for a day: a process on another machine that
             # has mapped its files would crash without them.
@@ -174,18 +173,6 @@ def _save(index: Index, place: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _remove_left(place: Path) -> None:
-    """Remove the drafts of killed processes, and replaced indexes, a day later.
-
-    The drafts of live processes, which may run on other machines, are younger: writing an index takes minutes.
-    """
-    for what in ("new", "old"):
-        for folder in place.parent.glob(f"{place.name}-{what}-*"):
-            with suppress(FileNotFoundError):
-                if folder.stat().st_mtime < time.time() - _DAY:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextmanager
 def _lock(what: str) -> Iterator[None]:
     """Admit one process of this user at a time; released whenever the process ends.
@@ -193,14 +180,12 @@ def _lock(what: str) -> Iterator[None]:
     If the user's cache cannot be written there is none: several processes may then build the same index.
     """
     with ExitStack() as stack:
-        try:
+        with suppress(OSError):
             folder = cache_folder() / "locks"
             folder.mkdir(parents=True, exist_ok=True)
             # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
             file = stack.enter_context((folder / _digest(what)[:2]).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            _say(f"an index is built without a lock ({error})")
         yield
 
 

@@ -51,7 +51,7 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.bin"
 
 
-class PackedSource(Mapped):
+class PackedSource(Source, Mapped):
     """The images of one packed split."""
 
     def __init__(self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts) -> None:
@@ -62,18 +62,12 @@ class PackedSource(Mapped):
         self.folder = folder
         self.about = about
         self.classes: tuple[str, ...] = tuple(about["classes"])
+        self.labels = np.array(table["label"])
         self._is_raw = about["store"] == RAW
         self._table = table
         self._names = names
         self._ends = np.cumsum(about["shards"])
         self._files = OpenFiles()
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self._table["label"]
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         offset, size, _, label, height, width = self._table[index].item()

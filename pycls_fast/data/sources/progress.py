@@ -26,33 +26,24 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    started = time.monotonic()
-    spoken, done = started, 0
-    # Time and count of the first report. What came before it is no part of the rate: workers starting, images of an
-    # earlier run.
-    first: tuple[float, int] | None = None
     # A path may have square brackets.
     title = TextColumn("{task.description}", markup=False)
-    columns = (title, BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4, transient=True)
+    columns = (title, BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, refresh_per_second=4, transient=True)
     task = bar.add_task(what, total=total)
+    started = spoken = time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal spoken, done, first
-        done += count
+        nonlocal spoken
+        bar.advance(task, count)
         now = time.monotonic()
-        first = first or (now, done)
-        if not console.is_terminal:
-            if now - spoken >= _PLAIN_SECONDS:
-                spoken = now
-                of = f" of {total:,}" if total else ""
-                rate = (done - first[1]) / max(now - first[0], 1e-9)
-                speed = "" if rate == 0 else f", {rate:.2g}/s" if rate < 10 else f", {rate:,.0f}/s"
-                console.print(f"{what}: {done:,}{of} {unit}{speed}", markup=False)
-            return
-        if now - started >= _PATIENCE and not bar.live.is_started:
+        if console.is_terminal and now - started >= _PATIENCE:
             bar.start()
-        bar.update(task, completed=done)
+        elif not console.is_terminal and now - spoken >= _PLAIN_SECONDS:
+            spoken = now
+            done = bar.tasks[0].completed
+            of = f" of {total:,}" if total else ""
+            console.print(f"{what}: {done:,.0f}{of} {unit}, {done / (now - started):,.3g}/s", markup=False)
 
     try:
         yield advance

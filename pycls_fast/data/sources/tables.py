@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.base import LabelledSource, Source
-from pycls_fast.data.sources.files import FileSource
-from pycls_fast.data.sources.find import SPLIT_OF, find_files
+from pycls_fast.data.sources.base import Source, Subset
+from pycls_fast.data.sources.files import SPLIT_OF, FileSource, find_files
 from pycls_fast.data.sources.index import Index, load_or_build
-from pycls_fast.data.sources.labels import ENCODING, missing_column, name_classes, not_utf8, read_class_list
-from pycls_fast.data.sources.splits import OpenOptions, Subset, as_splits
+from pycls_fast.data.sources.labels import ENCODING, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
 _SPLITS = ("train", "val", "test")
 _NO_LABEL = ("", None, "-1", -1)
-_NONE = np.zeros(0, dtype=np.int32)
 
 
 def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
@@ -47,7 +45,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
             )
     names = read_class_list(str(place))
     base = place if place.is_dir() else place.parent
-    opened: dict[str, LabelledSource] = {}
+    opened: dict[str, Source] = {}
     for split, (file,) in files.items():
         source, splits = _open_table(Path(file), base, names, options, is_test=split == "test")
         opened[split] = source
@@ -102,24 +100,27 @@ def _read_table(
         if column in columns:
             columns[column] = [value.strip() if isinstance(value, str) else value for value in columns[column]]
     splits = None
-    if is_test and all(label in _NO_LABEL for label in columns.get(keys[1], ())):
-        # A test table without labels is left out, whatever its columns.
-        paths, labels = [], []
-    else:
+    paths: list[Any] = []
+    labels: list[Any] = []
+    # A test table without labels is left out, whatever its columns.
+    if not is_test or any(label not in _NO_LABEL for label in columns.get(keys[1], ())):
         for column, key in zip(keys, ("data.path_column", "data.label_column"), strict=True):
             if column not in columns:
                 raise missing_column(str(path), column, list(columns), key)
         paths, labels = list(columns[keys[0]]), list(columns[keys[1]])
-        if not paths:
-            raise UserError(f"{path} has no rows")
         if _SPLIT_COLUMN in columns:
             splits = _split_numbers(path, columns[_SPLIT_COLUMN])
             kept = _labelled_rows(labels, splits)
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    for own, label in zip(paths, labels, strict=True):
-        if own in ("", None) or label in ("", None):
-            raise UserError(f"{path}: a row has no path or no label (path {own!r}, label {label!r})")
-    classes, numbers = name_classes(labels, names=names, where=str(path), may_lack=is_test) if labels else ((), _NONE)
+        lacking = [
+            row for row, pair in enumerate(zip(paths, labels, strict=True), 1) if not {"", None}.isdisjoint(pair)
+        ]
+        if lacking or not paths:
+            raise UserError(f"{path}: {f'row {lacking[0]:,} has no path or no label' if lacking else 'no rows'}")
+    classes: tuple[str, ...] = ()
+    numbers = np.zeros(0, dtype=np.int32)
+    if labels:
+        classes, numbers = name_classes(labels, names=names, where=str(path), may_lack=is_test)
     texts = Texts.of(os.fsencode(own) for own in _slashed(base, [str(own) for own in paths]))
     arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers}
     return Index(arrays if splits is None else {**arrays, "splits": splits}, {"classes": list(classes)}, stamp)
@@ -151,40 +152,25 @@ def _labelled_rows(labels: Sequence[object], splits: np.ndarray) -> np.ndarray:
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    line = 0
     try:
         with path.open(newline="", encoding=ENCODING) as file:
             # Headers like "path, label" exist too.
             reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
-            header = next(reader, None)
-            if not header:
-                raise UserError(f"{path} is empty; its first line names the columns")
-            columns: list[list[str]] = [[] for _ in header]
-            line = reader.line_num
-            for row in reader:
-                line = reader.line_num
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    raise UserError(f"{path}: line {line} has {len(row)} values for {len(header)} columns")
-                for column, value in zip(columns, row, strict=True):
-                    column.append(value)
-    except UnicodeDecodeError as error:
-        raise not_utf8(path) from error
-    except csv.Error as error:
-        raise UserError(
-            f"{path}: line {line + 1} cannot be read ({error}); is there a quote that does not end?"
-        ) from error
-    return dict(zip([name.strip() for name in header], columns, strict=True))
+            header = next(reader, [])
+            rows = [row for row in reader if row]
+            columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
+            return {name.strip(): list(column) for name, column in zip(header, columns, strict=True)}
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path} is no table in UTF-8 with as many values in each line as columns ({error})") from error
 
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
     try:
         import pyarrow.parquet as pq
+
+        table = pq.read_table(path)
     except ImportError as error:
         raise UserError("a Parquet table needs pyarrow, which comes with: pip install -e '.[hub]'") from error
-    try:
-        table = pq.read_table(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
     return {name: table.column(name).to_pylist() for name in table.column_names}

@@ -8,16 +8,14 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
 from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.files import EXTENSIONS
-from pycls_fast.data.sources.find import find_files
+from pycls_fast.data.sources.files import EXTENSIONS, find_files
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
 from pycls_fast.data.sources.progress import progress
@@ -33,7 +31,7 @@ _SMALLEST = 1_000
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
 
-class TarSource(Mapped):
+class TarSource(Source, Mapped):
     """Images in uncompressed tar files, in the order of files and members."""
 
     def __init__(
@@ -58,7 +56,7 @@ class TarSource(Mapped):
         """
         self.classes = tuple(classes)
         self.labels = arrays["labels"]
-        self.block_ends = arrays["block_ends"]
+        self.block_ends: np.ndarray = arrays["block_ends"]
         self._places = arrays["places"]
         self._where = where
         self._shards = shards
@@ -66,9 +64,10 @@ class TarSource(Mapped):
         self._keys = keys
         self._cache = cache
         self._files = OpenFiles()
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        # Remote shards are best read one after the other.
+        self.prefers_blocks = is_remote(shards[0])
+        if cache is not None and self.prefers_blocks:
+            self.copied_shards = CopiedShards(cache, shards, versions, self.block_ends)
 
     def read(self, index: int) -> tuple[bytes, int]:
         offset, size = self._places[index].tolist()
@@ -90,24 +89,12 @@ class TarSource(Mapped):
     def name_hashes(self) -> np.ndarray:
         return self._keys.hashes()
 
-    @property
-    def prefers_blocks(self) -> bool:
-        """Whether the shards are remote: they are best read one after the other."""
-        return is_remote(self._shards[0])
-
-    @property
-    def copied_shards(self) -> CopiedShards | None:
-        """The shards if they are remote and copies of them are kept."""
-        if self._cache is None or not self.prefers_blocks:
-            return None
-        return CopiedShards(self._cache, self._shards, self._versions, self.block_ends)
-
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
 
     def describe(self) -> str:
         files = f"{len(self._shards):,} tar files of {self._where}"
-        return f"{len(self):,} images of {len(self.classes):,} classes in {files}"
+        return f"{super().describe()} in {files}"
 
 
 def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
@@ -162,8 +149,7 @@ def _stamp(shard: str) -> list[Any]:
     return [shard, status.st_size, status.st_mtime_ns]
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """One sample of a shard."""
 
     key: bytes
@@ -256,41 +242,20 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
 
 
 def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: str, may_lack: bool) -> _Found:
-    images = [member for member in members if f".{member[0]}" in EXTENSIONS]
     extensions = ", ".join(extension for extension, *_ in members)
+    images = [(offset, size) for extension, offset, size, _ in members if f".{extension}" in EXTENSIONS]
     if len(images) != 1:
         raise UserError(f"{shard}: sample {key} has {len(images)} images, expected one (members: {extensions})")
-    _, offset, size, _ = images[0]
-    return _Found(os.fsencode(key), offset, size, _label(shard, key, members, label_field, may_lack))
-
-
-def _label(shard: str, key: str, members: Sequence[_Member], label_field: str, may_lack: bool) -> int | str:
     contents = {extension: content for extension, _, _, content in members}
-    if "cls" in contents:
-        text = contents["cls"].decode("utf-8", "replace").strip()
-        if text:
-            return text
-    elif "json" in contents:
-        try:
-            value = json.loads(contents["json"])
-        except ValueError as error:
-            raise UserError(f"{shard}: the .json of sample {key} is damaged ({error})") from error
-        label = value.get(label_field) if isinstance(value, dict) else None
-        if isinstance(label, int | str) and not isinstance(label, bool):
-            return label
-        if label is not None:
-            raise UserError(
-                f"{shard}: sample {key} has the label {label!r}: one whole number or name per image is needed; choose "
-                "another with data.label_column=NAME"
-            )
-        if may_lack:
-            return -1
-        fields = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
+    try:
+        label = contents.get("cls", b"").decode().strip() or json.loads(contents.get("json", b"{}")).get(label_field)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{shard}: the label of sample {key} is damaged ({error})") from error
+    if label is None and may_lack:
+        label = -1
+    if not isinstance(label, int | str) or isinstance(label, bool):
         raise UserError(
-            f"{shard}: the .json of sample {key} has no label {label_field!r} (it has {fields}); choose one with "
-            "data.label_column=NAME"
+            f"{shard}: sample {key} has the label {label!r}; expected one whole number or name in .cls, or in the "
+            f"field {label_field!r} of .json, which data.label_column chooses (members: {extensions})"
         )
-    if may_lack:
-        return -1
-    extensions = ", ".join(extension for extension, *_ in members)
-    raise UserError(f"{shard}: sample {key} has no label in a .cls or .json member (members: {extensions})")
+    return _Found(os.fsencode(key), *images[0], label)

@@ -35,14 +35,11 @@ class _Clock:
         self.seconds[stage] += time.perf_counter() - start
 
 
-class _TimedSource:
+class _TimedSource(Source):
     def __init__(self, source: Source, clock: _Clock) -> None:
         self._source = source
         self._clock = clock
-        self.classes = source.classes
-
-    def __len__(self) -> int:
-        return len(self._source)
+        self.classes, self.labels = source.classes, source.labels
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         start = time.perf_counter()
@@ -53,9 +50,6 @@ class _TimedSource:
 
     def name(self, index: int) -> str:
         return self._source.name(index)
-
-    def describe(self) -> str:
-        return self._source.describe()
 
 
 class _TimedPicture:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from pycls_fast import build, published
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import EvalSet, Source, is_drawn, match_classes
+from pycls_fast.data import EvalSet, Source, match_classes
 from pycls_fast.errors import DONE, UserError, first_few
 from pycls_fast.files import user_path
 from pycls_fast.models import foreign
@@ -24,9 +24,6 @@ from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.normalization import timm_name
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.weights import Loaded, Weights, find_weights, opened
-
-if TYPE_CHECKING:
-    from pycls_fast.data import LabelledSource
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,10 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
         return build.eval_set(config, _classes(config, found, ours), world)
     sources = build.sources(config, world, whole=split == "all")
     if split not in sources:
-        has_all = any(is_drawn(source) for source in sources.values())
+        has_all = any(source.drawn for source in sources.values())
         raise UserError(f"split: the data has {', '.join([*sources, *(['all'] if has_all else [])])}; got {split}")
     source = sources[split]
-    note = _other_split(config, sources, split, found, ours) if is_drawn(source) else None
+    note = _other_split(config, sources, split, found, ours) if source.drawn else None
     if split == "all" and _is_own_root(config, ours):
         note = f"data.root: {found} was trained on most of these images"
     if note is not None:
@@ -170,9 +167,7 @@ def _is_own_root(config: RunConfig, ours: Weights | None) -> bool:
 
 def _with_classes(source: Source, classes: tuple[str, ...], found: Path | str) -> Source:
     """The source labelled with these classes by name; all of its own that have images must be among them."""
-    if not hasattr(source, "labels"):
-        return source
-    matched, unknown = match_classes(cast("LabelledSource", source), classes)
+    matched, unknown = match_classes(source, classes)
     if unknown:
         raise UserError(
             f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on {first_few(classes)}); "

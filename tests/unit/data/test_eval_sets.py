@@ -49,7 +49,7 @@ def test_v2_folders_are_numbers_and_not_sorted_as_text(tmp_path: Path) -> None:
     other = WNIDS[5:] + WNIDS[:5]
     moved = open_eval_set("v2", tmp_path, classes=other, wnids=None, val=None)
     assert labels(moved.source) == {f"{number}.jpeg": other.index(WNIDS[number]) for number in range(12)}
-    with pytest.raises(UserError, match="no class of the model's 11 for 11"):
+    with pytest.raises(UserError, match="the model has no class 11"):
         open_eval_set("v2", tmp_path, classes=WNIDS[:11], wnids=None, val=None)
 
 
@@ -83,13 +83,13 @@ def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
     found = open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     assert labels(found.source) == {"x.png": 3}
     file.write_bytes(b"n01440764 sch\xf6n\n")
-    with pytest.raises(UserError, match=r"^data.wnids: .*LOC_synset_mapping.txt: line 1 is not UTF-8"):
+    with pytest.raises(UserError, match=r"^data.wnids: .*LOC_synset_mapping.txt is not UTF-8"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text("tench\n")
-    with pytest.raises(UserError, match="tench is not a WordNet id"):
+    with pytest.raises(UserError, match="got tench"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text(f"{WNIDS[0]}\n")
-    with pytest.raises(UserError, match="1 ids for 12 outputs"):
+    with pytest.raises(UserError, match="got 1 ids for 12 outputs"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
 
 
@@ -109,10 +109,9 @@ def test_real_labels_belong_to_the_numbers_in_the_names(tmp_path: Path, val: Sou
 @pytest.mark.parametrize(
     ("content", "pattern"),
     [
-        ("{}", "a list of lists"),
         ("[[1", "cannot be read as ReaL"),
-        ("[[12]]", "none for 12"),
-        ("[[1]]", "none for .*val_"),
+        ("[[12]]", "cannot be read as ReaL's labels, lists of the model's classes"),
+        ("[[1]]", "by the names of the validation images, up to 1"),
     ],
 )
 def test_real_labels_that_do_not_fit(tmp_path: Path, val: Source, content: str, pattern: str) -> None:
@@ -125,13 +124,11 @@ def test_real_needs_numbered_images(tmp_path: Path) -> None:
     images(tmp_path / "val" / "cat", ["tom.png"])
     (tmp_path / "real.json").write_text("[[0]]")
     source = scan_classes(tmp_path / "val", CachePolicy("off"))
-    with pytest.raises(UserError, match=r"tom.png: ReaL numbers the validation images by their names"):
+    with pytest.raises(UserError, match=r"tom.png: .*real.json has labels for ILSVRC2012_val_00000001 and so on"):
         open_eval_set("real", tmp_path / "real.json", classes=["cat"], wnids=None, val=source)
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data.eval_root: there is no .*nowhere"):
-        open_eval_set("v2", tmp_path / "nowhere", classes=WNIDS, wnids=None, val=None)
     with pytest.raises(UserError, match=r"^data.eval_root: .* holds no folders of classes"):
         open_eval_set("v2", tmp_path, classes=WNIDS, wnids=None, val=None)
 

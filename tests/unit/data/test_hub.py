@@ -81,8 +81,8 @@ def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
         ({"path": ["a"], "label": [1]}, {}, "expected one column of images"),
         ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "got x, z"),
         ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "label is none of x"),
-        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "rows without a label"),
-        ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "labels must be whole numbers or names"),
+        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "the label None is no whole number or name"),
+        ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "the label 1.5 is no whole number or name"),
     ],
 )
 def test_parquet_with_mistakes(tmp_path: Path, columns: dict[str, Any], options: dict[str, str], says: str) -> None:

@@ -6,13 +6,15 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import FileSource, LabelledSource, OpenOptions, Source, is_drawn, name_hashes, open_folder
+from pycls_fast.data import FileSource, OpenOptions, Source
 from pycls_fast.data.draws import frozen_generator
+from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.splits import split_at_random
 from tests.unit.data.conftest import WriteTree
@@ -49,8 +51,8 @@ def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -
     return FileSource(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
 
 
-def held_out(source: LabelledSource, seed: int = 0, **how: float) -> set[str]:
-    splits = split_at_random(source, split_seed=seed, where="here", **{"val_fraction": 0.2, **how})  # type: ignore[arg-type]
+def held_out(source: Source, seed: int = 0, **how: Any) -> set[str]:
+    splits = split_at_random(source, OpenOptions(split_seed=seed, **how), where="here")
     parts = {name: {part.name(index) for index in range(len(part))} for name, part in splits.items()}
     assert not parts["train"] & parts["val"]
     assert len(parts["train"]) + len(parts["val"]) == len(source)
@@ -110,14 +112,15 @@ def test_every_image_is_held_out_as_often() -> None:
 def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: WriteTree) -> None:
     """The results of the embedded digits are of this split."""
     write_tree(tmp_path, {"3": 20, "8": 11})
-    splits = open_folder(tmp_path, OpenOptions(split_seed=5), by_name=False)
+    options = OpenOptions(split_seed=5)
+    splits = split_at_random(scan_classes(tmp_path, numbered=True), options, where="here")
     val = splits["val"]
     own = [Path(val.name(index)) for index in range(len(val))]
     for name, count, size in (("3", 20, 4), ("8", 11, 2)):
         files = sorted(str(number) for number in range(count))
         drawn = frozen_generator(counter_seed(5, zlib.crc32(name.encode()))).permutation(count)[:size]
         assert [path.stem for path in own if path.parent.name == name] == [files[row] for row in sorted(drawn)]
-    by_name = open_folder(tmp_path, OpenOptions(split_seed=5))["val"]
+    by_name = opened("folder", tmp_path, split_seed=5)["val"]
     assert [Path(by_name.name(index)) for index in range(len(by_name))] != own
 
 
@@ -127,7 +130,7 @@ def test_layouts_with_names(tmp_path: Path) -> None:
         if kind == "cifar":
             continue
         train: Source = open_layout(kind, tmp_path / kind, content)["train"]
-        hashes = name_hashes(train)
+        hashes = train.name_hashes()
         assert (hashes is None) == (kind in ("parquet", "hub")), kind
         assert hashes is None or len(set(hashes.tolist())) == len(train) == 27
 
@@ -139,7 +142,7 @@ def test_a_packed_folder_is_split_as_the_folder(tmp_path: Path) -> None:
     found = []
     for kind in ("folder", "packed"):
         val = opened(kind, tmp_path / kind)["val"]
-        assert is_drawn(val)
+        assert val.drawn
         found.append([val.read(index) for index in range(len(val))])
     assert found[0] == found[1]
 
@@ -149,7 +152,7 @@ def test_the_whole_of_a_dataset(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path / "above", {"train/a": 1, "train/b": 3})
     for name in ("plain", "above"):
         (source,) = opened("folder", tmp_path / name, whole=True).values()
-        assert (len(source), source.classes, is_drawn(source)) == (4, ("a", "b"), False)
+        assert (len(source), source.classes, source.drawn) == (4, ("a", "b"), False)
     LAYOUTS["tar"](tmp_path / "tar", {"train": make_content()["train"]})
     splits = opened("tar", tmp_path / "tar", whole=True)
     assert set(splits) == {"all"}

@@ -25,11 +25,10 @@ from pycls_fast.data import (
     Source,
     TrainSampler,
     make_loader,
-    prefers_blocks,
 )
-from pycls_fast.data.sources import CachePolicy, ShardCache, copied_shards, remote, shards
+from pycls_fast.data.sources import CachePolicy, ShardCache, remote, shards
+from pycls_fast.data.sources.base import Relabelled, Subset
 from pycls_fast.data.sources.shards import CopiedShards, Fetcher, Window, fetch_ahead
-from pycls_fast.data.sources.splits import Relabelled, Subset
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import CLASSES, expected, make_content, opened, samples_of, write_tars
 
@@ -58,7 +57,7 @@ def source_of(address: str, folder: Path, *, room: float | None = None) -> Sourc
 
 
 def copied(source: Source) -> CopiedShards:
-    found = copied_shards(source)
+    found = source.copied_shards
     assert found is not None
     return found
 
@@ -141,8 +140,8 @@ def test_remote_shards(tmp_path: Path, memory: str) -> None:
     splits = opened("tar", memory, cache=policy)
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
-    assert prefers_blocks(splits["train"])
-    assert copied_shards(splits["train"]) is None
+    assert splits["train"].prefers_blocks
+    assert splits["train"].copied_shards is None
     # The index is kept however small it is, and made anew when a shard changes.
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
     fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")

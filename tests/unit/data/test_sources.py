@@ -19,7 +19,6 @@ from pycls_fast.data import (
     ImageDataset,
     TrainSampler,
     TrainTransform,
-    block_ends,
     block_order,
     make_loader,
 )
@@ -116,7 +115,7 @@ def test_ranks_and_workers_together_see_exactly_the_epoch(
     steps_per_epoch = count // batch
     stop = data.draw(st.integers(0, steps_per_epoch))
     seed = data.draw(st.integers(0, 2**40))
-    ends = block_ends(source)
+    ends = source.block_ends
     in_blocks = ends is not None and data.draw(st.booleans())
     buffer = data.draw(st.integers(1, 2 * count))
 

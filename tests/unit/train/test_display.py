@@ -87,22 +87,6 @@ def test_the_title_of_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "index /data/[old]" in capsys.readouterr().err
 
 
-def test_the_rate_is_that_after_the_first_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before it workers start, or an earlier run has made what is counted."""
-    times = iter([0.0, 20.0, 40.0, 45.0, 60.0])
-    monkeypatch.setattr("pycls_fast.data.sources.progress.time.monotonic", lambda: next(times))
-    with progress("verify", 3000, "images") as advance:
-        for count in (1000, 10, 10, 1980):
-            advance(count)
-    assert capsys.readouterr().err.splitlines() == [
-        "verify: 1,000 of 3,000 images",
-        "verify: 1,010 of 3,000 images, 0.5/s",
-        "verify: 3,000 of 3,000 images, 50/s",
-    ]
-
-
 @pytest.mark.parametrize("mode", ["plain", "auto"])
 def test_without_standard_output(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """As Python has it where a process was started with the descriptor closed."""

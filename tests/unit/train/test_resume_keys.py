@@ -11,6 +11,7 @@ import pytest
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.data import Source, SyntheticSource
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.resolving import with_saved_batch
@@ -44,16 +45,14 @@ TOLD: dict[str, Any] = {
 }
 
 
-class Shards:
+class Shards(Source):
     """Seven images behind a network."""
 
     prefers_blocks = True
 
     def __init__(self, *ends: int) -> None:
         self.block_ends = np.array(ends)
-
-    def __len__(self) -> int:
-        return 7
+        self.labels = np.zeros(7, np.int32)
 
 
 def go_on(
@@ -88,7 +87,7 @@ def go_on(
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        sources={"train": range(images) if source is None else source},
+        sources={"train": SyntheticSource(images, 8, 2, 0) if source is None else source},
         world=SimpleNamespace(size=ranks),
         classes=("cat", "dog"),
         train_names="names-1",
@@ -106,7 +105,7 @@ def test_every_key_that_must_stay_has_a_case() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_must_stay(name: str) -> None:
     override, key = CHANGES[name]
-    shards: Any = Shards(3, 7)
+    shards = Shards(3, 7)
     order = build.order_name(load_config("vit_digits"), shards)
     with pytest.raises(UserError) as caught:
         go_on(override, source=shards, order=order)
@@ -188,10 +187,10 @@ def test_every_key_that_is_told_has_a_case() -> None:
 @pytest.mark.slow
 def test_the_order_depends_on_the_storage() -> None:
     config, shards = load_config("vit_digits"), Shards(3, 7)
-    order = build.order_name(config, shards)  # type: ignore[arg-type]
+    order = build.order_name(config, shards)
     assert go_on(source=shards, order=order) == []
     assert go_on() == []
-    for source in (Shards(4, 7), range(7)):
+    for source in (Shards(4, 7), SyntheticSource(7, 8, 2, 0)):
         with pytest.raises(UserError, match=rf"^data\.shuffle: .* but {order} when .*; use the same shards"):
             go_on(source=source, order=order)
     with pytest.raises(UserError, match=r"^data\.shuffle: .* now, but full when .*; use data\.shuffle=full, or"):

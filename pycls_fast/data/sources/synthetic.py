@@ -1,0 +1,94 @@
+"""Images that need no download: scikit-learn's handwritten digits, and noise."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pycls_fast.counter import counter_seed
+from pycls_fast.data.sources.base import Source
+from pycls_fast.errors import UserError
+
+COUNT = 1797
+"""Images in `sklearn.datasets.load_digits`, the test set of Alpaydin and Kaynak's Optical Recognition of
+Handwritten Digits (UCI Machine Learning Repository, 1998): 8 x 8 pixels."""
+
+
+class SyntheticSource(Source):
+    """Noise generated on demand: for measuring everything but disk and decoder, and for tests.
+
+    The pixels depend only on (seed, index), uniform in 0..255 and unrelated to the label; labels cycle through the
+    classes.
+    """
+
+    def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:
+        self._image_size = image_size
+        self._seed = seed
+        self.classes = tuple(f"class{label}" for label in range(num_classes))
+        self.labels = np.arange(count, dtype=np.int32) % np.int32(num_classes)
+
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        size = self._image_size
+        words = -(-size * size * 3 // 8)
+        # A bit generator's raw words are stable between NumPy versions; the byte order is fixed for the same
+        # reason.
+        raw = np.random.PCG64(counter_seed(self._seed, index)).random_raw(words).astype("<u8")
+        image_HWC = raw.view(np.uint8)[: size * size * 3].reshape(size, size, 3)
+        return image_HWC, index % len(self.classes)
+
+    def name(self, index: int) -> str:
+        return f"synthetic image {index}"
+
+    def describe(self) -> str:
+        return f"{super().describe()}, synthetic, {self._image_size} x {self._image_size}"
+
+
+def write_digits(folder: str | Path) -> None:
+    """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there already.
+
+    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so that
+    several processes may call this at the same time and none ever sees an incomplete set.
+
+    Raises:
+        UserError: when `folder` holds something else or cannot be written, or scikit-learn is missing.
+    """
+    folder = Path(folder)
+    if _is_complete(folder):
+        return
+    draft = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        _write_images(draft)
+        draft.rename(folder)
+    except ImportError as error:
+        raise UserError(
+            "the digits come with scikit-learn, which is not installed; pip install scikit-learn"
+        ) from error
+    except OSError as error:
+        # Another process was first, or something is in the way: a rename never replaces a filled folder.
+        if not _is_complete(folder):
+            raise UserError(
+                f"{folder}: the digits cannot be written there ({error.strerror}); choose another folder, or train on "
+                "the images there with an experiment for them (such as --config-name finetune)"
+            ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    return sum(1 for _ in folder.glob("[0-9]/[0-9][0-9][0-9][0-9].png")) == COUNT
+
+
+def _write_images(folder: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images_BHW = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    for digit in range(10):
+        (folder / str(digit)).mkdir()
+    for number, (image_HW, digit) in enumerate(zip(images_BHW, digits.target, strict=True)):
+        Image.fromarray(image_HW).save(folder / str(digit) / f"{number:04d}.png")
