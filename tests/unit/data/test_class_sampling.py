@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import ImageDataset, TrainSampler, TrainTransform, class_order
+from pycls_fast.data import ImageDataset, Source, SyntheticSource, TrainSampler, TrainTransform, class_order
 from pycls_fast.errors import UserError
 
 # 1, 10, 100 and no images; mixed up, so that positions say nothing.
@@ -115,6 +115,6 @@ def test_the_configuration_chooses_and_refuses() -> None:
     order = build.data.order(config, source)
     assert order is not None
     assert np.bincount(source.labels[order(0, 0) % 4]).tolist() == [2, 2]
-    assert build.data.order(load_config("vit_digits"), Labelled()) is None  # type: ignore[arg-type]
+    assert build.data.order(load_config("vit_digits"), source) is None  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"data.sampling: balanced visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])

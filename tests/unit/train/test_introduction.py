@@ -15,6 +15,8 @@ from pycls_fast.config import load_config
 from pycls_fast.data import SyntheticSource
 from pycls_fast.train.start import _notes
 
+SOURCES = {"train": SyntheticSource(4, 8, 2, 0)}
+
 
 @pytest.fixture(autouse=True)
 def race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +40,7 @@ def test_a_precision_that_is_slow_here(
     config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
     world = SimpleNamespace(size=1, device=torch.device("cpu"), is_main=True)
     switches = build.switches(config, world.device)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources=SOURCES)
     notes = list(_notes(run))
     assert notes == [] if told is None else notes[0].startswith(told)
 
@@ -84,9 +84,7 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
     config = load_config("vit_digits", overrides)
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=1, device=torch.device("cpu"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, total_steps=100, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources=SOURCES)
     for note, begins in zip(_notes(run), told, strict=True):
         assert note.startswith(begins)
 
@@ -98,9 +96,7 @@ def test_a_gpu_without_a_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, 
     config = load_config("vit_s16", ["data=synthetic", "precision=fp32", "speed=fast"])
     switches = build.switches(config, torch.device("cuda"))
     world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, total_steps=100, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources=SOURCES)
     (note,) = (note for note in _notes(run) if note.startswith("speed.compile"))
     assert note.startswith("speed.compile: compiling" if found else "speed.compile: off, because no C compiler")
 
@@ -117,9 +113,7 @@ def test_gpus_that_idle(
     config = load_config("vit_digits", ["precision=fp32", "speed=reference", *overrides])
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=ranks, device=torch.device("cuda"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources=SOURCES)
     notes = [note for note in _notes(run) if "GPUs is used" in note]
     assert len(notes) == told
     assert all(f"torchrun --nproc_per_node {gpus} " in note for note in notes)
@@ -130,9 +124,7 @@ def test_a_small_batch_on_many_gpus(device: str, ranks: int, told: int) -> None:
     config = load_config("vit_digits", ["precision=fp32", "data.global_batch_size=64"])
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=ranks, device=torch.device(device), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources=SOURCES)
     notes = list(_notes(run))
     assert [note.startswith("data.global_batch_size: 8 images at a time") for note in notes] == [True] * told
 
@@ -154,9 +146,7 @@ def test_a_gpu_without_bfloat16(
     config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, world=world, sources=SOURCES)
     notes = list(_notes(run))
     expected = f"precision: {precision} is slow on this GPU, which has no units for bfloat16; use precision=amp_fp16"
     assert notes == [expected] * told
@@ -169,8 +159,6 @@ def test_the_note_on_float8_that_is_not_compiled(compiled: str, told: str) -> No
     config = load_config("vit_digits", ["precision=fp8", f"speed.compile={compiled}"])
     switches = build.switches(config, torch.device("cuda"))
     world = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, switches=switches, total_steps=100, world=world, sources={"train": SyntheticSource(4, 8, 2, 0)}
-    )
+    run: Any = SimpleNamespace(config=config, switches=switches, total_steps=100, world=world, sources=SOURCES)
     (note,) = _notes(run)
     assert note.startswith(told)
