@@ -43,16 +43,20 @@ class Choice(Section):
     Attributes:
         key: where a member is chosen in a configuration.
         tag: the field that holds its name.
+        default: the member that is meant where no name is given; "" if there must be one.
     """
 
     key: ClassVar[str] = ""
     tag: ClassVar[str] = "name"
+    default: ClassVar[str] = ""
     _members: ClassVar[dict[str, type[Choice]]] = {}
 
-    def __init_subclass__(cls, *, key: str = "", tag: str = "name", name: str = "", **settings: Any) -> None:
+    def __init_subclass__(
+        cls, *, key: str = "", name: str = "", tag: str = "name", default: str = "", **settings: Any
+    ) -> None:
         super().__init_subclass__(**settings)
         if key:
-            cls.key, cls.tag, cls._members = key, tag, {}
+            cls.key, cls.tag, cls.default, cls._members = key, tag, default, {}
             FAMILIES[key] = cls
         if name:
             other = cls._members.get(name)
@@ -84,6 +88,8 @@ class Choice(Section):
         """The member for plain values. It is looked up now, when the user's modules have been imported."""
         if isinstance(value, cls):
             return value
+        if isinstance(value, dict) and cls.default:
+            value = {cls.tag: cls.default, **value}
         # As JSON text, in which a list may become a tuple.
         return TypeAdapter(Annotated[Any, _OneOf(cls._members, cls.tag)]).validate_json(json.dumps(value))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,13 @@ class LossFunction(Protocol):
     """Mean loss over a batch: `(logits_BK, targets) -> scalar`, in float32 or wider."""
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor: ...
+
+
+@runtime_checkable
+class PerImage(LossFunction, Protocol):
+    """A loss that also has the loss of each image, for `ClassWeighted`."""
+
+    def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class ClassWeighted:
         weights_K: float32, one per class, on the logits' device.
     """
 
-    plain: CrossEntropy | BinaryCrossEntropy
+    plain: PerImage
     weights_K: Tensor
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:

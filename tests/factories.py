@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +94,10 @@ def _whole(read: Callable[[State], tuple[dict[str, Tensor], list[str]]]) -> Conv
 from_timm_vit = _whole(read_timm_vit)
 from_torchvision_vit = _whole(read_torchvision_vit)
 from_resnet = _whole(read_resnet)
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], *, implementation: str = "loop", **keys: Any) -> Any:
+    """An optimizer over these groups, by its name and the keys of `optim`."""
+    from pycls_fast.optim.choices import Optimizer
+
+    return Optimizer.choices()[name](**keys).build(groups, implementation)

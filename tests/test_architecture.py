@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "published": set(),
     "models": _LEAVES,
     "data": _LEAVES,
-    "optim": _LEAVES,
+    "optim": _LEAVES | {"losses"},
     "losses": _LEAVES,
     "speed": _LEAVES | {"optim"},
     "precision": _LEAVES,

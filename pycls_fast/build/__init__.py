@@ -40,13 +40,11 @@ from pycls_fast.build.network import (
     wrap,
 )
 from pycls_fast.build.optimization import (
-    criterion,
     ema,
     loss,
     loss_scaler,
     optimizer,
     parameter_groups,
-    peak_lr,
     schedule,
 )
 from pycls_fast.build.race import Race, compile_if_it_pays, cuda_precision, race, shared_race
@@ -75,7 +73,6 @@ __all__ = [
     "cores",
     "cores_per_rank",
     "counted_model",
-    "criterion",
     "cuda_precision",
     "device_kind",
     "device_memory",
@@ -103,7 +100,6 @@ __all__ = [
     "optimizer",
     "order_name",
     "parameter_groups",
-    "peak_lr",
     "prepare",
     "prepare_on_host",
     "preprocessing",

@@ -15,7 +15,7 @@ from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name
 from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
-from pycls_fast.build.optimization import loss, optimizer_of
+from pycls_fast.build.optimization import loss
 from pycls_fast.build.switch_values import switches
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data import IN_FLIGHT
@@ -152,7 +152,7 @@ class MemoryPlan:
         freeze(config, network)
         apply_precision(config, network, _CPU)
         save_activation_memory(config, network, chosen)
-        of_logits = loss(config, chosen, _CPU)
+        of_logits = loss(config, chosen, _CPU, self.config.model.num_classes or self.classes)
         dtype = DTYPES[level(config).weights]
         formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -188,7 +188,7 @@ class MemoryPlan:
 
         def make(parameters: list[nn.Parameter]) -> Optimizer:
             group = {"params": parameters, "hidden": True}
-            return optimizer_of(settings, [group], settings.lr, self.switches[SwitchName.OPTIMIZER])
+            return settings.build([group], self.switches[SwitchName.OPTIMIZER])
 
         return plan.update_transient(make)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -13,18 +11,9 @@ from torch.optim import Optimizer
 from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.device import level
 from pycls_fast.build.switch_values import need_compiler
-from pycls_fast.config import schema
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.losses import (
-    BinaryCrossEntropy,
-    ClassWeighted,
-    Criterion,
-    CrossEntropy,
-    FusedLoss,
-    LossFunction,
-    balanced_weights,
-)
+from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
@@ -34,15 +23,8 @@ from pycls_fast.optim.groups import Decay, Group, Kinds
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import (
-    adafactor,
-    adamw,
-    adamw8bit,
     compile_step,
-    lamb,
-    lion,
     make_capturable,
-    muon,
-    sgd,
 )
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
@@ -50,76 +32,35 @@ from pycls_fast.speed import SwitchName
 
 
 def loss(
-    config: RunConfig,
-    chosen: Switches,
-    device: torch.device,
-    class_counts: np.ndarray | None = None,
-    *,
-    classes: int | None = None,
+    config: RunConfig, chosen: Switches, device: torch.device, classes: int, class_counts: np.ndarray | None = None
 ) -> LossFunction:
     """The training loss.
 
     Args:
+        classes: number of the network's outputs, K.
         class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when timing
             random images, all classes have the same weight.
-        classes: number of the network's outputs, K, for checking the threshold.
 
     Raises:
-        UserError: it cannot be compiled on this machine, or its threshold gives every class the same target.
+        UserError: it cannot be compiled on this machine, or its settings do not fit the classes.
     """
-    if classes is not None:
-        _check_threshold(config.loss, classes)
-    unweighted: CrossEntropy | BinaryCrossEntropy = CrossEntropy(config.loss.label_smoothing)
-    if config.loss.name == "bce":
-        unweighted = BinaryCrossEntropy(
-            config.loss.label_smoothing, config.loss.bce_reduction, config.loss.bce_threshold
-        )
-    plain: LossFunction = unweighted
+    plain = config.loss.build(classes)
     if config.loss.class_weights == "balanced" and class_counts is not None:
+        if not isinstance(plain, PerImage):
+            raise UserError(f"loss.class_weights: loss={config.loss.name} has no loss of each image; use none")
         weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
         # Outputs beyond the data's classes get the weight 1.
         spare = max((config.model.num_classes or 0) - len(weights_K), 0)
-        plain = ClassWeighted(unweighted, F.pad(weights_K, (0, spare), value=1.0))
+        plain = ClassWeighted(plain, F.pad(weights_K, (0, spare), value=1.0))
     if chosen[SwitchName.CROSS_ENTROPY] == "plain":
         return plain
     need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
     return FusedLoss(plain)
 
 
-def _check_threshold(settings: schema.Loss, classes: int) -> None:
-    if settings.bce_threshold is None or settings.label_smoothing == 0.0:
-        return
-    # Targets after smoothing, of an absent and of the present class.
-    absent = settings.label_smoothing / classes
-    present = 1.0 - settings.label_smoothing + absent
-    if not absent < settings.bce_threshold < present:
-        raise UserError(
-            f"loss.bce_threshold: {settings.bce_threshold:g} with loss.label_smoothing={settings.label_smoothing:g} "
-            f"makes every class a {int(settings.bce_threshold <= absent)}: with {classes} classes the smoothed targets "
-            f"are {absent:.3g} and {present:.3g}; use loss.label_smoothing=0, or a threshold between the two"
-        )
-
-
-def peak_lr(config: RunConfig) -> float:
-    """`optim.lr`, scaled linearly with the global batch if `optim.lr_batch_size` is set (Goyal et al. 2017)."""
-    reference = config.optim.lr_batch_size
-    return config.optim.lr if reference is None else config.optim.lr * config.data.global_batch_size / reference
-
-
 def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
-    """The learning-rate curve over `schedule.epochs`, whatever `schedule.max_steps` says."""
-    settings = config.schedule
-    return LrSchedule(
-        lr=peak_lr(config),
-        total_steps=settings.epochs * steps_per_epoch,
-        warmup_steps=round(settings.warmup_epochs * steps_per_epoch),
-        warmup_start_factor=settings.warmup_start_factor,
-        final_factor=settings.final_factor,
-        shape=settings.name,
-        from_start=settings.curve_from == "start",
-        step_length=(settings.step_epochs or settings.epochs) * steps_per_epoch,
-        step_factor=settings.step_factor,
-    )
+    """The learning rates of a run."""
+    return LrSchedule(config.schedule, config.optim.scaled(config.data.global_batch_size).lr, steps_per_epoch)
 
 
 def optimizer(
@@ -135,7 +76,7 @@ def optimizer(
 
     The shards of a `sharded` network are updated where they are, even if they are offloaded to the host.
     """
-    settings = config.optim
+    settings = config.optim.scaled(config.data.global_batch_size)
     if groups is None:
         groups = parameter_groups(config, network)
     if masters is not None:
@@ -146,7 +87,7 @@ def optimizer(
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if settings.compiles_itself:
             need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
-        made = optimizer_of(settings, groups, peak_lr(config), chosen[SwitchName.OPTIMIZER])
+        made = settings.build(groups, chosen[SwitchName.OPTIMIZER])
         if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             compile_step(made)
@@ -192,24 +133,6 @@ def parameter_groups(config: RunConfig, network: Network) -> list[Group]:
     )
 
 
-# A section's own keys are the arguments of its optimizer's function.
-_MAKE: dict[str, Callable[..., Optimizer]] = {
-    "adamw": adamw,
-    "sgd": sgd,
-    "lamb": lamb,
-    "lion": lion,
-    "adafactor": adafactor,
-    "muon": muon,
-    "adamw8bit": adamw8bit,
-}
-
-
-def optimizer_of(settings: schema.Optimizer, groups: list[Group], lr: float, implementation: str) -> Optimizer:
-    """An optimizer over groups of parameters, uncompiled."""
-    choice = {"implementation": implementation} if len(settings.implementations) > 1 else {}
-    return _MAKE[settings.name](groups, lr=lr, **settings.own(), **choice)
-
-
 def ema(config: RunConfig, weights: OwnedWeights, chosen: Switches) -> Ema | None:
     """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
@@ -222,13 +145,6 @@ def ema(config: RunConfig, weights: OwnedWeights, chosen: Switches) -> Ema | Non
         implementation=chosen[SwitchName.EMA],
         every=settings.ema_every_steps,
     )
-
-
-def criterion(config: RunConfig) -> Criterion:
-    """How evaluations judge: by the run's loss, without smoothing, weights and threshold."""
-    if config.loss.name != "bce":
-        return Criterion()
-    return Criterion(BinaryCrossEntropy(reduction=config.loss.bce_reduction).each, sigmoid=True)
 
 
 def loss_scaler(

@@ -276,7 +276,6 @@ def _readable(override: str) -> str:
 _READ_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
     ("precision.loss_scale", "precision.name", lambda config: LEVELS[config.precision.name].scaled),
     ("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
-    ("loss.bce_reduction", "loss.name", lambda config: config.loss.name == "bce"),
     ("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
     ("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
     ("augment.rand_augment", "augment.policy", lambda config: config.augment.policy == "rand_augment"),

@@ -199,7 +199,7 @@ class Classifier:
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
         """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
-        return scores_BK.sigmoid() if build.criterion(self.config).sigmoid else scores_BK.softmax(dim=1)
+        return scores_BK.sigmoid() if self.config.loss.criterion().sigmoid else scores_BK.softmax(dim=1)
 
     def inputs(self, batch: Batch) -> Tensor:
         """A batch as the network takes it: (B, C, H, W), normalised."""

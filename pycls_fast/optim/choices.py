@@ -1,13 +1,18 @@
-"""The optimizers that `optim.name` names: their keys, and what switches, strategies and tables ask of each."""
+"""The optimizers that `optim.name` names and the losses that `loss.name` names.
+
+No optimizer reads a value from the device: that is why Adafactor is not torch's, which reads two norms of every tensor
+on the host at every step. torch is imported where something is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Choice
+from pycls_fast.errors import UserError
 from pycls_fast.values import (
     Betas,
     ModuleNames,
@@ -17,6 +22,12 @@ from pycls_fast.values import (
     PositiveIntOrAuto,
     Rate,
 )
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer as TorchOptimizer
+
+    from pycls_fast.losses import BinaryCrossEntropy, Criterion, CrossEntropy, LossFunction
+    from pycls_fast.optim.groups import Group
 
 
 class Optimizer(Choice, key="optim"):
@@ -44,7 +55,7 @@ class Optimizer(Choice, key="optim"):
     state_keys: ClassVar[tuple[str, ...]] = ()
     """Its own keys that the shapes of its state depend on; a run cannot change them when it resumes."""
 
-    name: str
+    name: str = ""
     """The optimizer."""
     lr: PositiveFloat
     """The learning rate after the warm-up."""
@@ -94,6 +105,21 @@ class Optimizer(Choice, key="optim"):
         """The size of its state, in float32 copies of the weights."""
         return 2.0
 
+    def scaled(self, global_batch_size: int) -> Self:
+        """The same with its learning rate for this batch: in proportion if `lr_batch_size` is set."""
+        if self.lr_batch_size is None:
+            return self
+        return self.model_copy(update={"lr": self.lr * global_batch_size / self.lr_batch_size, "lr_batch_size": None})
+
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        """An optimizer of parameter groups, whose rate is `lr`.
+
+        Args:
+            groups: with `params` and `weight_decay`; `lr_scale` is applied later.
+            implementation: one of `implementations`.
+        """
+        raise NotImplementedError
+
 
 class AdamW(Optimizer, name="adamw"):
     """AdamW (Loshchilov and Hutter, 2019): decay is `lr * weight_decay` per step, as in torch."""
@@ -108,6 +134,11 @@ class AdamW(Optimizer, name="adamw"):
     """The decay of the first and the second moment, per step."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        import torch
+
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **_flags(implementation))
 
 
 class SGD(Optimizer, name="sgd"):
@@ -135,6 +166,20 @@ class SGD(Optimizer, name="sgd"):
     def state_copies(self) -> float:
         return 1.0 if self.momentum else 0.0
 
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        import torch
+
+        made = torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **_flags(implementation)
+        )
+        if implementation == "fused" and self.momentum:
+            # torch's fused step uses uninitialised memory as momentum if loss scaling skips the first step (2.11 to
+            # 2.15).
+            for group in made.param_groups:
+                for parameter in group["params"]:
+                    made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return made
+
 
 class LAMB(Optimizer, name="lamb"):
     """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio for parameters without weight decay.
@@ -153,6 +198,22 @@ class LAMB(Optimizer, name="lamb"):
     eps: PositiveFloat = 1e-6
     """Added to the root of the second moment."""
 
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        # As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
+        # correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm
+        # to 1 is `clip_norm` here.
+        import timm.optim
+
+        from pycls_fast.optim.optimizers import steps_from_state, steps_into_state
+
+        made: TorchOptimizer = timm.optim.Lamb(
+            groups, lr=self.lr, betas=self.betas, eps=self.eps, max_grad_norm=None, foreach=implementation == "foreach"
+        )
+        # timm counts steps in the groups; our checkpoints save only the parameters' state.
+        made.register_state_dict_post_hook(steps_into_state)
+        made.register_load_state_dict_post_hook(steps_from_state)
+        return made
+
 
 class Lion(Optimizer, name="lion"):
     """Lion (Chen et al., 2023): the sign of a momentum; decay is `lr * weight_decay` per step."""
@@ -168,6 +229,14 @@ class Lion(Optimizer, name="lion"):
     @property
     def state_copies(self) -> float:
         return 1.0
+
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        import timm.optim
+
+        made: TorchOptimizer = timm.optim.Lion(
+            groups, lr=self.lr, betas=self.betas, foreach=implementation == "foreach"
+        )
+        return made
 
 
 class Adafactor(Optimizer, name="adafactor"):
@@ -193,6 +262,22 @@ class Adafactor(Optimizer, name="adafactor"):
     def state_copies(self) -> float:
         # The rows and columns of its second moments are next to nothing.
         return 0.5 if self.momentum_dtype == "bfloat16" else 1.0
+
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        # No scaling by the parameter; weight decay is `lr * weight_decay` per step, as in AdamW.
+        import timm.optim
+
+        made: TorchOptimizer = timm.optim.AdafactorBigVision(
+            groups,
+            lr=self.lr,
+            momentum=self.momentum,
+            momentum_dtype=self.momentum_dtype,
+            decay_rate=self.beta2_decay,
+            beta2_cap=self.beta2_cap,
+            min_dim_size_to_factor=self.min_factored,
+            clipping_threshold=self.clip_threshold,
+        )
+        return made
 
 
 class Muon(Optimizer, name="muon"):
@@ -221,6 +306,30 @@ class Muon(Optimizer, name="muon"):
         # Two for the parameters that it leaves to AdamW.
         return 1.0
 
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        # The update of a matrix is scaled by `0.2 * sqrt(max(rows, columns))` (Liu et al., section 2.2). Convolutions
+        # are flattened to (out, in * height * width).
+        import timm.optim
+
+        # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
+        # Of the hidden ones timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
+        kinds: dict[bool, dict[str, Any]] = {
+            True: {"use_muon": True, "nesterov": self.nesterov, "eps": 1e-7},
+            False: {"use_fallback": True, "nesterov": False},
+        }
+        made: TorchOptimizer = timm.optim.Muon(
+            [{**group, **kinds[group["hidden"]]} for group in groups],
+            lr=self.lr,
+            momentum=self.momentum,
+            ns_steps=self.newton_schulz_steps,
+            ns_coefficients="original",
+            adjust_lr_fn="match_rms_adamw",
+            conv_mode="flatten",
+            betas=self.betas,
+            eps=self.eps,
+        )
+        return made
+
 
 class AdamW8bit(Optimizer, name="adamw8bit"):
     """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install -e '.[torchao]'`)."""
@@ -237,6 +346,93 @@ class AdamW8bit(Optimizer, name="adamw8bit"):
     @property
     def state_copies(self) -> float:
         return 0.5
+
+    def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
+        # Blocks of 256 numbers; tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao
+        # compiles each parameter's update, on a CPU with the machine's C++ compiler.
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError(
+                "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'"
+            ) from error
+        return AdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+
+
+class Loss(Choice, key="loss", default="cross_entropy"):
+    """The training loss. Evaluations report the same one without smoothing, threshold and weights."""
+
+    name: str = ""
+    """The loss."""
+    label_smoothing: Rate = 0.0
+    """The share of the target that is spread over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: each image counts by the mean number of images per class divided by its own class's."""
+
+    def build(self, classes: int) -> LossFunction:
+        """The mean loss of a batch; for `class_weights` it needs a method `each(logits_BK, labels_B) -> loss_B`."""
+        raise NotImplementedError
+
+    def criterion(self) -> Criterion:
+        """How evaluations judge: by softmax cross-entropy, if this is not replaced."""
+        from pycls_fast.losses import Criterion
+
+        return Criterion()
+
+
+class SoftmaxLoss(Loss, name="cross_entropy"):
+    """Softmax cross-entropy."""
+
+    def build(self, classes: int) -> CrossEntropy:
+        from pycls_fast.losses import CrossEntropy
+
+        return CrossEntropy(self.label_smoothing)
+
+
+class SigmoidLoss(Loss, name="bce"):
+    """Binary cross-entropy with a sigmoid for each class."""
+
+    bce_reduction: Literal["mean", "sum"] = "mean"
+    """Average the classes as timm does, or add them as big_vision does."""
+    bce_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Classes with a larger share of a mixed image get the target 1, all others 0; null: the share is the target."""
+
+    @field_validator("bce_threshold")
+    @classmethod
+    def _without_weights(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("class_weights") == "balanced":
+            raise ValueError("rounds the shares of a mixed image, which loss.class_weights weights; use one of the two")
+        return value
+
+    def build(self, classes: int) -> BinaryCrossEntropy:
+        """The loss.
+
+        Raises:
+            UserError: the threshold gives every class the same target.
+        """
+        from pycls_fast.losses import BinaryCrossEntropy
+
+        # Targets after smoothing, of an absent and of the present class.
+        absent = self.label_smoothing / classes
+        present = 1.0 - self.label_smoothing + absent
+        threshold = self.bce_threshold
+        if threshold is not None and self.label_smoothing and not absent < threshold < present:
+            raise UserError(
+                f"loss.bce_threshold: {threshold:g} with loss.label_smoothing={self.label_smoothing:g} makes every "
+                f"class a {int(threshold <= absent)}: with {classes} classes the smoothed targets are {absent:.3g} and "
+                f"{present:.3g}; use loss.label_smoothing=0, or a threshold between the two"
+            )
+        return BinaryCrossEntropy(self.label_smoothing, self.bce_reduction, threshold)
+
+    def criterion(self) -> Criterion:
+        from pycls_fast.losses import BinaryCrossEntropy, Criterion
+
+        return Criterion(BinaryCrossEntropy(reduction=self.bce_reduction).each, sigmoid=True)
+
+
+def _flags(implementation: str) -> dict[str, bool]:
+    # Both flags are explicit: with None torch would choose by itself.
+    return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
 
 
 def optimizers_with(fact: Callable[[type[Optimizer]], object]) -> str:

@@ -1,155 +1,15 @@
-"""Optimizers: one function per algorithm, with the implementation (`loop`, `foreach`, `fused`) as an argument.
-
-What else is known of each is in `speed/optimizers.py`. None reads a value from the device: that is why Adafactor is
-not torch's, which reads two norms of every tensor on the host at every step.
-"""
+"""What is done to every optimizer: rates, compilation, CUDA graphs, and its state by the names of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast.errors import UserError
-from pycls_fast.optim.groups import Group
-
 Named = Iterable[tuple[str, nn.Parameter]]
-
-
-def sgd(groups: Sequence[Group], *, lr: float, momentum: float, nesterov: bool, implementation: str) -> Optimizer:
-    """SGD with momentum; `implementation` is loop, foreach or fused."""
-    made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_flags(implementation))
-    if implementation == "fused" and momentum:
-        # torch's fused step uses uninitialised memory as momentum if loss scaling skips the first step (2.11 to 2.15).
-        for group in made.param_groups:
-            for parameter in group["params"]:
-                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return made
-
-
-def adamw(
-    groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
-) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019) with bias correction; `implementation` is loop, foreach or fused."""
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **_flags(implementation))
-
-
-def lamb(
-    groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
-) -> Optimizer:
-    """LAMB (You et al., 2020, algorithm 2), timm's; `implementation` is loop or foreach.
-
-    As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
-    correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm to 1
-    is `optim.clip_norm` here.
-    """
-    import timm.optim
-
-    made: Optimizer = timm.optim.Lamb(
-        groups, lr=lr, betas=betas, eps=eps, max_grad_norm=None, foreach=implementation == "foreach"
-    )
-    # timm counts steps in the groups; our checkpoints save only the parameters' state.
-    made.register_state_dict_post_hook(_steps_into_state)
-    made.register_load_state_dict_post_hook(_steps_from_state)
-    return made
-
-
-def lion(groups: Sequence[Group], *, lr: float, betas: tuple[float, float], implementation: str) -> Optimizer:
-    """Lion (Chen et al., 2023, algorithm 2), timm's; `implementation` is loop or foreach."""
-    import timm.optim
-
-    made: Optimizer = timm.optim.Lion(groups, lr=lr, betas=betas, foreach=implementation == "foreach")
-    return made
-
-
-def adafactor(
-    groups: Sequence[Group],
-    *,
-    lr: float,
-    momentum: float,
-    momentum_dtype: str,
-    beta2_decay: float,
-    beta2_cap: float,
-    min_factored: int,
-    clip_threshold: float | None,
-) -> Optimizer:
-    """Adafactor (Shazeer and Stern, 2018) as Zhai et al. (2022, section 3.4) changed it for ViTs, timm's; a loop.
-
-    No scaling by the parameter, momentum in `momentum_dtype` (bfloat16 or float32), beta2 of step t is
-    `min(beta2_cap, 1 - t ** -beta2_decay)`; second moments of tensors with two axes of `min_factored` or more are
-    factored into rows and columns. Weight decay is `lr * weight_decay` per step, as in AdamW.
-    """
-    import timm.optim
-
-    made: Optimizer = timm.optim.AdafactorBigVision(
-        groups,
-        lr=lr,
-        momentum=momentum,
-        momentum_dtype=momentum_dtype,
-        decay_rate=beta2_decay,
-        beta2_cap=beta2_cap,
-        min_dim_size_to_factor=min_factored,
-        clipping_threshold=clip_threshold,
-    )
-    return made
-
-
-def muon(
-    groups: Sequence[Group],
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    newton_schulz_steps: int,
-    betas: tuple[float, float],
-    eps: float,
-) -> Optimizer:
-    """Muon (Jordan et al., 2024) on groups with `hidden`, AdamW on the others, timm's; a loop.
-
-    The update of a matrix is scaled by `0.2 * sqrt(max(rows, columns))`, to the size of AdamW's, so that AdamW's lr and
-    weight decay serve both (Liu et al., 2025, section 2.2). Convolutions are flattened to (out, in * height * width).
-    """
-    import timm.optim
-
-    # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
-    # Of the hidden ones timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
-    kinds: dict[bool, dict[str, Any]] = {
-        True: {"use_muon": True, "nesterov": nesterov, "eps": 1e-7},
-        False: {"use_fallback": True, "nesterov": False},
-    }
-    made: Optimizer = timm.optim.Muon(
-        [{**group, **kinds[group["hidden"]]} for group in groups],
-        lr=lr,
-        momentum=momentum,
-        ns_steps=newton_schulz_steps,
-        ns_coefficients="original",
-        adjust_lr_fn="match_rms_adamw",
-        conv_mode="flatten",
-        betas=betas,
-        eps=eps,
-    )
-    return made
-
-
-def adamw8bit(groups: Sequence[Group], *, lr: float, betas: tuple[float, float], eps: float) -> Optimizer:
-    """AdamW with both moments in blocks of 256 8-bit numbers (Dettmers et al., 2022), torchao's.
-
-    Tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao compiles each parameter's
-    update, on a CPU with the machine's C++ compiler.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError(
-            "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'"
-        ) from error
-    return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
 
 
 # Too small to change any weight other than 0.
@@ -233,11 +93,6 @@ def _follow_layouts(optimizer: Optimizer) -> None:
                 values[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _flags(implementation: str) -> dict[str, bool]:
-    # Both flags are explicit: with None torch would choose by itself.
-    return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-
-
 def _names(optimizer: Optimizer, parameters: Named) -> list[tuple[int, str]]:
     # torch numbers parameters in the order of the groups.
     name_of = {parameter: name for name, parameter in parameters}
@@ -245,7 +100,8 @@ def _names(optimizer: Optimizer, parameters: Named) -> list[tuple[int, str]]:
     return [(index, name_of[parameter]) for index, parameter in enumerate(owned)]
 
 
-def _steps_into_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def steps_into_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A hook of `state_dict`: the steps that timm counts in the groups are copied into the parameters' state."""
     parameters: dict[int, dict[str, Any]] = {}
     for group in state["param_groups"]:
         for index in group["params"]:
@@ -254,7 +110,8 @@ def _steps_into_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": parameters}
 
 
-def _steps_from_state(optimizer: Optimizer) -> None:
+def steps_from_state(optimizer: Optimizer) -> None:
+    """The hook that undoes `steps_into_state` after `load_state_dict`."""
     for group in optimizer.param_groups:
         steps = [optimizer.state[p].pop("step") for p in group["params"] if "step" in optimizer.state.get(p, {})]
         if steps:

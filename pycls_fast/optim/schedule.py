@@ -4,51 +4,121 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Annotated, Literal
 
-Shape = Literal["cosine", "linear", "step", "constant"]
+from pydantic import Field
+
+from pycls_fast.choice import Choice
+from pycls_fast.values import (
+    EpochsOrAuto,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Probability,
+)
+
+
+class Schedule(Choice, key="schedule", default="cosine"):
+    """Learning rate per step: a linear warm-up, then a curve."""
+
+    name: str = ""
+    """The curve."""
+    epochs: PositiveIntOrAuto = 100
+    """The length of the run; auto: 160 steps, but 10 to 50 epochs."""
+    max_steps: NonNegativeInt | None = None
+    """Stop after so many steps, without changing the curve; null: at the end of the epochs; 0: only fit the head and
+    evaluate (head=probe)."""
+    warmup_epochs: EpochsOrAuto = 5.0
+    """The length of the warm-up; auto: a tenth of the epochs, at most 2."""
+    warmup_start_factor: Probability = 0.0
+    """The learning rate at the start of the warm-up, as a share of optim.lr."""
+    final_factor: Probability = 0.0
+    """The learning rate at the end, as a share of optim.lr, for curves that fall to it (cosine, linear)."""
+    curve_from: Literal["warmup_end", "start"] = "warmup_end"
+    """Where the curve begins: where the warm-up ends, or at the first step, where the warm-up replaces its beginning
+    (timm; nearly pycls')."""
+    early_stopping_evals: PositiveInt | None = None
+    """End the run when the best evaluation is so many evaluations old; null: never."""
+    best_metric: Literal["top1", "class_top1", "loss"] = "top1"
+    """What makes an evaluation the best one, also for checkpoints/best and summary.json: top-1, the mean of the
+    classes' accuracies, or the loss. Of equal ones it is the first."""
+    best_tolerance: NonNegativeFloat = 0.0
+    """Of evaluations whose accuracy is within so many of its standard errors of the highest, the last is the best one:
+    few validation images tell good epochs from lucky ones badly."""
+
+    def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
+        """The share of the highest learning rate at `step` of `steps`, both counted from where the curve begins."""
+        raise NotImplementedError
+
+
+class Cosine(Schedule, name="cosine"):
+    """Half a period of a cosine (Loshchilov and Hutter, 2017, without restarts)."""
+
+    def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
+        left = 0.5 * (1.0 + math.cos(math.pi * _progress(step, steps)))
+        return self.final_factor + (1.0 - self.final_factor) * left
+
+
+class Linear(Schedule, name="linear"):
+    """A straight line."""
+
+    def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
+        left = 1.0 - _progress(step, steps)
+        return self.final_factor + (1.0 - self.final_factor) * left
+
+
+class Steps(Schedule, name="step"):
+    """Multiplied by step_factor after every step_epochs epochs (He et al., 2016)."""
+
+    step_epochs: PositiveInt = 30
+    """The epochs between two steps of the curve."""
+    step_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """The factor of each step of the curve."""
+
+    def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
+        return float(self.step_factor ** (step // (self.step_epochs * steps_per_epoch)))
+
+
+class Constant(Schedule, name="constant"):
+    """The highest learning rate to the end."""
+
+    def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
+        return 1.0
+
+
+def _progress(step: int, steps: int) -> float:
+    return min(step / max(steps, 1), 1.0)
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up from `warmup_start_factor * lr`, then a curve to `final_factor * lr`.
+    """The learning rates of a run, whatever `max_steps` says.
+
+    With `curve_from=start` the warm-up replaces the curve's beginning, as in timm, so that the rate after the warm-up
+    is a little below `lr` (pycls multiplies the two, which makes the warm-up's rates a little smaller).
 
     Attributes:
-        lr: peak learning rate, reached at step `warmup_steps`.
-        total_steps: length of the whole curve; the last step is `total_steps - 1`, one short of the final value.
-        shape: "cosine" (half a period; Loshchilov and Hutter, 2017, without restarts), "linear", "step" (times
-            `step_factor` after every `step_length` steps; He et al. 2016) or "constant".
-        from_start: the curve begins at step 0 and the warm-up replaces its beginning, as in timm, so that the rate
-            after the warm-up is a little below `lr` (pycls multiplies the two, which makes the warm-up's rates a little
-            smaller); otherwise the curve begins where the warm-up ends.
+        lr: the highest one, reached at step `warmup_steps`.
     """
 
+    schedule: Schedule
     lr: float
-    total_steps: int
-    warmup_steps: int = 0
-    warmup_start_factor: float = 0.0
-    final_factor: float = 0.0
-    shape: Shape = "cosine"
-    from_start: bool = False
-    step_length: int = 1
-    step_factor: float = 0.1
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        """The length of the whole curve; the last step is one short of the final value."""
+        return self.schedule.epochs * self.steps_per_epoch
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.schedule.warmup_epochs * self.steps_per_epoch)
 
     def __call__(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
-            start = self.warmup_start_factor
+            start = self.schedule.warmup_start_factor
             return self.lr * (start + (1.0 - start) * step / self.warmup_steps)
-        begin = 0 if self.from_start else self.warmup_steps
-        progress = min((step - begin) / max(self.total_steps - begin, 1), 1.0)
-        match self.shape:
-            case "constant":
-                return self.lr
-            case "step":
-                return self.lr * float(self.step_factor ** ((step - begin) // self.step_length))
-            case "cosine":
-                left = 0.5 * (1.0 + math.cos(math.pi * progress))
-            case "linear":
-                left = 1.0 - progress
-            case unknown:
-                assert_never(unknown)
-        return self.lr * (self.final_factor + (1.0 - self.final_factor) * left)
+        begin = 0 if self.schedule.curve_from == "start" else self.warmup_steps
+        return self.lr * self.schedule.curve(step - begin, self.total_steps - begin, self.steps_per_epoch)

@@ -204,7 +204,7 @@ def make_step(
         )
     if graphed:
         build.draw_on_device(network)
-    loss = build.loss(config, switches, world.device, class_counts, classes=network.last_layer().out_features)
+    loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)
     masters = build.apply_precision(config, network, world.device, sharded=sharded)

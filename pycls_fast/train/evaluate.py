@@ -112,7 +112,7 @@ def evaluate(
         prepare: turns uint8 images into the model's input.
         autocast: the context of the forward pass.
         world: the ranks.
-        criterion: the loss whose mean is reported, and the kind of probabilities (`build.criterion`).
+        criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
         eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
             several true classes the one with the highest score counts; images without any are left out.
     """

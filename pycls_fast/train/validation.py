@@ -157,7 +157,7 @@ class Evaluations:
             run.step.prepare,
             run.step.autocast,
             run.world,
-            build.criterion(run.config),
+            run.config.loss.criterion(),
         )
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:

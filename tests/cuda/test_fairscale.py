@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pycls_fast.config import load_config
-from pycls_fast.optim.optimizers import adamw
 from pycls_fast.parallel import fairscale, start_world
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.train import train
+from tests.factories import make_optimizer
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_trains_as_one_process(
 def test_numbers_of_the_optimizer_are_told_from_the_host() -> None:
     """Or each rank would open a context on every other rank's GPU, where they are unpickled."""
     network = nn.Linear(4, 4).cuda()
-    make = partial(adamw, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation="fused")
+    make = partial(make_optimizer, "adamw", lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation="fused")
     settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
     with start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="fairscale_sharded_ddp") as world:
         wrapped = fairscale.shard_state(network, world, settings)

@@ -57,8 +57,8 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 def test_the_configuration_weighs() -> None:
     switches = speed.resolve("reference", {}, "cpu")
     config = load_config("vit_digits", ["loss.class_weights=balanced", "model.num_classes=5"])
-    made = build.loss(config, switches, CPU, np.array([5, 2, 1]))
+    made = build.loss(config, switches, CPU, 3, np.array([5, 2, 1]))
     assert isinstance(made, ClassWeighted)
     assert made.plain == CrossEntropy(0.1)
     assert made.weights_K.tolist() == pytest.approx([8 / 15, 8 / 6, 8 / 3, 1.0, 1.0])
-    assert build.loss(load_config("vit_digits"), switches, CPU, np.array([5, 2, 1])) == CrossEntropy(0.1)
+    assert build.loss(load_config("vit_digits"), switches, CPU, 3, np.array([5, 2, 1])) == CrossEntropy(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
 
 import pytest
@@ -31,14 +30,6 @@ def test_the_implementations_of_every_optimizer_fit_together() -> None:
         assert set(facts.shardable) & set(facts.compilable) or not (facts.shardable and facts.compilable)
     for name, facts in Chosen.choices().items():
         assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_optimizers_own_keys_are_the_arguments_of_its_function(name: str) -> None:
-    arguments = set(inspect.signature(build.optimization._MAKE[name]).parameters)
-    choice = {"implementation"} if len(Chosen.choices()[name].implementations) > 1 else set()
-    own = load_config("vit_digits", [f"optim={name}"]).optim.own()
-    assert arguments == {"groups", "lr", *own} | choice
 
 
 def test_messages_name_the_optimizers_that_have_a_property() -> None:

@@ -41,7 +41,6 @@ def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     yield from network.model_problems(config)
     yield from data.image_problems(config)
     yield from optimization.schedule_problems(config)
-    yield from optimization.loss_problems(config)
     yield from optimization.optimizer_problems(config)
     yield from execution.precision_problems(config)
     yield from execution.switch_problems(config)

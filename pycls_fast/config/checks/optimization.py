@@ -1,53 +1,22 @@
-"""Checks of what the training does: schedule, loss and optimizer."""
+"""Checks of what the training does: schedule and optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.strategies import strategy_of
 from pycls_fast.values import AUTO
 
 
 def schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings of another schedule, and a warm-up that is too long."""
+    """A warm-up that is too long."""
     schedule = config.schedule
     if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
         yield (
             "schedule.warmup_epochs",
             f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
             f"use schedule.warmup_epochs={schedule.epochs} or less",
-        )
-    if (schedule.name == "step") != (schedule.step_epochs is not None):
-        needed = schedule.name == "step"
-        yield (
-            "schedule.step_epochs",
-            "not set; give the epochs between two steps (30, say)"
-            if needed
-            else f"is for schedule=step; use schedule.step_epochs=null with schedule={schedule.name}",
-        )
-    step_factor = default_of(schedule, "step_factor")
-    if schedule.name != "step" and schedule.step_factor != step_factor:
-        yield (
-            "schedule.step_factor",
-            f"is for schedule=step; use schedule.step_factor={step_factor} with schedule={schedule.name}",
-        )
-    if schedule.name in ("step", "constant") and schedule.final_factor:
-        yield (
-            "schedule.final_factor",
-            f"is for schedule=cosine and linear; use schedule.final_factor=0 with schedule={schedule.name}",
-        )
-
-
-def loss_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings of another loss, and two kinds of weights at once."""
-    if config.loss.bce_threshold is not None and config.loss.name != "bce":
-        yield "loss.bce_threshold", f"is for loss=bce; use loss.bce_threshold=null with loss={config.loss.name}"
-    elif config.loss.bce_threshold is not None and config.loss.class_weights != "none":
-        yield (
-            "loss.class_weights",
-            "weights the shares of a mixed image, which loss.bce_threshold rounds; use one of the two",
         )
 
 

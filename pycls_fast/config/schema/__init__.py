@@ -16,8 +16,8 @@ from pycls_fast.choice import Section
 from pycls_fast.config.schema.data import Augment, Data, RandAugment
 from pycls_fast.config.schema.execution import Parallel, Precision, Runtime, Speed
 from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
-from pycls_fast.config.schema.optimization import Loss, Schedule
-from pycls_fast.optim.choices import Optimizer
+from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
+from pycls_fast.optim.schedule import Cosine, Schedule
 from pycls_fast.values import ModuleNames, Text
 
 
@@ -50,9 +50,9 @@ class RunConfig(Section):
     model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
     data: Data = Data()
     augment: Augment = Augment()
-    loss: Loss = Loss()
+    loss: Loss = SoftmaxLoss()
     optim: Optimizer
-    schedule: Schedule = Schedule()
+    schedule: Schedule = Cosine()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
     speed: Speed = Speed()

@@ -105,7 +105,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         check_head(config, parts.network, world)
         config = parts.config
         # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
-        scale = build.peak_lr(config) / config.optim.lr
+        scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
         step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
         metrics = TrainMetrics(world.device, read=parts.switches[SwitchName.METRICS])

@@ -216,7 +216,7 @@ def score(
                     build.prepare(config, world.device, switches),
                     build.autocast(config, world.device),
                     world,
-                    build.criterion(config),
+                    config.loss.criterion(),
                     eval_set=scored,
                 )
         report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")

@@ -40,7 +40,7 @@ ONE_MISTAKE = [
     # Files that do not exist.
     (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
     (["precision=bf16_amp"], "precision=bf16_amp: no such file in configs/precision; did you mean amp_bf16?"),
-    (["schedule=zzz"], "schedule=zzz: no such file in configs/schedule; there is constant, cosine, linear, step"),
+    (["schedule=zzz"], f'schedule.name: must be one of cosine, linear, step, constant; got "zzz" {HERE}'),
     (["optim=3"], "optim=3: no such file in configs/optim; there is ..."),
     (["optim=null"], "optim=null: no such file in configs/optim; there is ..."),
     # Types.

@@ -19,9 +19,9 @@ from torch import nn
 from pycls_fast import build, published
 from pycls_fast.build.data import train_transform
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.schema import LAMB, AdamW
 from pycls_fast.data.policies import _TimmPolicy
 from pycls_fast.losses import Targets
+from pycls_fast.optim.choices import LAMB, AdamW
 
 Facts = dict[str, Any]
 
@@ -138,7 +138,7 @@ FACTS: dict[str, Facts] = {
     # libffcv/ffcv-imagenet, rn50_configs/rn50_16_epochs.yaml; its issue 4: 512 images a GPU
     "resnet50_16ep": _SGD | {
         "lr": 1.7, "batch": 8 * 512, "decay": 1e-4, "momentum": (0.9, False), "epochs": 16, "warmup": 2,
-        "warmup_lr": 1.7e-4, "final_lr": 0.0, "schedule": ("linear", None, 0.1), "smoothing": 0.1, "size": 256,
+        "warmup_lr": 1.7e-4, "final_lr": 0.0, "schedule": ("linear",), "smoothing": 0.1, "size": 256,
         "train_size": 160, "short_side": 293,
     },
 }  # fmt: skip
@@ -150,7 +150,12 @@ def load(name: str) -> RunConfig:
 
 def resolved(config: RunConfig) -> Facts:
     """What a configuration comes to, in the words of the facts."""
-    augment, optim, schedule, lr = config.augment, config.optim, config.schedule, build.peak_lr(config)
+    augment, optim, schedule, lr = (
+        config.augment,
+        config.optim,
+        config.schedule,
+        config.optim.scaled(config.data.global_batch_size).lr,
+    )
     rand = augment.rand_augment
     policy: Any = augment.policy
     if policy == "rand_augment":
@@ -169,10 +174,10 @@ def resolved(config: RunConfig) -> Facts:
         "warmup": schedule.warmup_epochs,
         "warmup_lr": lr * schedule.warmup_start_factor,
         "final_lr": lr * schedule.final_factor,
-        "schedule": (schedule.name, schedule.step_epochs, schedule.step_factor),
+        "schedule": (schedule.name, *schedule.own().values()),
         "clip": optim.clip_norm,
         "loss": config.loss.name,
-        "threshold": config.loss.bce_threshold,
+        "threshold": config.loss.own().get("bce_threshold"),
         "smoothing": config.loss.label_smoothing,
         "policy": policy,
         "color": augment.color_jitter[0] if augment.color_jitter else None,
@@ -199,7 +204,7 @@ def resolved(config: RunConfig) -> Facts:
 @pytest.mark.parametrize("name", FACTS)
 def test_a_recipe_is_its_source(name: str) -> None:
     found = resolved(load(name))
-    schedule = ("cosine", None, 0.1)
+    schedule = ("cosine",)
     # What a family does not speak of is off, or ImageNet's.
     silent = dict.fromkeys(("momentum", "betas", "layer_decay", "threshold", "color", "ema"))
     silent |= {"ema_warmup": False, "drop_path_rule": "linear", "eval_crop": "center"}
@@ -401,7 +406,7 @@ def test_the_target_and_loss_are_timms(name: str, lam: float) -> None:
     theirs: nn.Module = SoftTargetCrossEntropy()
     if facts["loss"] == "bce":
         theirs = BinaryCrossEntropy(smoothing=facts["smoothing"], target_threshold=facts["threshold"])
-    loss = build.loss(config, build.switches(config, torch.device("cpu")), torch.device("cpu"))
+    loss = build.loss(config, build.switches(config, torch.device("cpu")), torch.device("cpu"), 1000)
     ours = loss(logits_BK, Targets(labels_B, labels_B.flip(0), lam))
     torch.testing.assert_close(ours, theirs(logits_BK, dense_BK), rtol=1e-5, atol=1e-7)
 

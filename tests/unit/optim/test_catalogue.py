@@ -16,6 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
+from tests.factories import make_optimizer
 
 SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
 STEPS = 5
@@ -39,11 +40,8 @@ def values(seed: int) -> list[Tensor]:
 
 
 def made(name: str, implementation: str, weights: list[nn.Parameter]) -> Optimizer:
-    facts = Chosen.choices()[name]
-    choice = {"implementation": implementation} if len(facts.implementations) > 1 else {}
-    own = load_config("vit_digits", [f"optim={name}"]).optim.own()
     groups = [{"params": weights, "weight_decay": 0.1, "lr_scale": 0.5}]
-    return build.optimization._MAKE[name](groups, lr=0.01, **own, **choice)
+    return make_optimizer(name, groups, lr=0.01, implementation=implementation)
 
 
 def learned(optimizer: Optimizer, weights: list[nn.Parameter], gradients: list[list[Tensor]]) -> list[Tensor]:

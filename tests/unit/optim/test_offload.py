@@ -12,11 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycls_fast.optim.offload import HostOptimizer
-from pycls_fast.optim.optimizers import adamw, load_named_state, named_state, set_lr, sgd
+from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
+from tests.factories import make_optimizer
 
 MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
-    "adamw": lambda groups: adamw(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"),
-    "sgd": lambda groups: sgd(groups, lr=0.1, momentum=0.9, nesterov=True, implementation="foreach"),
+    "adamw": lambda groups: make_optimizer(
+        "adamw", groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"
+    ),
+    "sgd": lambda groups: make_optimizer("sgd", groups, lr=0.1, momentum=0.9, nesterov=True, implementation="foreach"),
 }
 by_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim.optimizers import adamw, set_lr, sgd
+from pycls_fast.optim.optimizers import set_lr
+from tests.factories import make_optimizer
 
 IMPLEMENTATIONS = ("loop", "foreach", "fused")
 SHAPES = [(), (7,), (3, 5), (4, 3, 2, 2), (33,)]
@@ -76,7 +77,7 @@ TOLERANCE = [(torch.float64, 1e-13), (torch.float32, 3e-5)]
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_adamw_is_its_formula(implementation: str, dtype: torch.dtype, tolerance: float) -> None:
     def make(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        return adamw(groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation)
+        return make_optimizer("adamw", groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation)
 
     assert run(make, adamw_formula, dtype) < tolerance
 
@@ -88,7 +89,9 @@ def test_sgd_is_its_formula(
     implementation: str, nesterov: bool, momentum: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     def make(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        return sgd(groups, lr=9.0, momentum=momentum, nesterov=nesterov, implementation=implementation)
+        return make_optimizer(
+            "sgd", groups, lr=9.0, momentum=momentum, nesterov=nesterov, implementation=implementation
+        )
 
     assert run(make, sgd_formula(nesterov, momentum), dtype) < tolerance
 
@@ -98,8 +101,8 @@ def test_the_implementation_is_the_one_asked_for(implementation: str) -> None:
     wanted = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     groups = [{"params": [nn.Parameter(torch.ones(1))]}]
     for optimizer in (
-        adamw(groups, lr=1, betas=(0.9, 0.9), eps=1, implementation=implementation),
-        sgd(groups, lr=1, momentum=0, nesterov=False, implementation=implementation),
+        make_optimizer("adamw", groups, lr=1, betas=(0.9, 0.9), eps=1, implementation=implementation),
+        make_optimizer("sgd", groups, lr=1, momentum=0, nesterov=False, implementation=implementation),
     ):
         assert {name: optimizer.defaults[name] for name in wanted} == wanted
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
-from pycls_fast.optim import optimizers
-from pycls_fast.optim.optimizers import adafactor, adamw, adamw8bit, compile_step, lamb, lion, muon, set_lr, sgd
+from pycls_fast.optim.optimizers import compile_step, set_lr
+from tests.factories import make_optimizer
 
 # Factored by Adafactor: (40, 33) and (36, 2, 35), along the two large axes.
 SHAPES = [(), (7,), (40, 33), (33, 31), (36, 2, 35), (4, 3, 2, 2)]
@@ -91,22 +91,26 @@ def adamw_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t
 
 
 def make_lamb(implementation: str) -> Callable[[Groups], Optimizer]:
-    return lambda groups: lamb(groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation)
+    return lambda groups: make_optimizer(
+        "lamb", groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation
+    )
 
 
 def make_lion(implementation: str) -> Callable[[Groups], Optimizer]:
-    return lambda groups: lion(groups, lr=9.0, betas=(0.8, 0.95), implementation=implementation)
+    return lambda groups: make_optimizer("lion", groups, lr=9.0, betas=(0.8, 0.95), implementation=implementation)
 
 
 def make_adafactor(threshold: float | None, momentum_dtype: str = "float32") -> Callable[[Groups], Optimizer]:
-    return lambda groups: adafactor(
-        groups, lr=9.0, momentum=0.8, momentum_dtype=momentum_dtype, beta2_decay=0.8, beta2_cap=0.9,
+    return lambda groups: make_optimizer(
+        "adafactor", groups, lr=9.0, momentum=0.8, momentum_dtype=momentum_dtype, beta2_decay=0.8, beta2_cap=0.9,
         min_factored=32, clip_threshold=threshold,
     )  # fmt: skip
 
 
 def make_muon(groups: Groups) -> Optimizer:
-    return muon(groups, lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5, betas=(0.8, 0.95), eps=1e-3)
+    return make_optimizer(
+        "muon", groups, lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5, betas=(0.8, 0.95), eps=1e-3
+    )
 
 
 def errors(
@@ -203,8 +207,8 @@ def test_the_eps_of_adamw_does_not_reach_the_matrices() -> None:
     gradient, ended = 1e-3 * torch.randn(6, 4), []
     for eps in (1e-8, 1.0):
         matrix = nn.Parameter(torch.zeros(6, 4))
-        optimizer = muon(
-            [{"params": [matrix], "hidden": True}], lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5,
+        optimizer = make_optimizer(
+            "muon", [{"params": [matrix], "hidden": True}], lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5,
             betas=(0.8, 0.95), eps=eps,
         )  # fmt: skip
         matrix.grad = gradient.clone()
@@ -226,8 +230,8 @@ def test_muon_keeps_a_momentum_in_float32_for_a_matrix_and_two_moments_for_a_vec
 
 
 CLASSIC: dict[str, Callable[[str], Callable[[Groups], Optimizer]]] = {
-    "sgd": lambda i: lambda g: sgd(g, lr=9.0, momentum=0.9, nesterov=True, implementation=i),
-    "adamw": lambda i: lambda g: adamw(g, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=i),
+    "sgd": lambda i: lambda g: make_optimizer("sgd", g, lr=9.0, momentum=0.9, nesterov=True, implementation=i),
+    "adamw": lambda i: lambda g: make_optimizer("adamw", g, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=i),
     "lamb": make_lamb,
     "lion": make_lion,
 }
@@ -296,7 +300,7 @@ def test_a_compiled_step_at_a_rate_of_zero_changes_nothing(
     weights = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(5))]
     before = [weight.detach().clone() for weight in weights]
     groups = [{"params": weights, "weight_decay": 0.1}]
-    optimizer = getattr(optimizers, name)(groups, lr=9.0, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
+    optimizer = make_optimizer(name, groups, lr=9.0, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
     compile_step(optimizer)
     set_lr(optimizer, 0.0)
     for weight, gradient in zip(weights, (torch.zeros(4, 5), torch.ones(5)), strict=True):
@@ -324,7 +328,7 @@ def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) 
 def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
     with pytest.raises(UserError) as caught:
-        adamw8bit([{"params": [nn.Parameter(torch.ones(1))]}], lr=1.0, betas=(0.9, 0.9), eps=1e-8)
+        make_optimizer("adamw8bit", [{"params": [nn.Parameter(torch.ones(1))]}], lr=1.0, betas=(0.9, 0.9), eps=1e-8)
     assert caught.value.lines == (
         "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'",
     )
@@ -337,7 +341,7 @@ def test_eight_bits_are_adamw_up_to_their_rounding() -> None:
     pytest.importorskip("torchao")
 
     def make(groups: Groups) -> Optimizer:
-        return adamw8bit(groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3)
+        return make_optimizer("adamw8bit", groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3)
 
     # Small tensors have float32 moments and follow the formula; large ones have 8 bits.
     assert errors(make, lambda _: adamw_formula, torch.float32) < 1e-5

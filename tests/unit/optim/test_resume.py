@@ -15,8 +15,9 @@ from pycls_fast.config import load_config
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.choices import Optimizer as Chosen
-from pycls_fast.optim.optimizers import adamw, compile_step, load_named_state, named_state, set_lr
+from pycls_fast.optim.optimizers import compile_step, load_named_state, named_state, set_lr
 from pycls_fast.speed import SwitchName
+from tests.factories import make_optimizer
 
 CPU = torch.device("cpu")
 EVERY = [
@@ -235,7 +236,7 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
 def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [weight], "lr_scale": scale} for weight, scale in zip(weights, (1.0, 0.5), strict=True)]
-    optimizer = adamw(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
+    optimizer = make_optimizer("adamw", groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
     compile_step(optimizer)
     set_lr(optimizer, 0.5)
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]

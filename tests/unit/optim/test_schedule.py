@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,19 @@ import torch
 from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 
-from pycls_fast.optim.schedule import LrSchedule
+from pycls_fast.optim.schedule import LrSchedule, Schedule
 
 LR = 0.37
 CURVES = [(50, 7, 0.1, 0.02), (20, 1, 0.5, 0.0), (31, 30, 0.001, 0.3), (12, 5, 0.25, 1.0)]
+
+
+def schedule(
+    lr: float, total: int, warmup: int = 0, start: float = 0.0, final: float = 0.0, shape: str = "cosine", **keys: Any
+) -> LrSchedule:
+    """A run of one step per epoch."""
+    chosen = Schedule.choices()[shape]
+    shared = {"epochs": total, "warmup_epochs": warmup, "warmup_start_factor": start, "final_factor": final}
+    return LrSchedule(chosen(**shared, **keys), lr, steps_per_epoch=1)
 
 
 def optimizer(lr: float = LR) -> torch.optim.SGD:
@@ -22,7 +32,7 @@ def optimizer(lr: float = LR) -> torch.optim.SGD:
 
 @pytest.mark.parametrize(("total", "warmup", "start", "final"), CURVES)
 def test_torch(total: int, warmup: int, start: float, final: float) -> None:
-    ours = LrSchedule(LR, total, warmup, start, final)
+    ours = schedule(LR, total, warmup, start, final)
     sgd = optimizer()
     theirs = SequentialLR(
         sgd,
@@ -42,7 +52,7 @@ def test_torch(total: int, warmup: int, start: float, final: float) -> None:
     ("total", "warmup", "start", "final"), [*CURVES, (9, 0, 0.0, 0.1), (40, 10, 0.0, 0.0), (1, 0, 0.0, 0.0)]
 )
 def test_timm(total: int, warmup: int, start: float, final: float) -> None:
-    ours = LrSchedule(LR, total, warmup, start, final)
+    ours = schedule(LR, total, warmup, start, final)
     theirs = CosineLRScheduler(
         optimizer(),
         t_initial=total - warmup,
@@ -58,7 +68,7 @@ def test_timm(total: int, warmup: int, start: float, final: float) -> None:
 @pytest.mark.parametrize(("total", "warmup"), [(100, 13), (30, 0), (25, 24)])
 def test_big_vision(total: int, warmup: int) -> None:
     """Its formula for decay_type "cosine": the whole curve is multiplied by min(1, step / warmup_steps)."""
-    ours = LrSchedule(LR, total, warmup)
+    ours = schedule(LR, total, warmup)
     for step in range(total + 5):
         progress = np.clip((step - warmup) / float(total - warmup), 0.0, 1.0)
         lr = LR * 0.5 * (1.0 + np.cos(np.pi * progress))
@@ -69,7 +79,7 @@ def test_big_vision(total: int, warmup: int) -> None:
 
 @pytest.mark.parametrize("warmup", [0, 1, 6])
 def test_constant_after_the_warm_up(warmup: int) -> None:
-    ours = LrSchedule(LR, 20, warmup, 0.2, 0.7, shape="constant")
+    ours = schedule(LR, 20, warmup, 0.2, 0.7, shape="constant")
     sgd = optimizer()
     LambdaLR(sgd, lambda step: 1.0)
     for step in range(30):
@@ -81,19 +91,19 @@ def test_constant_after_the_warm_up(warmup: int) -> None:
 def test_timm_without_a_prefix_counts_the_curve_from_the_start(
     total: int, warmup: int, start: float, final: float
 ) -> None:
-    ours = LrSchedule(LR, total, warmup, start, final, from_start=True)
+    ours = schedule(LR, total, warmup, start, final, curve_from="start")
     theirs = CosineLRScheduler(
         optimizer(), t_initial=total, lr_min=final * LR, warmup_t=warmup, warmup_lr_init=start * LR
     )
     for step in range(total + 5):
         assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-12, abs=1e-15), step
     if final < 1:
-        assert ours(warmup) < LrSchedule(LR, total, warmup, start, final)(warmup) == LR
+        assert ours(warmup) < schedule(LR, total, warmup, start, final)(warmup) == LR
 
 
 @pytest.mark.parametrize(("warmup", "length", "factor"), [(0, 3, 0.1), (4, 5, 0.5)])
 def test_steps_are_torchs(warmup: int, length: int, factor: float) -> None:
-    ours = LrSchedule(LR, 30, warmup, 0.2, shape="step", step_length=length, step_factor=factor)
+    ours = schedule(LR, 30, warmup, 0.2, shape="step", step_epochs=length, step_factor=factor)
     sgd = optimizer()
     theirs: SequentialLR | StepLR = StepLR(sgd, length, factor)
     if warmup:
@@ -106,18 +116,18 @@ def test_steps_are_torchs(warmup: int, length: int, factor: float) -> None:
         theirs.step()
 
 
-@pytest.mark.parametrize("from_start", [False, True])
+@pytest.mark.parametrize("begin", ["warmup_end", "start"])
 @pytest.mark.parametrize(("total", "warmup", "start", "final"), CURVES)
-def test_lines_and_steps_are_timms(total: int, warmup: int, start: float, final: float, from_start: bool) -> None:
-    shared = {"warmup_t": warmup, "warmup_lr_init": start * LR, "warmup_prefix": not from_start}
-    length = total if from_start else total - warmup
+def test_lines_and_steps_are_timms(total: int, warmup: int, start: float, final: float, begin: str) -> None:
+    shared = {"warmup_t": warmup, "warmup_lr_init": start * LR, "warmup_prefix": begin == "warmup_end"}
+    length = total if begin == "start" else total - warmup
     pairs = [
         (
-            LrSchedule(LR, total, warmup, start, final, shape="linear", from_start=from_start),
+            schedule(LR, total, warmup, start, final, shape="linear", curve_from=begin),
             PolyLRScheduler(optimizer(), t_initial=length, power=1.0, lr_min=final * LR, **shared),
         ),
         (
-            LrSchedule(LR, total, warmup, start, shape="step", from_start=from_start, step_length=4, step_factor=0.3),
+            schedule(LR, total, warmup, start, shape="step", curve_from=begin, step_epochs=4, step_factor=0.3),
             StepLRScheduler(optimizer(), decay_t=4, decay_rate=0.3, **shared),
         ),
     ]
@@ -128,13 +138,13 @@ def test_lines_and_steps_are_timms(total: int, warmup: int, start: float, final:
 
 def test_a_straight_line_is_ffcvs_cycle() -> None:
     """FFCV interpolates between (0, 1e-4 lr), (peak, lr) and (end, 0)."""
-    ours = LrSchedule(LR, 160, 20, 1e-4, shape="linear")
+    ours = schedule(LR, 160, 20, 1e-4, shape="linear")
     for step in range(161):
         assert ours(step) == pytest.approx(np.interp(step, [0, 20, 160], [1e-4 * LR, LR, 0.0]), rel=1e-9, abs=1e-12)
 
 
 def test_the_borders() -> None:
-    ours = LrSchedule(LR, total_steps=30, warmup_steps=10, warmup_start_factor=0.1, final_factor=0.05)
+    ours = schedule(LR, 30, 10, 0.1, 0.05)
     assert ours(0) == pytest.approx(0.1 * LR)
     assert ours(9) == pytest.approx((0.1 + 0.9 * 0.9) * LR)
     assert ours(10) == LR
@@ -145,6 +155,6 @@ def test_the_borders() -> None:
 
 @pytest.mark.parametrize("total", [1, 5])
 def test_a_curve_that_is_all_warm_up(total: int) -> None:
-    ours = LrSchedule(LR, total, total, 0.5)
+    ours = schedule(LR, total, total, 0.5)
     assert [ours(step) for step in range(total)] == pytest.approx(list(np.linspace(0.5, 1, total, endpoint=False) * LR))
     assert math.isfinite(ours(total))

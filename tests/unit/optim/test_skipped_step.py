@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycls_fast.optim import optimizers
+from tests.factories import make_optimizer
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
@@ -25,8 +25,8 @@ def test_as_if_it_had_not_been(name: str, implementation: str) -> None:
         settings: dict[str, Any] = (
             {"momentum": 0.9, "nesterov": True} if name == "sgd" else {"betas": (0.9, 0.99), "eps": 1e-8}
         )
-        optimizer = getattr(optimizers, name)(
-            [{"params": [parameter], "weight_decay": 0.1}], lr=0.1, implementation=implementation, **settings
+        optimizer = make_optimizer(
+            name, [{"params": [parameter], "weight_decay": 0.1}], lr=0.1, implementation=implementation, **settings
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
         for gradient in gradients if skipped else gradients[1:]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.offload import HostOptimizer
-from pycls_fast.optim.optimizers import adamw, load_named_state, named_state, sgd
+from pycls_fast.optim.optimizers import load_named_state, named_state
+from tests.factories import make_optimizer
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 SHAPE = (8, 4, 3, 3)
@@ -25,8 +26,8 @@ def optimizer(name: str, parameter: nn.Parameter, implementation: str, *, on_hos
 
 def _plain(name: str, groups: Any, implementation: str) -> torch.optim.Optimizer:
     if name == "adamw":
-        return adamw(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
-    return sgd(groups, lr=0.1, momentum=0.9, nesterov=False, implementation=implementation)
+        return make_optimizer("adamw", groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8, implementation=implementation)
+    return make_optimizer("sgd", groups, lr=0.1, momentum=0.9, nesterov=False, implementation=implementation)
 
 
 def train(stepped: torch.optim.Optimizer, parameter: nn.Parameter, gradients: list[Tensor]) -> None:

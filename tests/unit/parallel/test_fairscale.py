@@ -19,12 +19,13 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import by_name
-from pycls_fast.optim.optimizers import named_state, sgd
+from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.run import Run
+from tests.factories import make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
 
 TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8")
@@ -192,7 +193,7 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
     torch.manual_seed(0)
     plain = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
     network = copy.deepcopy(plain)
-    make = partial(sgd, lr=0.1, momentum=0.9, nesterov=False, implementation="fused")
+    make = partial(make_optimizer, "sgd", lr=0.1, momentum=0.9, nesterov=False, implementation="fused")
     settings = StrategySettings(groups=[{"params": ["weight", "bias"], "weight_decay": 0.0}], make_optimizer=make)
     ours = fairscale.shard_state(network, world, settings)
     stepped: Any = ours.optimizer

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data import Batch, EvalSet, Prepare, Source
 from pycls_fast.errors import UserError
@@ -73,7 +72,7 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
     settings = ["loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.2", "loss.bce_reduction=sum"]
-    criterion = build.criterion(load_config("vit_digits", settings))
+    criterion = load_config("vit_digits", settings).loss.criterion()
     assert criterion.sigmoid
     result = score(logits, labels, [25, 15], criterion)
     one_hot = F.one_hot(labels, 6).double()
@@ -85,7 +84,7 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     among = torch.tensor([0, 2, 3, 4, 5])
     some = score(logits, labels, [40], criterion, among=among, answers_NM=labels[:, None])
     assert some.count == (labels != 1).sum()
-    assert build.criterion(load_config("vit_digits", [])) == SOFTMAX
+    assert load_config("vit_digits", []).loss.criterion() == SOFTMAX
 
 
 def test_ties_do_not_all_count_as_right() -> None:
