@@ -28,19 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycls_fast.data import (
-    EvalSampler,
-    EvalTransform,
-    ImageDataset,
-    Source,
-    TrainSampler,
-    TrainTransform,
-    make_loader,
-)
+from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Interpolation
+from pycls_fast.data.loader import make_loader
 from pycls_fast.data.pack import PackSettings, pack
+from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.train.environment import environment, versions
 
@@ -123,9 +119,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def pack_copies(files: Source, folder: Path) -> dict[str, Source]:
+def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
     """Packed copies as from `tools/prepare_data.py pack short_side=320`, encoded and raw."""
-    made: dict[str, Source] = {}
+    made: dict[str, Images] = {}
     for store in ("encoded", "raw"):
         settings = PackSettings(short_side=SHORT_SIDE, store=store)
         pack(files, folder / store, settings, workers=1, title=store)
@@ -133,7 +129,7 @@ def pack_copies(files: Source, folder: Path) -> dict[str, Source]:
     return made
 
 
-def train_arms(options: argparse.Namespace, files: Source, packed: dict[str, Source]) -> list[Arm]:
+def train_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Arm]:
     """Pipelines for random resized crop and flip; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=True), timm_arm(options, training=True)]
     arms += dali_arms(options)
@@ -143,7 +139,7 @@ def train_arms(options: argparse.Namespace, files: Source, packed: dict[str, Sou
     return arms
 
 
-def eval_arms(options: argparse.Namespace, files: Source, packed: dict[str, Source]) -> list[Arm]:
+def eval_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Arm]:
     """Pipelines for resize and centre crop; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=False), timm_arm(options, training=False)]
     arms += [ours(options, files, decoder, training=False) for decoder in usable_decoders()]
@@ -213,7 +209,7 @@ def dali_arms(options: argparse.Namespace) -> list[Arm]:
     return [Arm("DALI on the CPU", lambda: (made.run() for _ in range(count // BATCH)))]
 
 
-def ours(options: argparse.Namespace, source: Source, decoder: str, *, training: bool, where: str | None = None) -> Arm:
+def ours(options: argparse.Namespace, source: Images, decoder: str, *, training: bool, where: str | None = None) -> Arm:
     """Batches of uint8, ready for the copy to the device."""
     mode: Interpolation = options.interpolation
     transform = (TrainTransform if training else EvalTransform)(image_size=SIZE, interpolation=mode)
@@ -234,7 +230,7 @@ def ours(options: argparse.Namespace, source: Source, decoder: str, *, training:
     return Arm(f"ours, {where or 'files'}, decode={decoder}", epoch)
 
 
-def memory_rate(raw: Source, repeats: int = 20) -> float:
+def memory_rate(raw: Images, repeats: int = 20) -> float:
     """Bytes per second of copying raw images into a batch, the limit that memory sets."""
     images = [np.asarray(raw.read(index)[0]) for index in range(len(raw))]
     room = np.empty(max(image.size for image in images), dtype=np.uint8)
@@ -270,7 +266,7 @@ def raw_share(arms: list[Arm], memory: float) -> str:
     )
 
 
-def heading(options: argparse.Namespace, files: Source) -> str:
+def heading(options: argparse.Namespace, files: Images) -> str:
     """What was run, on which machine and with which versions."""
     machine = environment(torch.device("cpu"), 1)
     sizes = [len(files.read(index)[0]) for index in range(len(files))]

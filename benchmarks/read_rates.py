@@ -23,9 +23,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from pycls_fast.data import CachePolicy, Source
 from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources import OpenOptions, open_splits, scan_classes
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.splits import OpenOptions
 
 GROUP = 100
 READS, SECONDS = 2000, 3.0
@@ -33,7 +36,7 @@ READS, SECONDS = 2000, 3.0
 SPLITS = ("train", "val")
 
 
-def write_parquet(source: Source, folder: Path, compression: str) -> None:
+def write_parquet(source: Images, folder: Path, compression: str) -> None:
     """One image file as on the Hugging Face hub: a struct with the bytes, and a label."""
     folder.mkdir(parents=True)
     images, labels = zip(*map(source.read, range(len(source))), strict=True)
@@ -48,7 +51,7 @@ def write_parquet(source: Source, folder: Path, compression: str) -> None:
         pa.parquet.write_table(table, file, compression=compression, row_group_size=GROUP, use_dictionary=False)
 
 
-def write_tars(source: Source, folder: Path) -> None:
+def write_tars(source: Images, folder: Path) -> None:
     """Write shards as webdataset does."""
     folder.mkdir(parents=True)
     for shard in range(0, len(source), GROUP):
@@ -64,7 +67,7 @@ def write_tars(source: Source, folder: Path) -> None:
         shutil.copy(file, file.with_name(file.name.replace("train", "val")))
 
 
-def rate(source: Source, seed: int) -> float:
+def rate(source: Images, seed: int) -> float:
     """Images per second."""
     indices = np.random.default_rng(seed).integers(0, len(source), READS).tolist()
     begin = time.perf_counter()

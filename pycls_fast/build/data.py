@@ -15,27 +15,17 @@ from pycls_fast.build.device import DTYPES, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import (
-    Batch,
-    ElementMixer,
-    EvalSampler,
-    EvalTransform,
-    ImageDataset,
-    ImageLoader,
-    Mixer,
-    Prepare,
-    PrepareOnHost,
-    Source,
-    TrainSampler,
-    TrainTransform,
-    TransformByEpoch,
-    make_loader,
-    native,
-    policies,
-    to_device,
-)
+from pycls_fast.data import native, policies
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Decoder, Upright, open_scaled_region
+from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.policies import Step
+from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
+from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing
 from pycls_fast.parallel import World
@@ -46,7 +36,7 @@ _SCORING_BATCH = 128
 
 
 def train_loader(
-    config: RunConfig, source: Source, world: World, chosen: Switches, *, start_step: int, steps: int
+    config: RunConfig, source: Images, world: World, chosen: Switches, *, start_step: int, steps: int
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
     sizes = config.data.training_image_sizes
@@ -155,7 +145,7 @@ def _decoder(config: RunConfig, chosen: Switches, *, training: bool = False) -> 
     return Upright(decoder) if config.data.exif_orientation else decoder
 
 
-def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switches) -> ImageLoader:
+def eval_loader(config: RunConfig, source: Images, world: World, chosen: Switches) -> ImageLoader:
     """The loader of this rank's share of a split, every image once over all ranks.
 
     Raises:
@@ -182,7 +172,7 @@ def eval_loader(config: RunConfig, source: Source, world: World, chosen: Switche
     return _loader(config, dataset, sampler, world)
 
 
-def eval_batches(config: RunConfig, source: Source, world: World, chosen: Switches) -> Generator[Batch, None, None]:
+def eval_batches(config: RunConfig, source: Images, world: World, chosen: Switches) -> Generator[Batch, None, None]:
     """This rank's batches of a split on its device, every image once over all ranks.
 
     Raises:

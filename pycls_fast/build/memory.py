@@ -18,7 +18,7 @@ from pycls_fast.build.network import apply_precision, freeze, model, save_activa
 from pycls_fast.build.optimization import loss
 from pycls_fast.build.switch_values import switches
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import IN_FLIGHT
+from pycls_fast.data.prepare import IN_FLIGHT
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network

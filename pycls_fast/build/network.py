@@ -15,7 +15,7 @@ from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.network import Network
@@ -32,7 +32,7 @@ _INITIALISATION = 1
 _PADDING = {"none": 1, "8": 8, "64": 64}
 
 
-def num_classes(config: RunConfig, source: Source) -> int:
+def num_classes(config: RunConfig, source: Images) -> int:
     """Number of the model's outputs: as configured, else the number of classes in the data.
 
     Raises:

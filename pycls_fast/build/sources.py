@@ -11,19 +11,14 @@ import numpy as np
 
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import (
-    CachePolicy,
-    EvalSet,
-    OpenOptions,
-    Order,
-    ShardCache,
-    Source,
-    SyntheticSource,
-    block_order,
-    class_order,
-    open_eval_set,
-    open_splits,
-)
+from pycls_fast.data.sampling import Order, block_order, class_order
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.shards import ShardCache
+from pycls_fast.data.sources.splits import OpenOptions
+from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.parallel import World
@@ -32,7 +27,7 @@ from pycls_fast.parallel import World
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
 
 
-def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Source]:
+def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Images]:
     """The splits by name, "train" and "val" among them.
 
     Args:
@@ -47,8 +42,8 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
         size, classes = data.image_size, data.synthetic_classes
         train_seed, val_seed = (counter_seed(config.seed, s) for s in (_SYNTHETIC_TRAIN, _SYNTHETIC_VAL))
         return {
-            "train": SyntheticSource(data.synthetic_train_images, size, classes, train_seed),
-            "val": SyntheticSource(data.synthetic_val_images, size, classes, val_seed),
+            "train": SyntheticImages(data.synthetic_train_images, size, classes, train_seed),
+            "val": SyntheticImages(data.synthetic_val_images, size, classes, val_seed),
         }
     if data.root is None:
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
@@ -119,7 +114,7 @@ def _with_key(line: str) -> str:
     return line if line.startswith("data.") else f"data.root: {line}"
 
 
-def names_id(source: Source) -> str:
+def names_id(source: Images) -> str:
     """Identifies the names of a split's images in their order: "names-" and a checksum.
 
     "numbers-" if the images have none, with the checksum of their positions if it is a part of a larger source.
@@ -130,7 +125,7 @@ def names_id(source: Source) -> str:
     return f"numbers-{_checksum(getattr(source, 'rows', ()))}"
 
 
-def order(config: RunConfig, source: Source) -> Order | None:
+def order(config: RunConfig, source: Images) -> Order | None:
     """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
 
     Raises:
@@ -164,7 +159,7 @@ def _images_per_batch(config: RunConfig) -> int:
     return batch // repeats if batch % repeats == 0 else batch
 
 
-def order_name(config: RunConfig, source: Source) -> str:
+def order_name(config: RunConfig, source: Images) -> str:
     """Identifies the order of an epoch's images, which depends on where they are stored: a run has to keep it.
 
     "full", "classes", or "blocks-" and a checksum of the blocks.
@@ -180,12 +175,12 @@ def _checksum(integers: Any) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(integers, np.int64).tobytes()):08x}"
 
 
-def _in_blocks(config: RunConfig, source: Source) -> bool:
+def _in_blocks(config: RunConfig, source: Images) -> bool:
     how = config.data.shuffle
     return how == "blocks" or (how == "auto" and source.prefers_blocks)
 
 
-def class_counts(config: RunConfig, source: Source) -> np.ndarray | None:
+def class_counts(config: RunConfig, source: Images) -> np.ndarray | None:
     """Number of images of each class, int64, if `loss.class_weights` needs them, else None."""
     if config.loss.class_weights == "none":
         return None

@@ -15,7 +15,7 @@ from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
 from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.decoders import Decoder, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
-from pycls_fast.data.sources import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import Transform, TransformByEpoch
 from pycls_fast.errors import UserError
 
@@ -45,7 +45,7 @@ class ImageDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        source: Source,
+        source: Images,
         transform: Transform | TransformByEpoch,
         *,
         seed: int = 0,
@@ -75,7 +75,7 @@ class ImageDataset(Dataset[Sample]):
         return len(self.source)
 
     def instrumented(
-        self, around_source: Callable[[Source], Source], around_decoder: Callable[[Decoder], Decoder]
+        self, around_source: Callable[[Images], Images], around_decoder: Callable[[Decoder], Decoder]
     ) -> ImageDataset:
         """The same dataset with its source and its decoder wrapped, to measure their time."""
         other = copy(self)

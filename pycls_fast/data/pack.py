@@ -27,8 +27,8 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from pycls_fast.data.decode import DamagedImage, decode, decode_as_stored
-from pycls_fast.data.sources import Source
 from pycls_fast.data.sources.arrays import Texts
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.packed import (
     ABOUT,
     ENTRY,
@@ -99,7 +99,7 @@ class Damaged(NamedTuple):
     reason: str
 
 
-def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedSplit:
+def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedSplit:
     """Write a split; a finished one is left as it is.
 
     Damaged images are left out and reported; without `short_side` and "raw" nothing is decoded, so only unreadable ones
@@ -132,7 +132,7 @@ def pack(source: Source, folder: Path, settings: PackSettings, *, workers: int, 
         ) from error
 
 
-def verify(source: Source, *, workers: int, title: str) -> Iterator[Damaged]:
+def verify(source: Images, *, workers: int, title: str) -> Iterator[Damaged]:
     """Read and decode every image, in the source's order; yield those that a run would skip.
 
     Args:
@@ -157,7 +157,7 @@ def _part(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.npz"
 
 
-def _plan(source: Source, settings: PackSettings) -> dict[str, Any]:
+def _plan(source: Images, settings: PackSettings) -> dict[str, Any]:
     """What is packed and how; only the same plan can be resumed. Takes some seconds for a million images."""
     digest = hashlib.sha256()
     for index in range(len(source)):
@@ -202,7 +202,7 @@ def _finished(folder: Path, plan: dict[str, Any]) -> PackedSplit:
     return PackedSplit(count, size, damaged, is_new=False)
 
 
-def _pack_shard(source: Source, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:
+def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:
     """Write the images of a shard, then its table; the number of its positions."""
     file, part = shard_file(folder, number), _part(folder, number)
     drafts = [path.with_name(f"{path.name}.{os.getpid()}.part") for path in (file, part)]
@@ -233,7 +233,7 @@ def _pack_shard(source: Source, number: int, *, folder: Path, settings: PackSett
     return len(shards[number])
 
 
-def store(source: Source, index: int, settings: PackSettings) -> tuple[bytes, int, int, int]:
+def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, int, int, int]:
     """One image as it will be stored, its label, and the height and width of raw pixels (else 0).
 
     Raises:
@@ -278,7 +278,7 @@ def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
     return image.resize(size, Image.Resampling[settings.filter.upper()])
 
 
-def _finish(source: Source, folder: Path, plan: dict[str, Any], settings: PackSettings, shards: int) -> PackedSplit:
+def _finish(source: Images, folder: Path, plan: dict[str, Any], settings: PackSettings, shards: int) -> PackedSplit:
     """Put the shards' tables together; the file that makes the split complete comes last."""
     parts = []
     for number in range(shards):
@@ -324,12 +324,12 @@ def _common_start(names: list[str]) -> str:
     return f"{above}/" if above else ""
 
 
-def _check_shard(source: Source, shard: Sequence[int]) -> list[Damaged]:
+def _check_shard(source: Images, shard: Sequence[int]) -> list[Damaged]:
     found = ((index, _check(source, index)) for index in shard)
     return [Damaged(index, source.name(index), reason) for index, reason in found if reason is not None]
 
 
-def _check(source: Source, index: int) -> str | None:
+def _check(source: Images, index: int) -> str | None:
     try:
         data, label = source.read(index)
         if not source.checksum_holds(index):
@@ -342,11 +342,11 @@ def _check(source: Source, index: int) -> str | None:
     return None if 0 <= label < len(source.classes) else f"the label {label} is none of {len(source.classes):,} classes"
 
 
-_worker: tuple[Callable[[Source, Any], Any], Source] | None = None
+_worker: tuple[Callable[[Images, Any], Any], Images] | None = None
 
 
 def in_processes(
-    function: Callable[[Source, Any], R], source: Source, jobs: Sequence[Any], workers: int
+    function: Callable[[Images, Any], R], source: Images, jobs: Sequence[Any], workers: int
 ) -> Iterator[R]:
     """Yield function(source, job) for every job, in order.
 
@@ -378,7 +378,7 @@ def in_processes(
         pool.shutdown()
 
 
-def _start(function: Callable[[Source, Any], Any], source: Source) -> None:
+def _start(function: Callable[[Images, Any], Any], source: Images) -> None:
     global _worker
     # Launchers and terminals signal all processes; only the main process decides what follows.
     for number in (signal.SIGINT, signal.SIGHUP):

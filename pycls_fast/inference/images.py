@@ -1,4 +1,4 @@
-"""Images given by the user (paths, folders, patterns, Pillow images, arrays) as one `Source`."""
+"""Images given by the user (paths, folders, patterns, Pillow images, arrays) as one `Images`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pycls_fast.data import EXTENSIONS, Source, as_rgb
-from pycls_fast.data.sources.files import is_folder
+from pycls_fast.data.decode import as_rgb
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import EXTENSIONS, is_folder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 
 _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
 
-class GivenImages(Source):
-    """Images without labels (a `data.Source`); files are read on access.
+class GivenImages(Images):
+    """Images without labels (a `data.Images`); files are read on access.
 
     Args:
         upright: turn Pillow images as their EXIF orientation says; files are turned by whoever decodes them.

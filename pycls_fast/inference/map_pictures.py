@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
-from pycls_fast.data import decode
+from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import user_path

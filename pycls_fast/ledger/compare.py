@@ -20,7 +20,8 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
-from pycls_fast.data import DamagedImage, Source, decode
+from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, print_comparison, shown_images
@@ -120,7 +121,7 @@ class RunFiles:
     environment: Mapping[str, Any]
     classes: tuple[str, ...] | None
     predictions: Predictions | None
-    source: Source | None = field(repr=False)
+    source: Images | None = field(repr=False)
     missing: str | None = None
     changed: bool = False
 
@@ -185,7 +186,7 @@ def _newest_state(folder: RunFolder) -> Record:
     return {}
 
 
-def _same_images(splits: Mapping[str, Source], predictions: Predictions, state: Record) -> bool:
+def _same_images(splits: Mapping[str, Images], predictions: Predictions, state: Record) -> bool:
     """Whether these are the images that were evaluated, as far as labels and, if split at random, names tell."""
     source, indices_N = splits["val"], predictions.indices_N
     if len(indices_N) and indices_N.max() >= len(source):
@@ -197,7 +198,7 @@ def _same_images(splits: Mapping[str, Source], predictions: Predictions, state: 
     return names is None or not source.drawn or names == build.names_id(splits["train"])
 
 
-def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Source], str | None]:
+def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Images], str | None]:
     """The run's own images by split, or why they cannot be opened; the device of its training is not needed."""
     here: dict[str, Any] = {
         # Nothing is built but the data.
@@ -390,7 +391,7 @@ def _shared(one: Predictions, two: Predictions) -> tuple[np.ndarray, np.ndarray]
     return at_one[counted], at_two[counted]
 
 
-def _names(source: Source) -> list[str]:
+def _names(source: Images) -> list[str]:
     """The images' names without their common folder, as the data may have been moved."""
     names = [source.name(index) for index in range(len(source))]
     # A table may mix relative and absolute paths, which have no common folder.

@@ -17,7 +17,7 @@ import torch
 from pycls_fast import __version__
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train.folder import writing
@@ -58,7 +58,7 @@ def check_same_settings(config: RunConfig, world: World) -> None:
         raise UserError(*(f"{line}; start all ranks with the same command and versions" for line in different[:_MOST]))
 
 
-def check_same_data(sources: Mapping[str, Source], world: World) -> None:
+def check_same_data(sources: Mapping[str, Images], world: World) -> None:
     """Check that all ranks found the same numbers of images with the same labels, and the same classes.
 
     Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,

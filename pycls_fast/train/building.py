@@ -9,7 +9,7 @@ import numpy as np
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.network import Network
@@ -33,7 +33,7 @@ class TrainingParts:
     the commit of `weights` if these are on the Hugging Face hub."""
 
     config: RunConfig
-    sources: dict[str, Source]
+    sources: dict[str, Images]
     network: Network
     step: Step
     switches: build.Switches
@@ -145,7 +145,7 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
 
 def load_network(
     config: RunConfig,
-    data: Source,
+    data: Images,
     world: World,
     switches: build.Switches,
     *,

@@ -16,7 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pycls_fast.data import Batch, EvalSet, Prepare, Source
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import Prepare
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
@@ -316,7 +319,7 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
 COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probability", "loss")
 
 
-def predictions_csv(predictions: Predictions, source: Source) -> str:
+def predictions_csv(predictions: Predictions, source: Images) -> str:
     """The images as CSV, those with the highest loss first; images without a true class are at the end.
 
     `label` and `class` are the true class, empty if there is none; `probability` is the predicted class's. Scores that
@@ -333,7 +336,7 @@ def predictions_csv(predictions: Predictions, source: Source) -> str:
     return text.getvalue()
 
 
-def _rows(predictions: Predictions, source: Source) -> Iterator[list[object]]:
+def _rows(predictions: Predictions, source: Images) -> Iterator[list[object]]:
     # NaN is the worst loss. Images without a true class have the loss 0.
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
     without_N = predictions.labels_N < 0
@@ -348,7 +351,7 @@ def _rows(predictions: Predictions, source: Source) -> Iterator[list[object]]:
         ]
 
 
-def _class(label: int, source: Source) -> tuple[object, str]:
+def _class(label: int, source: Images) -> tuple[object, str]:
     """A class's index and name; models may have more outputs than their data has classes."""
     if label < 0:
         return "", ""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.parallel import World

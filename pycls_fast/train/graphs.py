@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
 from pycls_fast.optim.optimizers import set_lr

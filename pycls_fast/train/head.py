@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.data import Batch, Source
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import Subset
 from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import uncompiled
@@ -173,7 +174,7 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
             run.step.ema.load(weights.live())
 
 
-def _some(source: Source, seed: int) -> Source:
+def _some(source: Images, seed: int) -> Images:
     """The source, or a random part of a large one."""
     if len(source) <= _MOST_IMAGES:
         return source
@@ -181,7 +182,7 @@ def _some(source: Source, seed: int) -> Source:
     return Subset(source, rows)
 
 
-def _features(run: Run, source: Source, split: str, after_batch: Callable[[], None]) -> tuple[Tensor, Tensor]:
+def _features(run: Run, source: Images, split: str, after_batch: Callable[[], None]) -> tuple[Tensor, Tensor]:
     wrapped, model = run.step.wrapped, run.step.wrapped.evaluated
 
     def forward(batch: Batch) -> None:

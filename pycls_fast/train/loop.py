@@ -11,7 +11,8 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Batch, to_device
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.speed import SwitchName

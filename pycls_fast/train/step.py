@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch, ElementMixer, Mixer, Prepare, seed_generators
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.draws import seed_generators
+from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.prepare import Prepare
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr

@@ -96,7 +96,7 @@ def test_the_step_of_fsdp_never_waits_for_the_device(tmp_path: Path, digits: Pat
     from itertools import islice
 
     from pycls_fast import build
-    from pycls_fast.data import to_device
+    from pycls_fast.data.prepare import to_device
     from pycls_fast.train.display import Display
     from pycls_fast.train.metrics import TrainMetrics
     from pycls_fast.train.start import started

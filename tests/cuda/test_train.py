@@ -11,7 +11,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import to_device
+from pycls_fast.data.prepare import to_device
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.precision import LEVELS

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.train import checkpoint_files, checkpoint_tensors
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step

@@ -17,8 +17,8 @@ from timm.data import create_transform, resolve_data_config
 
 from pycls_fast import build, published
 from pycls_fast.config import load_config
-from pycls_fast.data import EvalTransform
 from pycls_fast.data.decoders import PillowPicture
+from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.train.tasks.knn import score_neighbours

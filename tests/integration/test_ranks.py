@@ -131,15 +131,15 @@ import os
 import runpy
 import sys
 import time
-from pycls_fast.data import FileSource
+from pycls_fast.data import FileImages
 
-read = FileSource.read
+read = FileImages.read
 
 def slow_read(self, index):
     time.sleep(0.03 if os.environ["RANK"] == "1" else 0)
     return read(self, index)
 
-FileSource.read = slow_read
+FileImages.read = slow_read
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

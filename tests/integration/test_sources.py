@@ -18,7 +18,7 @@ from pycls_fast import build
 from pycls_fast.commands import prepare as prepare_data
 from pycls_fast.config import load_config
 from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources import scan_classes
+from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
 from pycls_fast.errors import UserError
 from pycls_fast.train import train

@@ -21,7 +21,7 @@ from torch.nn.functional import one_hot
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import Mixed
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.building import make_step

@@ -16,7 +16,8 @@ from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import Mixer, SyntheticSource
+from pycls_fast.data.mix import Mixer
+from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
@@ -166,7 +167,7 @@ class TestModel:
         assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
 
     def test_number_of_classes(self) -> None:
-        source = SyntheticSource(4, 8, 6, 0)
+        source = SyntheticImages(4, 8, 6, 0)
         assert build.num_classes(vit(), source) == 6
         assert build.num_classes(vit("model.num_classes=9"), source) == 9
         with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for data with 6 classes; use"):
@@ -185,7 +186,7 @@ class TestData:
             "augment.policy=rand_augment", "augment.rand_augment={num_ops: 3, magnitude: 7}",
             "optim.accumulation_steps=2", "data.num_workers=3", "data.prefetch_factor=5",
         )  # fmt: skip
-        build.train_loader(config, SyntheticSource(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
+        build.train_loader(config, SyntheticImages(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
         steps = transforms[0].pop("steps")
         assert transforms == [
             {
@@ -205,7 +206,7 @@ class TestData:
         assert {k: loaders[0][k] for k in ("num_workers", "pin_memory", "prefetch_factor")} == {
             "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
         }  # fmt: skip
-        build.train_loader(vit(*SYNTHETIC), SyntheticSource(24, 16, 3, 0), world(), FAST, start_step=0, steps=1)
+        build.train_loader(vit(*SYNTHETIC), SyntheticImages(24, 16, 3, 0), world(), FAST, start_step=0, steps=1)
         assert transforms[1]["steps"] == ()
 
     def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ class TestData:
             "data.mean=[0.1,0.5,1.0]",
             "data.eval_batch_size=6",
         )
-        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 4), FAST)
+        build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 4), FAST)
         assert transforms == [
             {
                 "image_size": 16, "crop": "border", "crop_ratio": 0.6, "interpolation": "bicubic",
@@ -232,7 +233,7 @@ class TestData:
         assert datasets[0]["training"] is False
         # Without one of its own: as many as in a microbatch of training.
         config = vit(*SYNTHETIC, "data.eval_batch_size=null", "optim.accumulation_steps=2")
-        build.eval_loader(config, SyntheticSource(10, 16, 3, 0), world(1, 2), FAST)
+        build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 2), FAST)
         assert samplers[1]["batch_size"] == 2
 
     @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ class TestData:
         for name in ("EvalTransform", "ImageDataset", "make_loader"):
             record(monkeypatch, name)
         config = vit(*SYNTHETIC, "data.eval_batch_size=null", *overrides)
-        build.eval_loader(build.for_scoring(config), SyntheticSource(300, 16, 3, 0), world(1, 3), FAST)
+        build.eval_loader(build.for_scoring(config), SyntheticImages(300, 16, 3, 0), world(1, 3), FAST)
         assert samplers == [{"0": 300, "batch_size": images, "rank": 1, "world_size": 3}]
 
     def test_steps_of_an_epoch(self) -> None:

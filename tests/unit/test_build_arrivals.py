@@ -16,7 +16,9 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data import CachePolicy, OpenOptions, ShardCache
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.shards import ShardCache
+from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.parallel import ALONE, StrategySettings, World
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world

@@ -11,12 +11,14 @@ import torch
 from pycls_fast import build
 from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
-from pycls_fast.data import Source, SyntheticSource, block_order, class_order
 from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
+from pycls_fast.data.sampling import block_order, class_order
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.speed import SwitchName
 from tests.unit.test_build import CPU, FAST, SYNTHETIC, record, vit, world
 
-SOURCE = SyntheticSource(24, 16, 3, 0)
+SOURCE = SyntheticImages(24, 16, 3, 0)
 
 
 def decoders(monkeypatch: pytest.MonkeyPatch, switches: build.Switches, *overrides: str) -> tuple[Any, Any]:
@@ -68,7 +70,7 @@ def test_batches_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch, device: s
     assert [call["pin_memory"] for call in loaders] == [device == "cuda"] * 2
 
 
-class Labelled(Source):
+class Labelled(Images):
     """Four images of two classes."""
 
     classes = ("a", "b")

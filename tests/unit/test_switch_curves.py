@@ -26,7 +26,7 @@ from PIL import Image
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import CATALOGUE, SwitchName

@@ -10,7 +10,7 @@ from pycls_fast.data.sources.shards import CopiedShards
 from pycls_fast.errors import UserError, first_few
 
 
-class Source:
+class Images:
     """Labelled images by position.
 
     A source is copied or forked into every data worker: it pickles no open files and holds no long Python lists,
@@ -68,10 +68,10 @@ class Source:
         return True
 
 
-class Subset(Source):
+class Subset(Images):
     """The images of a source at given positions, in that order."""
 
-    def __init__(self, source: Source, rows: np.ndarray, *, drawn: bool = False) -> None:
+    def __init__(self, source: Images, rows: np.ndarray, *, drawn: bool = False) -> None:
         """
         Args:
             drawn: a random split drew the positions.
@@ -106,10 +106,10 @@ class Subset(Source):
         return f"{len(self):,} of {self.source.describe()}"
 
 
-class Relabelled(Source):
+class Relabelled(Images):
     """The same images with different labels and class names."""
 
-    def __init__(self, source: Source, classes: Sequence[str], new_label: np.ndarray) -> None:
+    def __init__(self, source: Images, classes: Sequence[str], new_label: np.ndarray) -> None:
         """
         Args:
             new_label: integers, the new label for each label of `source`.
@@ -135,7 +135,7 @@ class Relabelled(Source):
         return self.source.describe()
 
 
-def match_classes(source: Source, classes: Sequence[str]) -> tuple[Source, list[str]]:
+def match_classes(source: Images, classes: Sequence[str]) -> tuple[Images, list[str]]:
     """The source with labels that are positions in `classes`, and the names of its classes that are not there.
 
     Only classes that have images count; the labels of those that are not there are -1.
@@ -150,7 +150,7 @@ def match_classes(source: Source, classes: Sequence[str]) -> tuple[Source, list[
     return Relabelled(source, classes, new_label), unknown
 
 
-def like_train(source: Source, train: Source, *, where: str, train_where: str) -> Source:
+def like_train(source: Images, train: Images, *, where: str, train_where: str) -> Images:
     """A split labelled with the training split's classes, which must include all of its own that have images.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import OpenOptions, refuse_folds
 from pycls_fast.errors import UserError
 
@@ -33,7 +33,7 @@ _LAYOUTS = (
 )
 
 
-class ArraySource(Source):
+class ArrayImages(Images):
     """Decoded images of one size, all in memory."""
 
     def __init__(
@@ -67,7 +67,7 @@ def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
     return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
-def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Source]:
+def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     """The training batches as "train", the test batch as "val".
 
     Args:
@@ -86,7 +86,7 @@ def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     try:
         names = _read(path)[layout.class_names]
         classes = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-        opened: dict[str, Source] = {}
+        opened: dict[str, Images] = {}
         for split, files in (("train", layout.train), ("val", layout.test)):
             images, labels = [], []
             for path in [folder / name for name in files]:
@@ -100,7 +100,7 @@ def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Source]:
                     raise ValueError(f"a label outside of the {len(classes)} classes")
             pixels = np.ascontiguousarray(np.concatenate(images))
             paths = [str(folder / name) for name in files]
-            opened[split] = ArraySource(pixels, np.concatenate(labels), classes, paths)
+            opened[split] = ArrayImages(pixels, np.concatenate(labels), classes, paths)
     # Damaged pickles raise nearly every kind.
     except Exception as error:
         raise UserError(f"{path} is missing or damaged ({error!r}); unpack or download it again") from error

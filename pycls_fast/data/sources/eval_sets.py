@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pycls_fast.data.sources.base import Relabelled, Source
+from pycls_fast.data.sources.base import Images, Relabelled
 from pycls_fast.data.sources.folders import scan_classes, subfolders
 from pycls_fast.data.sources.imagenet import VAL_NUMBER
 from pycls_fast.data.sources.index import CachePolicy
@@ -27,7 +27,7 @@ _WNID = re.compile(r"n\d{8}")
 class EvalSet:
     """A test set and its scoring rule."""
 
-    source: Source
+    source: Images
     rule: str
     """A short description."""
     among: np.ndarray | None = None
@@ -37,7 +37,7 @@ class EvalSet:
 
 
 def open_eval_set(
-    name: str, root: str | Path, *, classes: Sequence[str], wnids: str | Path | None, val: Source | None
+    name: str, root: str | Path, *, classes: Sequence[str], wnids: str | Path | None, val: Images | None
 ) -> EvalSet:
     """Open one of the sets.
 
@@ -83,7 +83,7 @@ def open_eval_set(
     return EvalSet(source, f"best of all {len(classes):,} classes")
 
 
-def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, val: Source) -> EvalSet:
+def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, val: Images) -> EvalSet:
     file = root / "real.json" if root.is_dir() else root
     order = _standard_order(classes, ids)
     try:

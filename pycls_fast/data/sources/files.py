@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, Texts
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
 
@@ -46,7 +46,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class FileSource(Source, Mapped):
+class FileImages(Images, Mapped):
     """One file per image."""
 
     def __init__(

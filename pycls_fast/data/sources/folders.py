@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.base import Source
-from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileSource, is_folder
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
@@ -33,7 +33,7 @@ _SCAN_THREADS = 16
 _TIME_STEP_NS = 2 * 10**9
 
 
-def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Source]:
+def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     """The splits of a dataset on disk.
 
     They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/` or `test/` (in any case, `Training/` and
@@ -66,7 +66,7 @@ def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Source]:
             raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
         return as_splits({"all": scan_classes(root, options.cache)}, options, where=str(root))
     train = scan_classes(root / parts["train"], options.cache)
-    opened: dict[str, Source] = {"train": train}
+    opened: dict[str, Images] = {"train": train}
     for split, name in parts.items():
         if split != "train":
             flat = None if name in nested else flat_validation(root / name, train.classes)
@@ -83,7 +83,7 @@ class _Listing(NamedTuple):
     """Number of images by extension in formats that are not read."""
 
 
-def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool = False) -> FileSource:
+def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool = False) -> FileImages:
     """Index class folders: every image below `root/CLASS/`, at any depth, hidden files and folders left out.
 
     They are ordered by class name and, within a class, by the file names' bytes. Listing runs in threads, because on
@@ -105,7 +105,7 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
         is_fresh=lambda stamp: _is_fresh(root, stamp),
     )
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
-    return FileSource(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)
+    return FileImages(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)
 
 
 def _scan(root: Path) -> Index:

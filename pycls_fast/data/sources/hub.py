@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, find_files
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_few
 
 
-class ArrowSource(Source):
+class ArrowImages(Images):
     """One split of a `datasets.Dataset`."""
 
     def __init__(self, images: Any, where: str, classes: Sequence[str], labels: np.ndarray) -> None:
@@ -47,7 +47,7 @@ class ArrowSource(Source):
         return f"{super().describe()} in {self._where}"
 
 
-def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
+def open_parquet(root: str, options: OpenOptions) -> dict[str, Images]:
     """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
@@ -57,7 +57,7 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
     """
     files = find_files(root, (".parquet",), train=options.train, val=options.val)
     names = read_class_list(root)
-    opened: dict[str, Source] = {}
+    opened: dict[str, Images] = {}
     for split, found in files.items():
         # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels. Its file
         # names are patterns.
@@ -67,7 +67,7 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Source]:
     return as_splits(opened, options, where=root)
 
 
-def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
+def open_hub(name: str, options: OpenOptions) -> dict[str, Images]:
     """The splits of a dataset.
 
     Args:
@@ -93,7 +93,7 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Source]:
     for key, split in named.items():
         if split not in loaded:
             raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
-    opened: dict[str, Source] = {
+    opened: dict[str, Images] = {
         own: _open_split(f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test")
         for own, split in named.items()
     }
@@ -120,7 +120,7 @@ def _load_parquet(hf: Any, files: list[str]) -> Any:
 
 def _open_split(
     where: str, dataset: Any, options: OpenOptions, *, names: Sequence[str] | None, may_lack: bool
-) -> ArrowSource:
+) -> ArrowImages:
     """
     Args:
         names: class names that take the place of the dataset's own.
@@ -137,7 +137,7 @@ def _open_split(
         values = [-1] * len(values)
     names = names or getattr(features.get(label), "names", None)
     classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
-    return ArrowSource(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
+    return ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
 
 
 def _column(dataset: Any, name: str) -> list[Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.files import EXTENSIONS, FileSource
+from pycls_fast.data.sources.files import EXTENSIONS, FileImages
 from pycls_fast.errors import UserError, first_few
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -29,7 +29,7 @@ def kaggle_root(root: Path) -> Path:
     return inner if (inner / "train").is_dir() else root
 
 
-def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
+def flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
     """The validation images in `root` itself, in the order that class folders would give them.
 
     Labels come from Kaggle's `LOC_val_solution.csv` or the development kit (its folder, or the archive as downloaded),
@@ -52,7 +52,7 @@ def flat_validation(root: Path, classes: Sequence[str]) -> FileSource | None:
         raise UserError(f"{root}: {where} has no label of a training class for {first_few(unknown)}")
     labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
     labels = np.array([label for label, _ in labelled], dtype=np.int32)
-    return FileSource(root, classes, Texts.of(name for _, name in labelled), labels)
+    return FileImages(root, classes, Texts.of(name for _, name in labelled), labels)
 
 
 def _labels(root: Path) -> tuple[Mapping[str, str], Path]:

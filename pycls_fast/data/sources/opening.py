@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.cifar import find_cifar, open_cifar
 from pycls_fast.data.sources.folders import open_folder, scan_classes
 from pycls_fast.data.sources.hub import open_hub, open_parquet
@@ -17,7 +17,7 @@ from pycls_fast.data.sources.tars import open_tars
 from pycls_fast.errors import UserError
 
 
-def open_digits(root: str, options: OpenOptions) -> dict[str, Source]:
+def open_digits(root: str, options: OpenOptions) -> dict[str, Images]:
     """The embedded digits, written to `root` if they are not there; the published results are of a split by position.
 
     Raises:
@@ -27,7 +27,7 @@ def open_digits(root: str, options: OpenOptions) -> dict[str, Source]:
     return as_splits({"all": scan_classes(Path(root), options.cache, numbered=True)}, options, where=root)
 
 
-LAYOUTS: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
+LAYOUTS: dict[str, Callable[[str, OpenOptions], dict[str, Images]]] = {
     "folder": open_folder,
     "manifest": open_manifest,
     "parquet": open_parquet,
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, Callable[[str, OpenOptions], dict[str, Source]]] = {
 }
 
 
-def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Source]:
+def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Images]:
     """The splits of a dataset by name, "train" and "val" among them.
 
     Args:

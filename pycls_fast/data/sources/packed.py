@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import flush
@@ -51,7 +51,7 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.bin"
 
 
-class PackedSource(Source, Mapped):
+class PackedImages(Images, Mapped):
     """The images of one packed split."""
 
     def __init__(self, folder: Path, about: dict[str, Any], table: np.ndarray, names: Texts) -> None:
@@ -101,7 +101,7 @@ def is_packed(folder: Path) -> bool:
     return (folder / ABOUT).is_file() and (folder / TABLE).is_file()
 
 
-def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Source]:
+def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random.
 
     Raises:
@@ -122,7 +122,7 @@ def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Source]:
     return as_splits(opened, options, where=str(root))
 
 
-def open_packed_split(folder: Path) -> PackedSource:
+def open_packed_split(folder: Path) -> PackedImages:
     """Open one packed split.
 
     Raises:
@@ -148,7 +148,7 @@ def open_packed_split(folder: Path) -> PackedSource:
         if held[number] != needed:
             file = shard_file(folder, number)
             raise UserError(f"{file} has {held[number]:,} bytes and should have {needed:,}; copy or pack it again")
-    return PackedSource(folder, about, table, names)
+    return PackedImages(folder, about, table, names)
 
 
 def write_about(file: Path, *, classes: Sequence[str], count: int, how: str, settings: dict[str, Any]) -> None:

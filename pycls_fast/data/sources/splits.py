@@ -11,13 +11,13 @@ import numpy as np
 
 from pycls_fast.counter import counter_seed, mixed
 from pycls_fast.data.draws import frozen_generator
-from pycls_fast.data.sources.base import Source, Subset, like_train
+from pycls_fast.data.sources.base import Images, Subset, like_train
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.errors import UserError, first_few
 
 
-def as_splits(opened: Mapping[str, Source], options: OpenOptions, *, where: str) -> dict[str, Source]:
+def as_splits(opened: Mapping[str, Images], options: OpenOptions, *, where: str) -> dict[str, Images]:
     """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
@@ -35,13 +35,13 @@ def as_splits(opened: Mapping[str, Source], options: OpenOptions, *, where: str)
     if not parts:
         return undivided(train, options, where=where)
     refuse_folds(where, options.folds)
-    splits: dict[str, Source] = {"train": train}
+    splits: dict[str, Images] = {"train": train}
     for name, source in parts.items():
         splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
 
 
-def undivided(train: Source, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Source]:
+def undivided(train: Images, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Images]:
     """The splits of a dataset that comes without one: drawn at random, or "all" if `options.whole` says so.
 
     Raises:
@@ -60,7 +60,7 @@ def refuse_folds(where: str, folds: int | None) -> None:
         raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
 
 
-def split_at_random(source: Source, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Source]:
+def split_at_random(source: Images, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Images]:
     """Split class by class into "train" and "val"; at least one image of a class goes to each side.
 
     Each class is put in an order, from which the first images are held out. It is the order of a hash of the seed, the

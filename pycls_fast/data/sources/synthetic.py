@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 
 COUNT = 1797
@@ -18,7 +18,7 @@ COUNT = 1797
 Handwritten Digits (UCI Machine Learning Repository, 1998): 8 x 8 pixels."""
 
 
-class SyntheticSource(Source):
+class SyntheticImages(Images):
     """Noise generated on demand: for measuring everything but disk and decoder, and for tests.
 
     The pixels depend only on (seed, index), uniform in 0..255 and unrelated to the label; labels cycle through the

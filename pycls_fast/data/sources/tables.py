@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.base import Source, Subset
-from pycls_fast.data.sources.files import SPLIT_OF, FileSource, find_files
+from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.files import SPLIT_OF, FileImages, find_files
 from pycls_fast.data.sources.index import Index, load_or_build
 from pycls_fast.data.sources.labels import ENCODING, missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
@@ -25,7 +25,7 @@ _SPLITS = ("train", "val", "test")
 _NO_LABEL = ("", None, "-1", -1)
 
 
-def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
+def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
@@ -45,7 +45,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
             )
     names = read_class_list(str(place))
     base = place if place.is_dir() else place.parent
-    opened: dict[str, Source] = {}
+    opened: dict[str, Images] = {}
     for split, (file,) in files.items():
         source, splits = _open_table(Path(file), base, names, options, is_test=split == "test")
         opened[split] = source
@@ -59,7 +59,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Source]:
 
 def _open_table(
     path: Path, base: Path, names: Sequence[str] | None, options: OpenOptions, *, is_test: bool
-) -> tuple[FileSource, np.ndarray | None]:
+) -> tuple[FileImages, np.ndarray | None]:
     """The images of a table, from its file or its cached index, and their splits as positions in `_SPLITS`."""
     columns = (options.path_column, options.label_column)
     status = path.stat()
@@ -80,7 +80,7 @@ def _open_table(
         columns=columns,
     )
     paths = Texts(index.arrays["names"], index.arrays["name_ends"])
-    source = FileSource(base, index.more["classes"], paths, index.arrays["labels"])
+    source = FileImages(base, index.more["classes"], paths, index.arrays["labels"])
     return source, index.arrays.get("splits")
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
-from pycls_fast.data.sources.base import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, find_files
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import name_classes, read_class_list
@@ -31,7 +31,7 @@ _SMALLEST = 1_000
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
 
-class TarSource(Source, Mapped):
+class TarImages(Images, Mapped):
     """Images in uncompressed tar files, in the order of files and members."""
 
     def __init__(
@@ -97,7 +97,7 @@ class TarSource(Source, Mapped):
         return f"{super().describe()} in {files}"
 
 
-def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
+def open_tars(root: str, options: OpenOptions) -> dict[str, Images]:
     """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
@@ -119,7 +119,7 @@ def open_tars(root: str, options: OpenOptions) -> dict[str, Source]:
 
 def _open_split(
     root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: OpenOptions
-) -> TarSource:
+) -> TarImages:
     label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
         stamps = list(pool.map(_stamp, shards))
@@ -139,7 +139,7 @@ def _open_split(
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
     versions = Texts.of(json.dumps(about).encode() for about in stamps)
-    return TarSource(root, index.more["classes"], paths, versions, keys, dict(index.arrays), options.shard_cache)
+    return TarImages(root, index.more["classes"], paths, versions, keys, dict(index.arrays), options.shard_cache)
 
 
 def _stamp(shard: str) -> list[Any]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data import to_device
+from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
 from pycls_fast.network import Network

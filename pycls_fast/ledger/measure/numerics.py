@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from pycls_fast import build, speed
 from pycls_fast.config import RunConfig
-from pycls_fast.data import Batch, to_device
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network

@@ -17,8 +17,11 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data import Batch, ImageLoader, Keys, Source
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.decoders import Crop, Decoder, Picture
+from pycls_fast.data.loader import ImageLoader
+from pycls_fast.data.sampling import Keys
+from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import spread
 from pycls_fast.parallel import World
@@ -35,8 +38,8 @@ class _Clock:
         self.seconds[stage] += time.perf_counter() - start
 
 
-class _TimedSource(Source):
-    def __init__(self, source: Source, clock: _Clock) -> None:
+class _TimedImages(Images):
+    def __init__(self, source: Images, clock: _Clock) -> None:
         self._source = source
         self._clock = clock
         self.classes, self.labels = source.classes, source.labels
@@ -79,7 +82,7 @@ def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
 
 
 def measure_stages(
-    config: RunConfig, source: Source, world: World, switches: build.Switches, *, start: int, repeats: int
+    config: RunConfig, source: Images, world: World, switches: build.Switches, *, start: int, repeats: int
 ) -> dict[str, Any]:
     """Images per second of each stage on one core and of the whole pipeline, and the stage that limits it.
 
@@ -113,7 +116,7 @@ def measure_stages(
 
 def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> None:
     dataset = loader.dataset.instrumented(  # type: ignore[attr-defined]  # an ImageDataset
-        lambda source: _TimedSource(source, clock), lambda decoder: _timed_decoder(decoder, clock)
+        lambda source: _TimedImages(source, clock), lambda decoder: _timed_decoder(decoder, clock)
     )
     start = time.perf_counter()
     batch = dataset.__getitems__(keys)

@@ -11,7 +11,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.measure.workloads import (
     InferencePart,
@@ -41,7 +41,7 @@ class TimedVariant:
     name: str
     config: RunConfig
     switches: build.Switches
-    sources: dict[str, Source]
+    sources: dict[str, Images]
     # For one image of evaluation, and for one of the first epoch.
     complexity: Complexity
     training_complexity: Complexity

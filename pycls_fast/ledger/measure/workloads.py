@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data import IN_FLIGHT, Batch, HostStage, Source, to_device
+from pycls_fast.data.batch import Batch, HostStage
+from pycls_fast.data.prepare import IN_FLIGHT, to_device
+from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import Marks, synchronize, timed
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import SwitchName
@@ -204,7 +206,7 @@ class LoaderPart:
     """
 
     def __init__(
-        self, config: RunConfig, source: Source, switches: build.Switches, world: World, order: StepRange
+        self, config: RunConfig, source: Images, switches: build.Switches, world: World, order: StepRange
     ) -> None:
         self.name: PartName = "loader"
         self.images_per_step = config.data.global_batch_size

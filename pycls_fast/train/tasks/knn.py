@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import Batch, Source
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.network import Network
 from pycls_fast.train.building import load_network
@@ -162,7 +163,7 @@ def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any], w
     )
 
 
-def _features(setup: Setup, network: Network, source: Source, split: str) -> tuple[Tensor, Tensor]:
+def _features(setup: Setup, network: Network, source: Images, split: str) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
     config, world, switches = setup.config, setup.world, setup.switches
     network.eval()

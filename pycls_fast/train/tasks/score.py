@@ -10,7 +10,8 @@ from typing import Any
 
 from pycls_fast import build, published
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import EvalSet, Source, match_classes
+from pycls_fast.data.sources.base import Images, match_classes
+from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import DONE, UserError, first_few
 from pycls_fast.files import user_path
 from pycls_fast.models import foreign
@@ -139,7 +140,7 @@ def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tupl
 
 
 def _other_split(
-    config: RunConfig, sources: dict[str, Source], split: str, found: Path | str, ours: Weights | None
+    config: RunConfig, sources: dict[str, Images], split: str, found: Path | str, ours: Weights | None
 ) -> str | None:
     """What to say of a random split that is not the one that the weights were trained on."""
     names = None if ours is None else ours.train_names
@@ -165,7 +166,7 @@ def _is_own_root(config: RunConfig, ours: Weights | None) -> bool:
     return root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
 
 
-def _with_classes(source: Source, classes: tuple[str, ...], found: Path | str) -> Source:
+def _with_classes(source: Images, classes: tuple[str, ...], found: Path | str) -> Images:
     """The source labelled with these classes by name; all of its own that have images must be among them."""
     matched, unknown = match_classes(source, classes)
     if unknown:

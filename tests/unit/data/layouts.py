@@ -18,7 +18,11 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources import CachePolicy, OpenOptions, Source, open_splits, scan_classes
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 
 NO_CACHE = OpenOptions(cache=CachePolicy("off"))
@@ -163,12 +167,12 @@ LAYOUTS = {
 }
 
 
-def open_layout(kind: str, root: Path, content: Content, options: OpenOptions = NO_CACHE) -> dict[str, Source]:
+def open_layout(kind: str, root: Path, content: Content, options: OpenOptions = NO_CACHE) -> dict[str, Images]:
     """Write a layout and open it."""
     return open_splits(kind, LAYOUTS[kind](root, content), options)
 
 
-def opened(kind: str, root: Path | str, **options: object) -> dict[str, Source]:
+def opened(kind: str, root: Path | str, **options: object) -> dict[str, Images]:
     """What a user opens, with `OpenOptions`'s fields."""
     return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
 
@@ -200,7 +204,7 @@ def write_cifar10(root: Path, images_NHWC: np.ndarray, labels: Sequence[int], na
     return str(root)
 
 
-def samples_of(source: Source) -> list[tuple[Any, str]]:
+def samples_of(source: Images) -> list[tuple[Any, str]]:
     """(encoded image or pixels' bytes, class name) of every image."""
     read = (source.read(index) for index in range(len(source)))
     return [(data if isinstance(data, bytes) else data.tobytes(), source.classes[label]) for data, label in read]

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import ImageDataset, Source, SyntheticSource, TrainSampler, TrainTransform, class_order
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.sampling import TrainSampler, class_order
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
 
 # 1, 10, 100 and no images; mixed up, so that positions say nothing.
@@ -85,7 +89,7 @@ def test_what_comes_again_is_augmented_anew() -> None:
     assert len(pictures) == len(shown)
 
 
-class Coloured(Source):
+class Coloured(Images):
     """120 pictures of noise, the same bytes each."""
 
     labels = LABELS
@@ -109,7 +113,7 @@ def test_ranks_and_restarts_see_the_same_images() -> None:
 
 
 def test_the_configuration_chooses_and_refuses() -> None:
-    source = SyntheticSource(4, 8, 2, seed=0)
+    source = SyntheticImages(4, 8, 2, seed=0)
     source.labels = np.array([0, 1, 1, 1])
     config = load_config("vit_digits", ["data.sampling=balanced"])
     order = build.data.order(config, source)

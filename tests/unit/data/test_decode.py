@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data import DamagedImage, decode
+from pycls_fast.data.decode import DamagedImage, decode
 from tests.unit.data.conftest import LimitPixels
 
 

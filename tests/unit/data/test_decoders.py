@@ -13,7 +13,8 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from pycls_fast.data import DamagedImage, EvalTransform, TrainTransform, native
+from pycls_fast.data import native
+from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.decoders import (
     DECODERS,
     Crop,
@@ -26,7 +27,7 @@ from pycls_fast.data.decoders import (
     open_with_pillow,
     open_with_simplejpeg,
 )
-from pycls_fast.data.transforms import Augmented
+from pycls_fast.data.transforms import Augmented, EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import LimitPixels
 

@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pycls_fast.data import OpenOptions, open_splits, write_digits
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.splits import OpenOptions
+from pycls_fast.data.sources.synthetic import write_digits
 from pycls_fast.errors import UserError
 
 

@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 
-from pycls_fast.data import seed_generators
+from pycls_fast.data.draws import seed_generators
 
 
 def test_a_seeded_step_draws_as_after_manual_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from pycls_fast.data.sources import CachePolicy, Source, open_eval_set, scan_classes
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.eval_sets import open_eval_set
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
 from pycls_fast.train.evaluate import _score
@@ -26,7 +29,7 @@ def images(folder: Path, names: Sequence[str]) -> None:
 
 
 @pytest.fixture
-def val(tmp_path: Path) -> Source:
+def val(tmp_path: Path) -> Images:
     """Twelve validation images, two of each second class, numbered across the classes."""
     for position, wnid in enumerate(WNIDS[::2]):
         names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in (position + 1, position + 7)]
@@ -34,7 +37,7 @@ def val(tmp_path: Path) -> Source:
     return scan_classes(tmp_path / "val", CachePolicy("off"))
 
 
-def labels(source: Source) -> dict[str, int]:
+def labels(source: Images) -> dict[str, int]:
     return {Path(source.name(i)).name: source.read(i)[1] for i in range(len(source))}
 
 
@@ -93,7 +96,7 @@ def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
 
 
-def test_real_labels_belong_to_the_numbers_in_the_names(tmp_path: Path, val: Source) -> None:
+def test_real_labels_belong_to_the_numbers_in_the_names(tmp_path: Path, val: Images) -> None:
     lists = [[number % 12, (number + 3) % 12] for number in range(12)]
     lists[4] = []
     lists[7] = [1]
@@ -114,7 +117,7 @@ def test_real_labels_belong_to_the_numbers_in_the_names(tmp_path: Path, val: Sou
         ("[[1]]", "by the names of the validation images, up to 1"),
     ],
 )
-def test_real_labels_that_do_not_fit(tmp_path: Path, val: Source, content: str, pattern: str) -> None:
+def test_real_labels_that_do_not_fit(tmp_path: Path, val: Images, content: str, pattern: str) -> None:
     (tmp_path / "real.json").write_text(content)
     with pytest.raises(UserError, match=pattern):
         open_eval_set("real", tmp_path / "real.json", classes=WNIDS, wnids=None, val=val)

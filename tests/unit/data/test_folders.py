@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.data import OpenOptions, Source
-from pycls_fast.data.sources import EXTENSIONS, scan_classes
-from pycls_fast.data.sources.folders import open_folder
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import EXTENSIONS
+from pycls_fast.data.sources.folders import open_folder, scan_classes
+from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
 
-def names(source: Source) -> list[str]:
+def names(source: Images) -> list[str]:
     return [source.name(index) for index in range(len(source))]
 
 
-def below(source: Source, root: Path) -> list[str]:
+def below(source: Images, root: Path) -> list[str]:
     return [os.path.relpath(name, root) for name in names(source)]
 
 
-def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> dict[str, Source]:
+def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> dict[str, Images]:
     return open_folder(root, OpenOptions(val_fraction=val_fraction, split_seed=split_seed))
 
 

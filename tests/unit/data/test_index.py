@@ -16,16 +16,12 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from pycls_fast.data.sources import (
-    CachePolicy,
-    FileSource,
-    OpenOptions,
-    folders,
-    index,
-    open_splits,
-    scan_classes,
-    tables,
-)
+from pycls_fast.data.sources import folders, index, tables
+from pycls_fast.data.sources.files import FileImages
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import touch_older
@@ -46,7 +42,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def names(source: FileSource) -> list[str]:
+def names(source: FileImages) -> list[str]:
     return [source.name(index) for index in range(len(source))]
 
 

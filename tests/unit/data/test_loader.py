@@ -20,23 +20,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pycls_fast.data import (
-    Batch,
-    EvalSampler,
-    EvalTransform,
-    FileSource,
-    ImageDataset,
-    ImageLoader,
-    SyntheticSource,
-    TrainSampler,
-    TrainTransform,
-    TransformByEpoch,
-    dataset,
-    make_loader,
-)
+from pycls_fast.data import dataset
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.policies import rand_augment
-from pycls_fast.data.sampling import Key
-from pycls_fast.data.sources import scan_classes
+from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
+from pycls_fast.data.sources.files import FileImages
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
@@ -45,7 +38,7 @@ TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="b
 EVAL = EvalTransform(image_size=16)
 
 
-class HookedSource(SyntheticSource):
+class HookedImages(SyntheticImages):
     """Synthetic images; `hook(index)` runs before each read."""
 
     def __init__(self, count: int, hook: Callable[[int], None]) -> None:
@@ -58,7 +51,7 @@ class HookedSource(SyntheticSource):
 
 
 @pytest.fixture
-def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FileSource:
+def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FileImages:
     """Classes a and b of 10 images each, of which a/3 is empty, a/4 is half a file and b/9 is gone."""
     source = scan_classes(write_tree(tmp_path, {"a": 10, "b": 10}))
     (tmp_path / "a" / "3.png").write_bytes(b"")
@@ -68,7 +61,7 @@ def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FileSource:
     return source
 
 
-def train_loader(source: FileSource | SyntheticSource, num_workers: int, **options: int) -> ImageLoader:
+def train_loader(source: FileImages | SyntheticImages, num_workers: int, **options: int) -> ImageLoader:
     dataset = ImageDataset(source, TRAIN, seed=5, training=True)
     sampler = TrainSampler(len(dataset), seed=5, global_batch_size=6, **{"total_steps": 7, **options})
     return make_loader(dataset, sampler, num_workers=num_workers)
@@ -87,7 +80,7 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
 
 
 @pytest.mark.slow
-def test_any_number_of_workers(damaged_folder: FileSource) -> None:
+def test_any_number_of_workers(damaged_folder: FileImages) -> None:
     """Across two epoch borders, with damaged files; and again the same in a second iteration."""
     torch.manual_seed(1)
     state, random_state = torch.get_rng_state(), random.getstate()
@@ -109,12 +102,12 @@ def test_any_number_of_workers(damaged_folder: FileSource) -> None:
 def test_the_global_generator_is_left_alone(num_workers: int) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    for _ in train_loader(SyntheticSource(8, 20, 2, seed=0), num_workers):
+    for _ in train_loader(SyntheticImages(8, 20, 2, seed=0), num_workers):
         assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_a_batch_holds() -> None:
-    source = SyntheticSource(20, 30, 3, seed=0)
+    source = SyntheticImages(20, 30, 3, seed=0)
     (batch, *_) = train_loader(source, 1)
     assert batch.images_BHWC.shape == (6, 16, 16, 3)
     assert batch.images_BHWC.dtype == torch.uint8
@@ -129,7 +122,7 @@ def test_what_a_batch_holds() -> None:
 
 
 def test_a_sample_depends_on_seed_epoch_and_index() -> None:
-    source = SyntheticSource(20, 30, 3, seed=0)
+    source = SyntheticImages(20, 30, 3, seed=0)
     transform = TrainTransform(image_size=16)
 
     def image(seed: int, key: Key) -> bytes:
@@ -142,7 +135,7 @@ def test_a_sample_depends_on_seed_epoch_and_index() -> None:
 
 
 def test_world_size_does_not_matter() -> None:
-    source = SyntheticSource(20, 20, 3, seed=0)
+    source = SyntheticImages(20, 20, 3, seed=0)
     alone = list(train_loader(source, 0))
     ranks = [list(train_loader(source, 0, rank=rank, world_size=3)) for rank in range(3)]
     for step, batch in enumerate(alone):
@@ -152,7 +145,7 @@ def test_world_size_does_not_matter() -> None:
 
 def test_resuming_reads_nothing_that_was_seen() -> None:
     read: list[int] = []
-    source = HookedSource(20, read.append)
+    source = HookedImages(20, read.append)
     whole = list(train_loader(source, 0))
     for start_step in (1, 3, 6, 7):
         read.clear()
@@ -160,7 +153,7 @@ def test_resuming_reads_nothing_that_was_seen() -> None:
         assert len(read) == 6 * (7 - start_step)
 
 
-def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileSource) -> None:
+def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileImages) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     sample = dataset[(0, 3)]
     names, reasons = zip(*sample.damaged, strict=True)
@@ -182,7 +175,7 @@ def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileSo
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_damaged_evaluation_images_are_left_out(damaged_folder: FileSource, num_workers: int) -> None:
+def test_damaged_evaluation_images_are_left_out(damaged_folder: FileImages, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, EVAL, training=False)
     loader = make_loader(dataset, EvalSampler(len(dataset), batch_size=3), num_workers=num_workers)
     batches = list(loader)
@@ -195,7 +188,7 @@ def test_damaged_evaluation_images_are_left_out(damaged_folder: FileSource, num_
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_without_any_image(damaged_folder: FileSource, num_workers: int) -> None:
+def test_batch_without_any_image(damaged_folder: FileImages, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, training=False)
     loader = make_loader(dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers)
     batches = list(loader)
@@ -226,7 +219,7 @@ def test_the_machines_own_limits_are_no_damage() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with pytest.raises(OSError, match="Too many open files"):
-        list(train_loader(HookedSource(20, no_more_files), 0))
+        list(train_loader(HookedImages(20, no_more_files), 0))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -243,7 +236,7 @@ def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch, trai
     transform = TRAIN if training else EVAL
     own, whole = (
         ImageDataset(source, transform, training=training)[(0, 2)]
-        for source in (HookedSource(20, away), SyntheticSource(20, 20, 3, seed=1))
+        for source in (HookedImages(20, away), SyntheticImages(20, 20, 3, seed=1))
     )
     assert (own.index, own.label, own.damaged) == (2, whole.label, ())
     np.testing.assert_array_equal(own.image_HWC, whole.image_HWC)  # type: ignore[arg-type]
@@ -258,7 +251,7 @@ def test_a_disk_that_stays_away_is_waited_for_once(monkeypatch: pytest.MonkeyPat
             raise OSError(errno.EIO, "it is away")
 
     monkeypatch.setattr(dataset.time, "sleep", paused.append)
-    images = ImageDataset(HookedSource(20, read), EVAL, training=False)
+    images = ImageDataset(HookedImages(20, read), EVAL, training=False)
     assert all(images[(0, index)].damaged for index in range(3))
     assert len(paused) == 3
     away = False
@@ -274,9 +267,9 @@ def test_programming_errors_are_not_hidden() -> None:
 
     for num_workers in (0, 1):
         with pytest.raises(TypeError, match="a bug"):
-            list(train_loader(HookedSource(20, wrong), num_workers))
+            list(train_loader(HookedImages(20, wrong), num_workers))
     with pytest.raises(IndexError):
-        ImageDataset(SyntheticSource(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
+        ImageDataset(SyntheticImages(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
 
 
 @pytest.mark.slow
@@ -292,13 +285,13 @@ def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
         os.kill(os.getpid(), number)
 
     with pytest.raises(UserError, match=r"^DataLoader worker .* exited unexpectedly " + advice):
-        list(train_loader(HookedSource(20, die), 2))
+        list(train_loader(HookedImages(20, die), 2))
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_is_needed() -> None:
     """Not in the middle of the step: there it would be a traceback, and a save would be cut off."""
-    batches = iter(train_loader(SyntheticSource(40, 20, 3, seed=1), 1))
+    batches = iter(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
     next(batches)
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
@@ -324,7 +317,7 @@ def test_a_worker_that_ends_the_thread_that_pins_its_batch(
 
     monkeypatch.setattr(DataLoader, "__iter__", lambda self: Batches())
     with pytest.raises(kind, match="exited unexpectedly") as caught:
-        list(train_loader(SyntheticSource(40, 20, 3, seed=1), 1))
+        list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
     if kind is UserError:
         assert str(caught.value).startswith("DataLoader worker exited unexpectedly (killed); usually out of memory")
 
@@ -333,7 +326,7 @@ def test_full_shared_memory_is_told_before_it_kills(monkeypatch: pytest.MonkeyPa
     """Writing to a full /dev/shm would end the worker by a signal."""
     full = os.statvfs_result((4096, 4096, 1000, 1, 1, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    source = SyntheticSource(40, 20, 3, seed=1)
+    source = SyntheticImages(40, 20, 3, seed=1)
     with pytest.raises(UserError, match=r"^shared memory is full: /dev/shm has 0 MiB free.*--shm-size=8g.*num_workers"):
         list(train_loader(source, 2))
     assert list(train_loader(source, 0)), "without workers nothing is shared"
@@ -342,7 +335,7 @@ def test_full_shared_memory_is_told_before_it_kills(monkeypatch: pytest.MonkeyPa
 def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each is copied once more when it is sent."""
     made: list[Batch] = []
-    dataset = ImageDataset(SyntheticSource(8, 20, 2, seed=0), TRAIN, training=True)
+    dataset = ImageDataset(SyntheticImages(8, 20, 2, seed=0), TRAIN, training=True)
     for is_worker in (False, True):
         monkeypatch.setattr("pycls_fast.data.dataset.get_worker_info", lambda: object() if is_worker else None)  # noqa: B023
         batch = dataset.__getitems__([(0, 3), (0, 5)])
@@ -354,7 +347,7 @@ def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.Monkey
 
 def test_repeated_augmentation() -> None:
     """Each image three times, augmented differently; an epoch has as many images as ever; ranks do not matter."""
-    source = SyntheticSource(20, 20, 3, seed=1)
+    source = SyntheticImages(20, 20, 3, seed=1)
     dataset = ImageDataset(source, TRAIN, seed=4, training=True, repeats=3)
 
     def keys(**options: int) -> list[list[tuple[int, int]]]:
@@ -385,7 +378,7 @@ def test_repeated_augmentation() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_progressive_resizing(num_workers: int) -> None:
     transform = TransformByEpoch({0: TrainTransform(image_size=8), 1: TrainTransform(image_size=12)})
-    dataset = ImageDataset(SyntheticSource(8, 20, 2, seed=0), transform, training=True)
+    dataset = ImageDataset(SyntheticImages(8, 20, 2, seed=0), transform, training=True)
     sampler = TrainSampler(8, seed=0, global_batch_size=4, total_steps=6)
     sizes = [batch.images_BHWC.shape[1:3] for batch in make_loader(dataset, sampler, num_workers=num_workers)]
     assert sizes == [(8, 8)] * 2 + [(12, 12)] * 4
@@ -400,15 +393,15 @@ def test_workers_leave_signals_to_the_main_process() -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(os.getpid(), number)
 
-    expected = list(train_loader(SyntheticSource(20, 20, 3, seed=1), 0))
-    assert_same(list(train_loader(HookedSource(20, signal_oneself), 2)), expected)
+    expected = list(train_loader(SyntheticImages(20, 20, 3, seed=1), 0))
+    assert_same(list(train_loader(HookedImages(20, signal_oneself), 2)), expected)
 
 
 LEFT_RUNNING = """
 import sys
-from pycls_fast.data import ImageDataset, SyntheticSource, TrainSampler, TrainTransform, make_loader
+from pycls_fast.data import ImageDataset, SyntheticImages, TrainSampler, TrainTransform, make_loader
 
-dataset = ImageDataset(SyntheticSource(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)
+dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)
 sampler = TrainSampler(20, seed=0, global_batch_size=6, total_steps=1000)
 iterator = iter(make_loader(dataset, sampler, num_workers=2))
 next(iterator)
@@ -430,12 +423,12 @@ def test_workers_use_one_thread() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        list(train_loader(HookedSource(20, check), 1))
+        list(train_loader(HookedImages(20, check), 1))
     finally:
         torch.set_num_threads(threads)
 
 
-def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileSource) -> None:
+def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileImages) -> None:
     """Where processes are not forked (Python 3.14's default), it travels by pickle."""
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     copy = pickle.loads(pickle.dumps(dataset))
@@ -466,7 +459,7 @@ def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pinning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    dataset = ImageDataset(SyntheticSource(3, 20, 1, seed=0), EVAL, training=False)
+    dataset = ImageDataset(SyntheticImages(3, 20, 1, seed=0), EVAL, training=False)
     with pytest.raises(UserError, match="pinned memory needs a CUDA device"):
         make_loader(dataset, EvalSampler(3, batch_size=1), num_workers=0, pin_memory=True)
 
@@ -475,8 +468,8 @@ def test_pinning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pinned_batches(num_workers: int) -> None:
-    dataset = ImageDataset(SyntheticSource(20, 20, 3, seed=1), TRAIN, seed=5, training=True)
+    dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TRAIN, seed=5, training=True)
     sampler = TrainSampler(20, seed=5, global_batch_size=6, total_steps=7)
     batches = list(make_loader(dataset, sampler, num_workers=num_workers, pin_memory=True))
     assert all(batch.images_BHWC.is_pinned() and batch.labels_B.is_pinned() for batch in batches)
-    assert_same(batches, list(train_loader(SyntheticSource(20, 20, 3, seed=1), 0)))
+    assert_same(batches, list(train_loader(SyntheticImages(20, 20, 3, seed=1), 0)))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from pycls_fast.data import ElementMixer, Mixer
-from pycls_fast.data.mix import cutmix, cutmix_box, mixup
+from pycls_fast.data.mix import ElementMixer, Mixer, cutmix, cutmix_box, mixup
 
 
 def random_images(batch: int = 6, height: int = 20, width: int = 14) -> torch.Tensor:

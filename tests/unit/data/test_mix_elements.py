@@ -10,7 +10,7 @@ import pytest
 import torch
 from timm.data.mixup import Mixup
 
-from pycls_fast.data import ElementMixer
+from pycls_fast.data.mix import ElementMixer
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, Targets
 
 MODES: tuple[Literal["pair", "elem"], ...] = ("pair", "elem")

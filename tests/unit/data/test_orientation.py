@@ -15,8 +15,8 @@ from PIL import ExifTags, Image, ImageOps
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import DamagedImage, EvalTransform, ImageDataset, TrainTransform, decode
-from pycls_fast.data.decode import jpeg_orientation
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.decode import DamagedImage, decode, jpeg_orientation
 from pycls_fast.data.decoders import (
     DECODERS,
     Decoder,
@@ -26,8 +26,9 @@ from pycls_fast.data.decoders import (
     open_with_pillow,
 )
 from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources import scan_classes
+from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.parallel import ALONE
 from tests.unit.data.layouts import LAYOUTS, Sample, open_layout
 

@@ -19,9 +19,12 @@ from PIL import Image
 
 from pycls_fast.data import pack as packing
 from pycls_fast.data.pack import PackSettings, pack, verify
-from pycls_fast.data.sources import FileSource, Source, open_splits, scan_classes
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.packed import PackedSource, open_packed, open_packed_split
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import FileImages
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.sources.packed import PackedImages, open_packed, open_packed_split
 from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
@@ -31,9 +34,9 @@ from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of
 CONTENT = make_content()
 
 
-def split(root: Path, name: str = "train") -> PackedSource:
+def split(root: Path, name: str = "train") -> PackedImages:
     source = open_packed(root, NO_CACHE)[name]
-    assert isinstance(source, PackedSource)
+    assert isinstance(source, PackedImages)
     return source
 
 
@@ -131,11 +134,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def interrupt_at(index: int, source: Source, out: Path) -> None:
+def interrupt_at(index: int, source: Images, out: Path) -> None:
     """A packing that Ctrl-C ends at an image."""
     real = packing.store
 
-    def failing(own: Source, number: int, settings: PackSettings) -> object:
+    def failing(own: Images, number: int, settings: PackSettings) -> object:
         if number == index:
             raise KeyboardInterrupt
         return real(own, number, settings)
@@ -245,8 +248,8 @@ def test_one_other_label_or_name_is_another_packing(tmp_path: Path, folder: Path
     labels = source.labels.copy()
     labels[9] = 0
     names = [source._names[index].encode() for index in range(len(source))]
-    relabelled = FileSource(source.root, source.classes, Texts.of(names), labels)
-    renamed = FileSource(source.root, source.classes, Texts.of([*names[:-1], b"new.jpg"]), source.labels)
+    relabelled = FileImages(source.root, source.classes, Texts.of(names), labels)
+    renamed = FileImages(source.root, source.classes, Texts.of([*names[:-1], b"new.jpg"]), source.labels)
     interrupt_at(9, source, tmp_path / "begun")
     pack(source, tmp_path / "done", PackSettings(), workers=0, title="")
     for other in (relabelled, renamed):
@@ -336,13 +339,13 @@ def test_changed_pixels_of_a_random_split_are_found(tmp_path: Path, folder: Path
         file.write(bytes([first[0] ^ 1]))
     sources = open_packed(tmp_path / "out", NO_CACHE)
     train, val = sources["train"], sources["val"]
-    assert not isinstance(train, PackedSource)
+    assert not isinstance(train, PackedImages)
     for parts in ((train, val), (as_reversed(train), as_reversed(val))):
         (found,) = (damaged for part in parts for damaged in verify(part, workers=0, title=""))
         assert "checksum" in found.reason
 
 
-def as_reversed(source: Any) -> Source:
+def as_reversed(source: Any) -> Images:
     """The same images with the classes in reverse order."""
     count = len(source.classes)
     return Relabelled(source, source.classes[::-1], np.arange(count)[::-1])

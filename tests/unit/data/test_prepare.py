@@ -8,8 +8,9 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from pycls_fast.data import Batch, Prepare
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import box_mask
+from pycls_fast.data.prepare import Prepare
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
 BOXES = [[0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 6, 7], [5, 6, 1, 1], [2, 0, 4, 1]]

@@ -13,7 +13,11 @@ from torch import Tensor
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
-from pycls_fast.data import Batch, ElementMixer, Keys, Mixer, Prepare, PrepareOnHost, SyntheticSource, TrainSampler
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.prepare import Prepare, PrepareOnHost
+from pycls_fast.data.sampling import Keys, TrainSampler
+from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets
@@ -135,7 +139,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
         )  # fmt: skip
         switches = build.switches(config, CPU)
         world = World(rank=1, size=2, device=CPU)
-        loader = build.train_loader(config, SyntheticSource(20, 16, 3, 0), world, switches, start_step=1, steps=3)
+        loader = build.train_loader(config, SyntheticImages(20, 16, 3, 0), world, switches, start_step=1, steps=3)
         parts: Any = SimpleNamespace(
             seed=config.seed, rank=1, prepare=build.prepare(config, CPU, switches), mixer=build.mixer(config)
         )

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from pycls_fast.counter import counter_seed
-from pycls_fast.data import FileSource, OpenOptions, Source
 from pycls_fast.data.draws import frozen_generator
-from pycls_fast.data.sources import scan_classes
 from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.splits import split_at_random
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import FileImages
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.splits import OpenOptions, split_at_random
 from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, open_layout, opened
 
@@ -45,13 +46,13 @@ def test_hashes_of_texts() -> None:
     assert Texts.of([b""]).hashes().tolist() == [fnv(b"")]
 
 
-def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -> FileSource:
+def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -> FileImages:
     """Files that are not there; the class is the name's first part."""
     labels = [classes.index(name.partition("/")[0]) for name in names]
-    return FileSource(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
+    return FileImages(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
 
 
-def held_out(source: Source, seed: int = 0, **how: Any) -> set[str]:
+def held_out(source: Images, seed: int = 0, **how: Any) -> set[str]:
     splits = split_at_random(source, OpenOptions(split_seed=seed, **how), where="here")
     parts = {name: {part.name(index) for index in range(len(part))} for name, part in splits.items()}
     assert not parts["train"] & parts["val"]
@@ -129,7 +130,7 @@ def test_layouts_with_names(tmp_path: Path) -> None:
     for kind in LAYOUTS:
         if kind == "cifar":
             continue
-        train: Source = open_layout(kind, tmp_path / kind, content)["train"]
+        train: Images = open_layout(kind, tmp_path / kind, content)["train"]
         hashes = train.name_hashes()
         assert (hashes is None) == (kind in ("parquet", "hub")), kind
         assert hashes is None or len(set(hashes.tolist())) == len(train) == 27

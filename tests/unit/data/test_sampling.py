@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycls_fast.data import EvalSampler, TrainSampler, epoch_order
-from pycls_fast.data.sampling import Key
+from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler, epoch_order
 
 
 def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -> list[list[Key]]:

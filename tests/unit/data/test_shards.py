@@ -16,19 +16,15 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from pycls_fast.data import (
-    Batch,
-    EvalSampler,
-    EvalTransform,
-    ImageDataset,
-    ImageLoader,
-    Source,
-    TrainSampler,
-    make_loader,
-)
-from pycls_fast.data.sources import CachePolicy, ShardCache, remote, shards
-from pycls_fast.data.sources.base import Relabelled, Subset
-from pycls_fast.data.sources.shards import CopiedShards, Fetcher, Window, fetch_ahead
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sources import remote, shards
+from pycls_fast.data.sources.base import Images, Relabelled, Subset
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.shards import CopiedShards, Fetcher, ShardCache, Window, fetch_ahead
+from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import CLASSES, expected, make_content, opened, samples_of, write_tars
 
@@ -49,29 +45,29 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_IN_USE_SECONDS", 3600.0)
 
 
-def source_of(address: str, folder: Path, *, room: float | None = None) -> Source:
+def source_of(address: str, folder: Path, *, room: float | None = None) -> Images:
     """The training split with copies in a folder, which has room for so many shards."""
     sizes = [path.stat().st_size for path in Path(address.removeprefix("file://")).glob("*train*")]
     limit = None if room is None else int(room * max(sizes))
     return opened("tar", address, shard_cache=ShardCache(folder, limit))["train"]
 
 
-def copied(source: Source) -> CopiedShards:
+def copied(source: Images) -> CopiedShards:
     found = source.copied_shards
     assert found is not None
     return found
 
 
-def place(source: Source, number: int) -> Path:
+def place(source: Images, number: int) -> Path:
     found = copied(source)
     return found.cache.place(found.addresses[number], found.versions[number])
 
 
-def there(source: Source) -> list[int]:
+def there(source: Images) -> list[int]:
     return [number for number in range(SHARDS) if place(source, number).exists()]
 
 
-def drafts(source: Source) -> list[Path]:
+def drafts(source: Images) -> list[Path]:
     return list(copied(source).cache.folder.glob(".*.part"))
 
 
@@ -82,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def fetch(source: Source, *batches: tuple[int, ...], consumed: int = 0) -> Fetcher:
+def fetch(source: Images, *batches: tuple[int, ...], consumed: int = 0) -> Fetcher:
     """A fetcher that has copied all that it can."""
     fetcher = Fetcher(copied(source), iter(batches))
     step(fetcher, consumed)
@@ -312,7 +308,7 @@ def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: 
     assert len(downloads()) == len(set(downloads())) == SHARDS
 
 
-def loader_of(source: Source, workers: int) -> ImageLoader:
+def loader_of(source: Images, workers: int) -> ImageLoader:
     dataset = ImageDataset(source, EvalTransform(image_size=16), training=True, repeats=2)
     sampler = TrainSampler(len(source), seed=1, global_batch_size=4, total_steps=9, repeats=2)
     return make_loader(dataset, sampler, num_workers=workers)
@@ -364,7 +360,7 @@ def test_the_end_of_a_loader_ends_downloads(address: str, tmp_path: Path) -> Non
     assert drafts(source) == []
 
 
-def _hold(source: Source) -> None:
+def _hold(source: Images) -> None:
     with fetch_ahead(copied(source), EvalSampler(len(source), batch_size=4), len(source)):
         time.sleep(30)
 

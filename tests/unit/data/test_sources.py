@@ -13,16 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pycls_fast.data import (
-    EvalSampler,
-    EvalTransform,
-    ImageDataset,
-    TrainSampler,
-    TrainTransform,
-    block_order,
-    make_loader,
-)
-from pycls_fast.data.sources import Source, open_splits
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.loader import make_loader
+from pycls_fast.data.sampling import EvalSampler, TrainSampler, block_order
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.opening import open_splits
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
@@ -39,7 +35,7 @@ CONTENT = make_content()
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Source]]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Images]]:
     """Each layout, opened."""
     root = tmp_path_factory.mktemp("layouts")
     found = {kind: open_layout(kind, root / kind, CONTENT) for kind in KINDS}
@@ -51,7 +47,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Sour
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_content_gives_the_same_samples(opened: dict[str, dict[str, Source]], kind: str) -> None:
+def test_the_same_content_gives_the_same_samples(opened: dict[str, dict[str, Images]], kind: str) -> None:
     splits = opened[kind]
     assert set(splits) == {"train", "val"}
     for split, source in splits.items():
@@ -72,7 +68,7 @@ def test_test_images_are_the_validation_split_where_there_is_no_other(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Source]], kind: str) -> None:
+def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Images]], kind: str) -> None:
     source = opened[kind]["train"]
     source.read(0)
     copy = pickle.loads(pickle.dumps(source))
@@ -81,7 +77,7 @@ def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Sou
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Source]], kind: str) -> None:
+def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Images]], kind: str) -> None:
     source = opened[kind]["train"]
     for value in vars(source).values():
         assert not isinstance(value, (list, dict, tuple, set)) or len(value) < len(source)
@@ -89,7 +85,7 @@ def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Source]]
 
 @pytest.mark.parametrize("kind", ["packed", "tar"])
 def test_files_of_many_images_stay_open(
-    opened: dict[str, dict[str, Source]], kind: str, monkeypatch: pytest.MonkeyPatch
+    opened: dict[str, dict[str, Images]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = pickle.loads(pickle.dumps(opened[kind]["train"]))
     paths: list[str] = []
@@ -104,7 +100,7 @@ def test_files_of_many_images_stay_open(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ranks_and_workers_together_see_exactly_the_epoch(
-    opened: dict[str, dict[str, Source]], kind: str, data: st.DataObject
+    opened: dict[str, dict[str, Images]], kind: str, data: st.DataObject
 ) -> None:
     """Whatever the numbers of ranks before and after a restart, and in whichever order the source is read."""
     source = opened[kind]["train"]
@@ -151,7 +147,7 @@ def test_ranks_and_workers_together_see_exactly_the_epoch(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, Source]], kind: str) -> None:
+def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, Images]], kind: str) -> None:
     """Two epochs through worker processes: the right images, each once, the same as without workers."""
     source = opened[kind]["train"]
     count = len(source)
@@ -171,7 +167,7 @@ def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, S
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_evaluation_visits_each_image_once(opened: dict[str, dict[str, Source]], kind: str) -> None:
+def test_evaluation_visits_each_image_once(opened: dict[str, dict[str, Images]], kind: str) -> None:
     source = opened[kind]["val"]
     seen: Counter[int] = Counter()
     for rank in range(3):

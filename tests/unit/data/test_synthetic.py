@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pycls_fast.data import SyntheticSource
+from pycls_fast.data.sources.synthetic import SyntheticImages
 
 
 def test_counter_decides_the_pixels() -> None:
-    source, same, other = (SyntheticSource(50, 9, 4, seed) for seed in (3, 3, 4))
+    source, same, other = (SyntheticImages(50, 9, 4, seed) for seed in (3, 3, 4))
     images = []
     for index in range(50):
         image_HWC, label = source.read(index)
@@ -27,7 +27,7 @@ def test_counter_decides_the_pixels() -> None:
 
 
 def test_interface() -> None:
-    source = SyntheticSource(1200, 32, 3, seed=0)
+    source = SyntheticImages(1200, 32, 3, seed=0)
     assert len(source) == 1200
     assert source.classes == ("class0", "class1", "class2")
     assert source.name(7) == "synthetic image 7"

@@ -9,9 +9,10 @@ from typing import get_args
 import pytest
 
 from pycls_fast.config.schema import Data
-from pycls_fast.data.sources import CachePolicy, OpenOptions
+from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.labels import name_classes
 from pycls_fast.data.sources.opening import LAYOUTS
+from pycls_fast.data.sources.splits import OpenOptions
 from tests.unit.data.layouts import (
     expected,
     make_content,

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycls_fast.data import block_order
-from pycls_fast.data.sources import CachePolicy, tars
+from pycls_fast.data.sampling import block_order
+from pycls_fast.data.sources import tars
+from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.data import Batch, to_device
-from pycls_fast.data.prepare import _prefetch
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import _prefetch, to_device
 from pycls_fast.errors import UserError
 
 skip_without_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,11 +13,10 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
-from pycls_fast.data import EvalTransform, TrainTransform
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.draws import seeded_torch
 from pycls_fast.data.policies import color_jitter, rand_augment
-from pycls_fast.data.transforms import NO_BOX
+from pycls_fast.data.transforms import NO_BOX, EvalTransform, TrainTransform
 
 EVERYTHING: dict[str, Any] = {
     "image_size": 24,

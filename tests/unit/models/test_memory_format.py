@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pycls_fast.data import Batch, Prepare
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import Prepare
 from pycls_fast.models import ResNet, VisionTransformer
 from tests.unit.models.conftest import draw, fill_random
 

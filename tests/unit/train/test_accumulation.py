@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import Batch
+from pycls_fast.data.batch import Batch
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.config import load_config
-from pycls_fast.data import Batch, EvalSet, Prepare, Source
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import Prepare
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
@@ -45,7 +48,7 @@ def score(
 ) -> Evaluation:
     """Score the labels, or by the `rule` of an `EvalSet`."""
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    model, source = Lookup(logits_NK), cast("Source", None)
+    model, source = Lookup(logits_NK), cast("Images", None)
     model.train()
     wrapped = ParallelModel(model, model, CPU)
     eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None

@@ -16,8 +16,8 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import Batch
 from pycls_fast.data import prepare as transfer
+from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import SwitchName

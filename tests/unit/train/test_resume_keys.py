@@ -11,7 +11,8 @@ import pytest
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import Source, SyntheticSource
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.resolving import with_saved_batch
@@ -45,7 +46,7 @@ TOLD: dict[str, Any] = {
 }
 
 
-class Shards(Source):
+class Shards(Images):
     """Seven images behind a network."""
 
     prefers_blocks = True
@@ -87,7 +88,7 @@ def go_on(
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        sources={"train": SyntheticSource(images, 8, 2, 0) if source is None else source},
+        sources={"train": SyntheticImages(images, 8, 2, 0) if source is None else source},
         world=SimpleNamespace(size=ranks),
         classes=("cat", "dog"),
         train_names="names-1",
@@ -190,7 +191,7 @@ def test_the_order_depends_on_the_storage() -> None:
     order = build.order_name(config, shards)
     assert go_on(source=shards, order=order) == []
     assert go_on() == []
-    for source in (Shards(4, 7), SyntheticSource(7, 8, 2, 0)):
+    for source in (Shards(4, 7), SyntheticImages(7, 8, 2, 0)):
         with pytest.raises(UserError, match=rf"^data\.shuffle: .* but {order} when .*; use the same shards"):
             go_on(source=source, order=order)
     with pytest.raises(UserError, match=r"^data\.shuffle: .* now, but full when .*; use data\.shuffle=full, or"):
