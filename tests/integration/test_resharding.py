@@ -24,6 +24,7 @@ STRATEGIES = {
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale": ["parallel=fairscale_fsdp"],
+    "oss": ["parallel=fairscale_sharded_ddp"],
 }
 # 1, 2, 3 and 4 ranks can share a batch of 24; the 10 rows of the head do not divide by 3 or 4.
 COMMON = [
@@ -40,46 +41,27 @@ COMMON = [
     "schedule.warmup_epochs=0",
     "runtime.tensorboard=false",
 ]
-# SGD where losses are compared: AdamW makes much of the rounding of gradients that are zero.
-OPTIMIZERS = {"sgd": ["optim=sgd", "optim.lr=0.05"], "adamw": ["optim=adamw", "optim.lr=1e-3"]}
-SAVED_AT, MORE = 3, 20
-SAVED = ("ddp", "fsdp", "hsdp", "fairscale")
-LOADED = {1: ("single",), 2: ("ddp", "fsdp", "fairscale"), 3: ("ddp", "fsdp", "fairscale"), 4: SAVED}
+# With a large eps, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
+COMMON += ["optim=adamw", "optim.lr=0.005", "optim.eps=0.001", "optim.weight_decay=0.1", "optim.layer_decay=0.6"]
+SAVED_AT, MORE = 3, 8
+SAVED = ("ddp", "fsdp", "hsdp", "fairscale", "oss")
+LOADED = {1: ("single",), 2: ("ddp", "fsdp", "fairscale", "oss"), 3: ("fsdp", "fairscale")}
 
 
-def case(strategy: str, optimizer: str, digits: Path, steps: int, *more: str) -> dict[str, Any]:
-    stop = f"schedule.max_steps={steps}"
-    overrides = [*COMMON, *OPTIMIZERS[optimizer], *STRATEGIES[strategy], f"data.root={digits}", stop, *more]
-    return {"config_name": "vit_digits", "overrides": overrides}
+def case(strategy: str, digits: Path, steps: int, *more: str) -> dict[str, Any]:
+    overrides = [*COMMON, *STRATEGIES[strategy], f"data.root={digits}", f"schedule.max_steps={steps}", *more]
+    return {"config_name": "vit_digits", "overrides": overrides, "save": steps == SAVED_AT}
 
 
-def saved(folder: Path, strategy: str, optimizer: str) -> Path:
-    return folder / "runs" / f"{strategy}-{optimizer}" / "checkpoints" / f"step_{SAVED_AT:09d}"
+def saved(folder: Path, strategy: str) -> Path:
+    return folder / "runs" / strategy / "checkpoints" / f"step_{SAVED_AT:09d}"
 
 
-def save(folder: Path, digits: Path, strategies: tuple[str, ...]) -> Path:
-    """States saved on four ranks by the strategies, and by one process."""
-
-    def cases(*strategies: str) -> dict[str, Any]:
-        return {
-            f"{strategy}-{optimizer}": {**case(strategy, optimizer, digits, SAVED_AT), "save": True}
-            for strategy in strategies
-            for optimizer in OPTIMIZERS
-        }
-
-    run_ranks(cases(*strategies), folder, 4)
-    run_cases(cases("single"), folder)
-    return folder
-
-
-def go_on(folder: Path, origin: Path, strategies: tuple[str, ...], digits: Path, ranks: int) -> dict[str, Any]:
+def go_on(folder: Path, origin: Path, digits: Path, ranks: int) -> dict[str, Any]:
     """Each of the saved states under each strategy of LOADED; what each had and did, by name."""
     cases = {
-        f"{before}-{optimizer}-{now}": case(
-            now, optimizer, digits, SAVED_AT + MORE, f"resume={saved(origin, before, optimizer)}"
-        )
-        for before in strategies
-        for optimizer in OPTIMIZERS
+        f"{before}-{now}": case(now, digits, SAVED_AT + MORE, f"resume={saved(origin, before)}")
+        for before in (*SAVED, "single")
         for now in LOADED[ranks]
     }
     if ranks == 1:
@@ -90,33 +72,34 @@ def go_on(folder: Path, origin: Path, strategies: tuple[str, ...], digits: Path,
     return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
 
-def assert_goes_on(ends: dict[str, Any], origin: Path, losses: dict[str, list[float]]) -> None:
-    for name, end in ends.items():
-        before, optimizer, _ = name.split("-")
-        state = load_checkpoint(saved(origin, before, optimizer))
-        for part in ("model", "ema", "optimizer"):
-            assert_same_state(end["began"][part], state[part], f"{name}.{part}")
-        assert any(value.count_nonzero() for value in state["ema"].values())
-        if optimizer == "sgd":
-            assert len(end["losses"]) == MORE
-            assert all(map(math.isfinite, end["losses"]))
-            expected = losses.setdefault(before, end["losses"])
-            assert end["losses"] == pytest.approx(expected, abs=1e-6), name
-
-
-def test_saved_in_four_shards_and_whole_loaded_whole_and_in_three(tmp_path: Path, digits: Path) -> None:
-    """The fast part of the table below."""
-    origin = save(tmp_path / "saved", digits, ("fsdp",))
-    losses: dict[str, list[float]] = {}
-    for ranks in (1, 3):
-        assert_goes_on(go_on(tmp_path / f"on{ranks}", origin, ("fsdp", "single"), digits, ranks), origin, losses)
-
-
 def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -> None:
-    origin = save(tmp_path / "saved", digits, SAVED)
+    """To the bit: parameters, buffers, average and optimizer state; and the losses after it."""
+    origin = tmp_path / "saved"
+    run_ranks({strategy: case(strategy, digits, SAVED_AT) for strategy in SAVED}, origin, 4)
+    run_cases({"single": case("single", digits, SAVED_AT)}, origin)
+    states = {before: load_checkpoint(saved(origin, before)) for before in (*SAVED, "single")}
+    # All files hold the same names and shapes, and the values that one process comes to.
+    for before in SAVED:
+        for part in ("model", "ema", "optimizer"):
+            assert_near(states[before][part], states["single"][part], f"{before}.{part}")
     losses: dict[str, list[float]] = {}
     for ranks in LOADED:
-        assert_goes_on(go_on(tmp_path / f"on{ranks}", origin, (*SAVED, "single"), digits, ranks), origin, losses)
+        for name, end in go_on(tmp_path / f"on{ranks}", origin, digits, ranks).items():
+            before, _ = name.split("-")
+            for part in ("model", "ema", "optimizer"):
+                assert_same_state(end["began"][part], states[before][part], f"{name}.{part}")
+            assert len(end["losses"]) == MORE
+            assert all(map(math.isfinite, end["losses"]))
+            assert end["losses"] == pytest.approx(losses.setdefault(before, end["losses"]), abs=1e-5), name
+
+
+def assert_near(ours: Any, theirs: Any, place: str) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), place
+        for key, value in theirs.items():
+            assert_near(ours[key], value, f"{place}.{key}")
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=place)
 
 
 def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
@@ -128,7 +111,8 @@ def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
         "data.image_size=64",
         "data.global_batch_size=8",
         "data.synthetic_train_images=32",
-        "data.synthetic_val_images=4",
+        # On two ranks one has none in the last batch.
+        "data.synthetic_val_images=5",
         "data.num_workers=0",
         "optim.accumulation_steps=2",
         "schedule.epochs=2",

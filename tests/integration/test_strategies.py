@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.optim.choices import Optimizer as Chosen
 from tests.integration.runs import ROOT, run_process, under_torchrun
 
 pytestmark = pytest.mark.slow
@@ -36,8 +35,8 @@ MODELS = {
     # With seed 0 a rounding turns a ReLU over, which shows as 1e-4 in the strategies that sum in another order.
     "resnet": ("resnet_digits", ["model.depth=18", "data.image_size=8", "parallel.sync_batchnorm=true", "seed=1"]),
 }
-PRECISIONS = ("fp32", "bf16_params")
-ACCUMULATIONS = (1, 4)
+# Precision and accumulation steps.
+PRECISIONS = (("fp32", 1), ("fp32", 4), ("bf16_params", 4))
 # SGD, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON = [
     "optim=sgd",
@@ -54,11 +53,14 @@ COMMON = [
     "runtime.tensorboard=false",
 ]
 CASES = [
-    chosen
-    for chosen in product(STRATEGIES, MODELS, PRECISIONS, ACCUMULATIONS)
-    # FairScale's ShardedDDP has no place for weights that are apart from the network's (`config/checks/`).
-    if (chosen[0], chosen[2]) != ("oss", "bf16_params")
+    (strategy, model, *precision)
+    for strategy, model, precision in product(STRATEGIES, MODELS, PRECISIONS)
+    # FairScale's ShardedDDP has no place for weights that are apart from the network's (the table of conflicts).
+    if (strategy, precision[0]) != ("oss", "bf16_params")
 ]
+ON_TWO = [case for case in CASES if case[0] != "hsdp"]
+# A grid of 2 x 2, and one of each kind of the others.
+ON_FOUR = [case for case in CASES if case[0] == "hsdp" or case[1:] == ("vit", "fp32", 4)]
 # Largest difference of what is learned, as a share of the whole change; bfloat16 rounds to 4e-3. In float32 no single
 # value differs by more than 1e-5 either.
 BAND = {"fp32": 1e-5, "bf16_params": 1e-2}
@@ -95,12 +97,24 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
         1e-2,
     ),
+    "overflow on replicas": (
+        "ddp",
+        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
+        1e-2,
+    ),
     "float8": ("zero3", ["precision=fp8", "precision.fp8_emulate=true", "model.mlp_width=64"], 0.1),
     "static graph": ("ddp", ["parallel.static_graph=true", "speed.recompute=full"], 1e-5),
     "fp16 exchange": ("ddp", ["parallel.compression=fp16", "precision=amp_fp16"], 2e-3),
     "bf16 exchange": ("ddp", ["parallel.compression=bf16"], 1e-2),
     # Steps 0 to 7 are exchanged whole; a low rank is no rounding.
     "powersgd": ("ddp", ["parallel.compression=powersgd", "parallel.powersgd_start_step=8"], 0.2),
+    "flat layers": ("fairscale3", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
+    "flat lion": ("fairscale3", ["optim=lion", "optim.lr=0.0001"], 1e-5),
+    "flat recompute": ("fairscale3", [*ADAMW, "speed.recompute=full"], 1e-5),
+    "flat fp16_master": ("fairscale3", [*ADAMW, "precision=fp16_master"], 1e-2),
+    "oss layers": ("oss", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
+    "oss lamb": ("oss", LAMB, 1e-5),
+    "oss amp": ("oss", [*ADAMW, "precision=amp_bf16"], 1e-2),
 }
 
 
@@ -133,7 +147,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     cases = {
         case_name(*chosen): case(["parallel=single"], *chosen, digits)
-        for chosen in product(MODELS, PRECISIONS, ACCUMULATIONS)
+        for chosen in ((model, *precision) for model, precision in product(MODELS, PRECISIONS))
     }
     for name, (_, keys, _) in PARTS.items():
         here = [key for key in keys if not key.startswith("parallel.")]
@@ -158,26 +172,23 @@ def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def all_on_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    return _ranks([c for c in CASES if c[0] != "hsdp"], 2, tmp_path_factory, digits)
+    return _ranks(ON_TWO, 2, tmp_path_factory, digits)
 
 
 @pytest.fixture(scope="module")
 def all_on_four(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    return _ranks(CASES, 4, tmp_path_factory, digits)
+    return _ranks(ON_FOUR, 4, tmp_path_factory, digits)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: case_name(*chosen))
-def test_the_whole_table(chosen: tuple[Any, ...], ranks: int, alone: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("chosen", ON_TWO, ids=lambda chosen: case_name(*chosen))
+def test_two_ranks(chosen: tuple[Any, ...], all_on_two: Path, alone: Path) -> None:
     """Ten steps at the same global batch: weights, statistics, average, losses, norms, evaluations."""
-    if chosen[0] == "hsdp" and ranks == 2:
-        pytest.skip("a grid of 2 x 2 takes four ranks")
-    compare(chosen, request.getfixturevalue("all_on_two" if ranks == 2 else "all_on_four"), alone)
+    compare(chosen, all_on_two, alone)
 
 
-def test_every_optimizer_of_sharded_weights_has_a_part() -> None:
-    named = {key.partition("=")[2] for _, keys, _ in PARTS.values() for key in keys if key.startswith("optim=")}
-    assert named | {"sgd"} >= {name for name, facts in Chosen.choices().items() if facts.shardable}
+@pytest.mark.parametrize("chosen", ON_FOUR, ids=lambda chosen: case_name(*chosen))
+def test_four_ranks(chosen: tuple[Any, ...], all_on_four: Path, alone: Path) -> None:
+    compare(chosen, all_on_four, alone)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -197,11 +208,12 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
         assert max(compressed[:9]) < 1e-5 < compressed[9]
 
 
-def test_compiled_replicas_equal_uncompiled_ones(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_compiled_ranks_equal_uncompiled_ones(tmp_path: Path, digits: Path, strategy: str) -> None:
     """Blocks of more than DDP's first bucket (1 MiB), with drop-path, whose rate is one number for both branches."""
     wide = ["model.width=256", "model.mlp_width=512", "model.depth=3", "model.drop_path=0.2", "schedule.max_steps=3"]
     cases = {
-        what: case(["parallel=ddp", *wide, f"speed.compile={what}"], "vit", "fp32", 1, digits)
+        what: case([f"parallel={strategy}", *wide, f"speed.compile={what}"], "vit", "fp32", 1, digits)
         for what in ("off", "blocks")
     }
     ends = run_ranks(cases, tmp_path / "ranks", 2)

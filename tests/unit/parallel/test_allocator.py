@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from pycls_fast.parallel import keep_freed_memory, launch
 from pycls_fast.speed import HAS_GLIBC
 
 pytestmark = pytest.mark.skipif(not HAS_GLIBC, reason="malloc of another C library")
@@ -50,31 +49,3 @@ def test_a_step_gets_the_pages_of_the_step_before_it() -> None:
     assert kept < 1000
     assert again < 1000
     assert default > 5000
-
-
-def test_malloc_is_told_once_and_the_thresholds_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-
-    class Libc:
-        answer = 1
-
-        def mallopt(self, parameter: int, value: int) -> int:
-            told.append((parameter, value))
-            return self.answer
-
-    libc = Libc()
-    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(launch._Kept, "now", False)
-    keep_freed_memory(False)
-    assert told == []
-    keep_freed_memory(True)
-    keep_freed_memory(True)
-    # M_MMAP_MAX and M_TRIM_THRESHOLD: none, never.
-    assert sorted(told) == [(-4, 0), (-1, -1)]
-    told.clear()
-    keep_freed_memory(False)
-    # Where glibc's own thresholds stop rising: 32 MiB, and twice that.
-    assert sorted(told) == [(-4, 65536), (-3, 32 << 20), (-1, 64 << 20)]
-    libc.answer = 0
-    with pytest.raises(RuntimeError, match=r"mallopt\(-4, 0\) failed"):
-        keep_freed_memory(True)

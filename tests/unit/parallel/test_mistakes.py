@@ -51,14 +51,3 @@ def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
     assert told(3, "the disk") == ["error: rank 3: the disk"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert told(2, "the disk") == []
-
-
-@pytest.mark.slow
-def test_without_a_store_each_rank_speaks(told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nobody listens there.
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert told(3, "the disk") == ["error: rank 3: the disk"]
-    assert told(4, "the disk") == []
-    # One process has nobody else to speak.
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert told(0, "the disk") == []

@@ -23,9 +23,9 @@ COMPRESS: dict[str, Any] = {"activation_compression": "8bit"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("way", [OFFLOAD, {**OFFLOAD, "recompute": "full"}], ids=["alone", "with recomputation"])
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+@pytest.mark.parametrize(
+    ("kind", "way", "amp"), [("vit", {**OFFLOAD, "recompute": "full"}, False), ("resnet", OFFLOAD, True)]
+)
 def test_offloading_changes_no_bit(kind: str, way: dict[str, Any], amp: bool) -> None:
     steps = 20 if kind == "vit" else 1
     expected = train(MODELS[kind](), steps, amp=amp)

@@ -15,9 +15,14 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+<<<<<<< HEAD
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.parallel import ParallelModel, StrategySettings, World, place_model, start_world, wrap_model
+=======
+from pycls_fast.optim import BATCH_NORM, NORMS, local
+from pycls_fast.parallel import ParallelModel, StrategySettings, World, start_world, wrap_model
+>>>>>>> aa463c8 (Tests of ranks: one table of strategies takes in FairScale's, resharding is one test, the grid of formats runs on a GPU only)
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import degrees
@@ -49,9 +54,7 @@ def test_degrees(size: int, shard: int | None, replicate: int | None, here: int,
     assert degrees(size, shard=shard, replicate=replicate, ranks_per_node=here) == expected
 
 
-@pytest.mark.parametrize(
-    ("shard", "replicate", "usable"), [(3, None, (2, 2)), (2, 3, (2, 2)), (None, 3, (1, 4)), (8, 1, (4, 1))]
-)
+@pytest.mark.parametrize(("shard", "replicate", "usable"), [(3, None, (2, 2)), (None, 3, (1, 4))])
 def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usable: tuple[int, int]) -> None:
     with pytest.raises(UserError) as caught:
         degrees(4, shard=shard, replicate=replicate, ranks_per_node=4)
@@ -59,37 +62,6 @@ def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usabl
     assert line.startswith("parallel.shard_degree: ")
     assert line.endswith(f"use parallel.shard_degree={usable[0]} parallel.replicate_degree={usable[1]}")
     assert degrees(4, shard=usable[0], replicate=usable[1], ranks_per_node=4) == usable[::-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experiment", "overrides"),
-    [
-        ("vit_digits", TINY),
-        ("vit_digits", [*TINY, "model.classifier=pooled", "model.positions=sincos2d", "precision=bf16_params"]),
-        ("vit_digits", [*TINY, "precision=fp16_master"]),
-        ("vit_digits", [*TINY, "model.init=trunc_normal", "model.classifier=map", "model.registers=2"]),
-        ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
-    ],
-)
-def test_a_model_that_was_never_whole_has_the_values_of_one_that_was(
-    world: World, experiment: str, overrides: list[str]
-) -> None:
-    config = load_config(experiment, overrides)
-    switches = build.switches(config, CPU)
-    plain = build.model(config, 10, switches).state_dict()
-    network = place_model(build.model(config, 10, switches, empty=True), world, memory_format="contiguous")
-    assert all(tensor.is_meta for tensor in (*network.parameters(), *network.buffers()))
-    # What was drawn before plays no part.
-    torch.manual_seed(7)
-    step = make_step(config, network, world, switches, steps_per_epoch=4)
-    sharded = network.state_dict()
-    assert sharded.keys() == plain.keys()
-    for name, value in sharded.items():
-        assert torch.equal(local(value), plain[name]), name
-    for name, parameter in network.named_parameters():
-        assert parameter.dtype == torch.float32, name
-    assert len(list(step.parameters)) == len(list(network.parameters()))
 
 
 def test_filling_needs_one_module_at_a_time() -> None:
@@ -123,20 +95,6 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
 def make_timm() -> TimmNetwork:
     options = {"depth": 4, "embed_dim": 64, "num_heads": 2}
     return TimmNetwork(name="vit_tiny_patch16_224", num_classes=3, image_size=32, options=options)
-
-
-def test_a_rank_takes_its_slice_of_a_whole_tensor(world: World) -> None:
-    from torch.distributed.tensor import Shard, zeros
-
-    assert world.mesh is not None
-    target, whole = zeros(5, 3, device_mesh=world.mesh, placements=[Shard(0)]), torch.randn(5, 3, dtype=torch.float64)
-    assign(target, whole)
-    assert torch.equal(local(target), whole.float())
-    assert local_slices(target) == (slice(0, 5), slice(0, 3))
-    plain = torch.zeros(2, 2)
-    assign(plain, torch.ones(2, 2))
-    assert plain.eq(1).all()
-    assert local(plain) is plain
 
 
 def test_shards_on_the_host_train_the_same(world: World) -> None:
@@ -185,22 +143,14 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
     assert cut() == {True}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(
-    ("experiment", "overrides"),
-    [
-        ("vit_digits", [*TINY, "model.depth=4", "precision=fp16_master"]),
-        ("resnet_digits", ["model.depth=18", "parallel=fsdp", "precision=bf16_params"]),
-    ],
-)
-def test_units_are_gathered_whole_and_in_order(
-    world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, overrides: list[str], count: int
-) -> None:
+def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Norms that stay float32 among 16-bit weights included: one gather for a unit."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
-    config = load_config(experiment, [*overrides, f"parallel.prefetch_units={count}"])
+    config = load_config(
+        "vit_digits", [*TINY, "model.depth=4", "precision=fp16_master", f"parallel.prefetch_units={count}"]
+    )
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
     wrapped = build.wrap(config, network, world, build.switches(config, CPU))
     names = [name for name, _ in network.units()]
@@ -268,8 +218,15 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
     torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("experiment", ["vit_digits", "resnet_digits"])
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "bf16_params", "fp16_master"])
+@pytest.mark.parametrize(
+    ("experiment", "precision"),
+    [
+        ("vit_digits", "amp_bf16"),
+        ("vit_digits", "fp16_master"),
+        ("resnet_digits", "fp32"),
+        ("resnet_digits", "fp16_master"),
+    ],
+)
 def test_weights_travel_in_the_format_of_their_products(
     world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, precision: str
 ) -> None:

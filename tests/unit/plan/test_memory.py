@@ -66,9 +66,10 @@ def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: in
     assert made.peak(config.optim.microbatches) == pytest.approx(memory.peak, rel=within)
 
 
-@pytest.mark.parametrize("base", [VIT, RESNET], ids=["vit", "resnet"])
-@pytest.mark.parametrize("recompute", ["off", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize(
+    ("base", "recompute", "precision"),
+    [(VIT, "full", "fp32"), (VIT, "off", "amp_bf16"), (RESNET, "off", "fp32"), (RESNET, "full", "amp_bf16")],
+)
 def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: str, precision: str) -> None:
     config = configured(base, 16, 1, f"speed.recompute={recompute}", f"precision={precision}")
     step, batch = stepping(config, ALONE, 16)
@@ -86,14 +87,9 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
     "overrides",
     [
         (),
-        ("optim.ema_decay=0.9",),
         ("optim.ema_decay=0.9", "optim.trainable=head"),
-        ("precision=amp_bf16", "optim.accumulation_steps=2"),
         ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=[head,blocks.2]"),
-        ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=head"),
-        ("precision=bf16_params",),
         ("precision=bf16_params", "optim.ema_decay=0.9", "optim.trainable=head"),
-        ("precision=fp16_master",),
         ("precision=bf16",),
         ("speed.recompute=selective",),
         ("speed.activation_compression=8bit",),
@@ -164,8 +160,7 @@ SHARDED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", [VIT, RESNET], ids=["vit", "resnet"])
-@pytest.mark.parametrize("overrides", SHARDED, ids=" ".join)
+@pytest.mark.parametrize(("base", "overrides"), [*((VIT, keys) for keys in SHARDED), (RESNET, SHARDED[0])])
 def test_a_rank_of_fsdp_holds_what_the_plan_says(
     eight: World, base: tuple[str, ...], overrides: tuple[str, ...]
 ) -> None:
@@ -239,7 +234,7 @@ def test_mixing_gets_two_images() -> None:
     assert build.MemoryPlan(config, CPU, 1, 10).parts() == [6, 3, 2, 1]
 
 
-@pytest.mark.parametrize("text", ["24", "24 Gb", "0GB", "-1GB", "many"])
+@pytest.mark.parametrize("text", ["24", "0GB"])
 def test_what_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(UserError, match=r"^runtime.device_memory: must be an amount of memory such as 24GB"):
         load_config("vit_digits", [f"runtime.device_memory={text}"])
