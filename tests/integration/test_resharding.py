@@ -50,7 +50,7 @@ LOADED = {1: ("single",), 2: ("ddp", "fsdp", "fairscale", "oss"), 3: ("fsdp", "f
 
 def case(strategy: str, digits: Path, steps: int, *more: str) -> dict[str, Any]:
     overrides = [*COMMON, *STRATEGIES[strategy], f"data.root={digits}", f"schedule.max_steps={steps}", *more]
-    return {"config_name": "vit_digits", "overrides": overrides, "save": steps == SAVED_AT}
+    return {"config_name": "vit_digits", "overrides": overrides, "save": steps == SAVED_AT, "evaluate": False}
 
 
 def saved(folder: Path, strategy: str) -> Path:
