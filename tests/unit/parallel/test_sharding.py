@@ -15,14 +15,9 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
-<<<<<<< HEAD
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
-from pycls_fast.optim.shards import assign, local, local_slices
-from pycls_fast.parallel import ParallelModel, StrategySettings, World, place_model, start_world, wrap_model
-=======
-from pycls_fast.optim import BATCH_NORM, NORMS, local
+from pycls_fast.optim.shards import local
 from pycls_fast.parallel import ParallelModel, StrategySettings, World, start_world, wrap_model
->>>>>>> aa463c8 (Tests of ranks: one table of strategies takes in FairScale's, resharding is one test, the grid of formats runs on a GPU only)
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import degrees
