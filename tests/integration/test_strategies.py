@@ -146,8 +146,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """What one process ends with."""
     folder = tmp_path_factory.mktemp("alone")
     cases = {
-        case_name(model, *precision): case(["parallel=single"], model, *precision, digits)
-        for model, precision in product(MODELS, PRECISIONS)
+        case_name(model, precision, parts): case(["parallel=single"], model, precision, parts, digits)
+        for model, (precision, parts) in product(MODELS, PRECISIONS)
     }
     for name, (_, keys, _) in PARTS.items():
         here = [key for key in keys if not key.startswith("parallel.")]
