@@ -122,7 +122,7 @@ def case_name(*parts: object) -> str:
     return "-".join(map(str, parts))
 
 
-def case(strategy: list[str], model: str, precision: str | None, accumulation: int, digits: Path) -> dict[str, Any]:
+def case(strategy: list[str], model: str, precision: str | None, accumulation: int, *, digits: Path) -> dict[str, Any]:
     config_name, overrides = MODELS[model]
     if "parallel=single" in strategy:
         overrides = [override for override in overrides if not override.startswith("parallel.")]
@@ -146,25 +146,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """What one process ends with."""
     folder = tmp_path_factory.mktemp("alone")
     cases = {
-        case_name(model, precision, parts): case(["parallel=single"], model, precision, parts, digits)
+        case_name(model, precision, parts): case(["parallel=single"], model, precision, parts, digits=digits)
         for model, (precision, parts) in product(MODELS, PRECISIONS)
     }
     for name, (_, keys, _) in PARTS.items():
         here = [key for key in keys if not key.startswith("parallel.")]
-        cases[name] = case(["parallel=single", *here], "vit", None, 2, digits)
+        cases[name] = case(["parallel=single", *here], "vit", None, 2, digits=digits)
     run_ranks(cases, folder / "x", 1)
     return folder / "x"
 
 
 def _ranks(chosen: list[tuple[Any, ...]], ranks: int, factory: pytest.TempPathFactory, digits: Path) -> Path:
-    cases = {case_name(*parts): case(STRATEGIES[parts[0]], *parts[1:], digits) for parts in chosen}
+    cases = {case_name(strategy, *rest): case(STRATEGIES[strategy], *rest, digits=digits) for strategy, *rest in chosen}
     return run_ranks(cases, factory.mktemp("ranks") / str(ranks), ranks)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     parts = {
-        name: case([*STRATEGIES[strategy], *keys], "vit", None, 2, digits)
+        name: case([*STRATEGIES[strategy], *keys], "vit", None, 2, digits=digits)
         for name, (strategy, keys, _) in PARTS.items()
     }
     return run_ranks(parts, tmp_path_factory.mktemp("ranks") / "parts", 2)
@@ -213,7 +213,7 @@ def test_compiled_ranks_equal_uncompiled_ones(tmp_path: Path, digits: Path, stra
     """Blocks of more than DDP's first bucket (1 MiB), with drop-path, whose rate is one number for both branches."""
     wide = ["model.width=256", "model.mlp_width=512", "model.depth=3", "model.drop_path=0.2", "schedule.max_steps=3"]
     cases = {
-        what: case([f"parallel={strategy}", *wide, f"speed.compile={what}"], "vit", "fp32", 1, digits)
+        what: case([f"parallel={strategy}", *wide, f"speed.compile={what}"], "vit", "fp32", 1, digits=digits)
         for what in ("off", "blocks")
     }
     ends = run_ranks(cases, tmp_path / "ranks", 2)
