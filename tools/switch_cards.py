@@ -177,7 +177,7 @@ def _strategy_card(strategy: Strategy) -> Iterator[str]:
 def _end(card: Switch | Level | Strategy) -> Iterator[str]:
     yield f"- Helps: {card.helps}"
     yield f"- Hurts: {card.hurts}"
-    yield f"- Images: {card.source}"
+    yield f"- Source: {card.source}"
     yield f"- Ran: {card.ran}"
     yield ""
 

@@ -28,7 +28,7 @@ EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 SHOWN = ("vit_digits", "vit_h16", "resnet50", "finetune", "linear_probe")
 # `ladder` holds ladders of switches for the ledger, no group.
 GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
-HEADER = ("Command", "Hardware", "Time", "Result", "Images")
+HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
 # DeiT begins as timm does, DeiT III as its own models_v2.py, which is the same; every other ViT as google-research's.
 AS_DEIT = {f"{kind}_{size}16" for kind in ("deit", "vit") for size in ("ti", "s", "b")} | {
@@ -211,7 +211,7 @@ def test_every_experiment_on_imagenet_tells_its_published_number_and_how_it_diff
         # `test_model_zoo.py` compares the numbers.
         assert ("measured here: not yet" in header) == (name not in measured), name
         assert header.count("Differs from it:") == 1, name
-        source = header.partition("# Images:")[2].partition("Differs from it:")[0]
+        source = header.partition("# Source:")[2].partition("Differs from it:")[0]
         # The number after # is of an issue.
         for repository, commit in re.findall(r"\b([\w-]+/[\w-]+)(@[0-9a-f]{7})?(?=[,; ])", source):
             owner = repository.partition("/")[0]
