@@ -33,7 +33,6 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.ledger.report.statistics import Ratio, paired_ratio, spread
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.environment import environment, versions
 
@@ -145,7 +144,7 @@ def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size:
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
     network = build.model(config, CLASSES, switches)
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches.memory_format)
     trainer = Trainer(make_step(config, network, world, switches, steps_per_epoch=1000), world, switches)
     images = synthetic_batch(
         batch, config.data.image_size, CLASSES, erase_probability=0.0, seed=1, device=world.device,

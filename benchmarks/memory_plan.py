@@ -29,7 +29,6 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import place_model
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.metrics import TrainMetrics
@@ -101,7 +100,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
         before = resident()
         with highest_resident() as peak:
             network = build.model(config, 1000, switches, empty=build.is_sharded(config, world))
-            network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+            network = place_model(network, world, memory_format=switches.memory_format)
             step = make_step(config, network, world, switches, steps_per_epoch=10)
             batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)
             metrics = TrainMetrics(world.device)

@@ -27,7 +27,6 @@ from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import LocalShards, ModelWeights
 from pycls_fast.parallel import World, place_model, start_world
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.environment import provenance_lines
 
 WARMUP = 3
@@ -101,7 +100,7 @@ def make_variants(name: str, model: str, device: torch.device, *, compiled: bool
             parameter.grad = gradient
         switches = build.switches(config, device)
         made = build.optimizer(config, own, switches)
-        label = f"{switches[SwitchName.OPTIMIZER]}{', compiled' if compile_step == 'on' else ''}"
+        label = f"{switches.optimizer}{', compiled' if compile_step == 'on' else ''}"
         variants.append(Variant(label, made))
     return variants
 

@@ -4,7 +4,6 @@ models, data, optim and parallel never see a configuration.
 """
 
 from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch, total_steps
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores, cores_per_rank
 from pycls_fast.build.data import (
     eval_batches,
@@ -62,7 +61,6 @@ from pycls_fast.build.switch_values import compile_for_gpu, has_compiler, has_de
 __all__ = [
     "MemoryPlan",
     "Race",
-    "Switches",
     "apply_precision",
     "autocast",
     "check_mixing",

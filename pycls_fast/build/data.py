@@ -9,7 +9,6 @@ from typing import assert_never
 import torch
 
 from pycls_fast.build.batches import microbatch_size
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.device import DTYPES, level
 from pycls_fast.build.sources import order
@@ -29,14 +28,14 @@ from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformB
 from pycls_fast.errors import UserError
 from pycls_fast.models.foreign import Preprocessing
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 
 # Large enough to keep a GPU busy without gradients, and small enough for a laptop.
 _SCORING_BATCH = 128
 
 
 def train_loader(
-    config: RunConfig, source: Images, world: World, chosen: Switches, *, start_step: int, steps: int
+    config: RunConfig, source: Images, world: World, chosen: Speed, *, start_step: int, steps: int
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
     sizes = config.data.training_image_sizes
@@ -132,8 +131,8 @@ def _rand_augment(config: RunConfig, image_size: int) -> Step:
     )
 
 
-def _decoder(config: RunConfig, chosen: Switches, *, training: bool = False) -> Decoder:
-    name = chosen[SwitchName.DECODE]
+def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Decoder:
+    name = chosen.decode
     if name == "region":
         # Compiled here if necessary, not in every worker.
         native.library()
@@ -141,11 +140,11 @@ def _decoder(config: RunConfig, chosen: Switches, *, training: bool = False) -> 
         raise UserError(
             "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
         )
-    decoder = open_scaled_region if training and chosen[SwitchName.DECODE_SCALE] == "dct" else DECODERS[name]
+    decoder = open_scaled_region if training and chosen.decode_scale == "dct" else DECODERS[name]
     return Upright(decoder) if config.data.exif_orientation else decoder
 
 
-def eval_loader(config: RunConfig, source: Images, world: World, chosen: Switches) -> ImageLoader:
+def eval_loader(config: RunConfig, source: Images, world: World, chosen: Speed) -> ImageLoader:
     """The loader of this rank's share of a split, every image once over all ranks.
 
     Raises:
@@ -172,14 +171,14 @@ def eval_loader(config: RunConfig, source: Images, world: World, chosen: Switche
     return _loader(config, dataset, sampler, world)
 
 
-def eval_batches(config: RunConfig, source: Images, world: World, chosen: Switches) -> Generator[Batch, None, None]:
+def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
     """This rank's batches of a split on its device, every image once over all ranks.
 
     Raises:
         UserError: as `eval_loader`.
     """
     loader = eval_loader(config, source, world, chosen)
-    return to_device(loader, world.device, mode=chosen[SwitchName.INPUT_COPY])
+    return to_device(loader, world.device, mode=chosen.input_copy)
 
 
 def _color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
@@ -217,27 +216,27 @@ def num_workers(config: RunConfig) -> int:
     return min(cores_per_rank(), 16)
 
 
-def prepare(config: RunConfig, device: torch.device, chosen: Switches) -> Prepare:
+def prepare(config: RunConfig, device: torch.device, chosen: Speed) -> Prepare:
     """The transform from batches on the device, prepared on the host or not, to the model's input."""
     return Prepare(
         config.data.mean,
         config.data.std,
         dtype=DTYPES[level(config).weights],
         erase_value=config.augment.erase_value,
-        memory_format=chosen[SwitchName.MEMORY_FORMAT],  # type: ignore[arg-type]  # a Literal in the schema
+        memory_format=chosen.memory_format,
         device=device,
     )
 
 
-def prepare_on_host(config: RunConfig, chosen: Switches) -> PrepareOnHost | None:
+def prepare_on_host(config: RunConfig, chosen: Speed) -> PrepareOnHost | None:
     """The batch preparation in the loader's workers, or None if the device does it all."""
-    if chosen[SwitchName.NORMALIZE_ON] == "device":
+    if chosen.normalize_on == "device":
         return None
     prepare = Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value)
     return PrepareOnHost(
         prepare,
-        erase=chosen[SwitchName.ERASE_ON] == "cpu",
-        mixer=mixer(config) if chosen[SwitchName.MIX_ON] == "cpu" else None,
+        erase=chosen.erase_on == "cpu",
+        mixer=mixer(config) if chosen.mix_on == "cpu" else None,
     )
 
 

@@ -11,13 +11,12 @@ from functools import partial
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
 from pycls_fast.config.imports import import_modules
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.strategies import strategy_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -86,7 +85,7 @@ def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found, using CUDA_HOME")
 
 
-def set_backend(config: RunConfig, device: torch.device, chosen: Switches) -> None:
+def set_backend(config: RunConfig, device: torch.device, chosen: Speed) -> None:
     """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured.
 
     Raises:
@@ -94,8 +93,8 @@ def set_backend(config: RunConfig, device: torch.device, chosen: Switches) -> No
     """
     # Compiling for a CPU prints it where CUDA's compiler is installed.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
-    _set_threads(config.runtime.threads, updates_on_host=chosen[SwitchName.PARAM_OFFLOAD] == "cpu")
-    keep_freed_memory(chosen[SwitchName.ALLOCATOR] == "keep")
+    _set_threads(config.runtime.threads, updates_on_host=chosen.param_offload == "cpu")
+    keep_freed_memory(chosen.allocator == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")

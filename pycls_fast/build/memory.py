@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast import plan
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name
 from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
@@ -24,7 +23,7 @@ from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.parallel.launch import degrees
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.values import AUTO
 
@@ -33,10 +32,10 @@ _CPU = torch.device("cpu")
 _USABLE = 0.92
 # What a CPU cannot run, or fake tensors cannot, and what keeps as much or (skipped samples) a little more.
 _INSTEAD = {
-    (SwitchName.ATTENTION, "sdpa_efficient"): "sdpa",
-    (SwitchName.ATTENTION, "sdpa_cudnn"): "sdpa",
-    (SwitchName.DROP_PATH_COMPUTE, "skip"): "multiply",
-    (SwitchName.CROSS_ENTROPY, "fused"): "plain",
+    ("attention", "sdpa_efficient"): "sdpa",
+    ("attention", "sdpa_cudnn"): "sdpa",
+    ("drop_path_compute", "skip"): "multiply",
+    ("cross_entropy", "fused"): "plain",
 }
 _ONLY_RECOMPUTED = {"activation_compression": "none"}
 _RANKS = (2, 4, 8, 16, 32, 64)
@@ -61,10 +60,10 @@ class MemoryPlan:
     classes: int = 1000
 
     @cached_property
-    def switches(self) -> Switches:
+    def switches(self) -> Speed:
         """The run's, as far as a CPU with fake tensors can follow."""
         chosen = switches(self.config, self.device)
-        return {name: _INSTEAD.get((name, value), value) for name, value in chosen.items()}
+        return chosen.replace(**{name: _INSTEAD.get((name, value), value) for name, value in chosen.values().items()})
 
     @property
     def per_rank(self) -> int:
@@ -102,7 +101,7 @@ class MemoryPlan:
             masters_kept=precision.masters == "kept" or not is_half,
             accumulates=accumulation > 1,
             averaged=config.optim.ema_decay is not None,
-            on_host=self.switches[SwitchName.PARAM_OFFLOAD] == "cpu" and self.device.type != "cpu",
+            on_host=self.switches.param_offload == "cpu" and self.device.type != "cpu",
         )
 
     def state(self, accumulation: int) -> float:
@@ -131,7 +130,7 @@ class MemoryPlan:
                 f"({type(error).__name__}); give a number"
             ) from error
         on_host = prepare_on_host(config, chosen) is not None
-        batches = 1 + (IN_FLIGHT if chosen[SwitchName.INPUT_COPY] == "prefetch" else 0)
+        batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
         return plan.peak(
             activations,
             self.sizes,
@@ -146,8 +145,8 @@ class MemoryPlan:
         if level(config).float8:
             # torchao's layers keep what layers under autocast keep.
             config = config.with_values(precision={"name": "amp_bf16"})
-        offloads = self.switches[SwitchName.ACTIVATION_OFFLOAD] == "cpu"
-        chosen = {**self.switches, SwitchName.ACTIVATION_OFFLOAD: "none"}
+        offloads = self.switches.activation_offload == "cpu"
+        chosen = self.switches.replace(activation_offload="none")
         network = self._network()
         freeze(config, network)
         apply_precision(config, network, _CPU)
@@ -165,7 +164,7 @@ class MemoryPlan:
             network,
             whole_loss,
             images=lambda: torch.empty(
-                (images, 3, size, size), dtype=dtype, memory_format=formats[chosen[SwitchName.MEMORY_FORMAT]]
+                (images, 3, size, size), dtype=dtype, memory_format=formats[chosen.memory_format]
             ),
             autocast=autocast(config, _CPU),
             gradients_exist=gradients_exist,
@@ -176,19 +175,19 @@ class MemoryPlan:
         # Building may seed torch's generator.
         with torch.random.fork_rng(devices=[]):
             network = model(self.config, self.config.model.num_classes or self.classes, self.switches, empty=True)
-        if self.switches[SwitchName.MEMORY_FORMAT] == "channels_last":
+        if self.switches.memory_format == "channels_last":
             network.to(memory_format=torch.channels_last)
         return network
 
     @cached_property
     def _update(self) -> tuple[float, float]:
         settings = self.config.optim
-        if settings.compiles_itself or self.switches[SwitchName.OPTIMIZER_COMPILE] == "on":
+        if settings.compiles_itself or self.switches.optimizer_compile == "on":
             return 0.0, 1.0
 
         def make(parameters: list[nn.Parameter]) -> Optimizer:
             group = {"params": parameters, "hidden": True}
-            return settings.build([group], self.switches[SwitchName.OPTIMIZER])
+            return settings.build([group], self.switches.optimizer)
 
         return plan.update_transient(make)
 

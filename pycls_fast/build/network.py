@@ -9,7 +9,6 @@ from typing import assert_never
 import torch
 
 from pycls_fast import models, parallel
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.build.switch_values import need_compiler
@@ -23,7 +22,7 @@ from pycls_fast.optim import freeze as freezing
 from pycls_fast.optim.groups import by_name
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
@@ -53,7 +52,7 @@ def num_classes(config: RunConfig, source: Images) -> int:
     return chosen or found
 
 
-def model(config: RunConfig, classes: int, chosen: Switches, *, empty: bool = False) -> Network:
+def model(config: RunConfig, classes: int, chosen: Speed, *, empty: bool = False) -> Network:
     """The network with its initial weights, the same on every rank, on the CPU in float32; if `empty`, on meta."""
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(_initial_seed(config))
@@ -64,7 +63,7 @@ def _initial_seed(config: RunConfig) -> int:
     return counter_seed(config.seed, _INITIALISATION)
 
 
-def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
+def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
     settings = config.model
     if isinstance(settings, ViTModel):
         return VisionTransformer(
@@ -91,14 +90,14 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
             init=settings.init,
             drop_path=settings.drop_path,
             drop_path_rule=settings.drop_path_rule,
-            attention=chosen[SwitchName.ATTENTION],  # type: ignore[arg-type]  # a Literal in the schema
-            layout=chosen[SwitchName.LAYOUT],  # type: ignore[arg-type]
-            qkv=chosen[SwitchName.QKV],  # type: ignore[arg-type]
-            sequence_padding=_PADDING[chosen[SwitchName.SEQUENCE_PADDING]],
-            linear=chosen[SwitchName.LINEAR],  # type: ignore[arg-type]
-            gelu=chosen[SwitchName.GELU],  # type: ignore[arg-type]
-            patches=chosen[SwitchName.PATCHES],  # type: ignore[arg-type]
-            drop_path_compute=chosen[SwitchName.DROP_PATH_COMPUTE],  # type: ignore[arg-type]
+            attention=chosen.attention,
+            layout=chosen.layout,
+            qkv=chosen.qkv,
+            sequence_padding=_PADDING[chosen.sequence_padding],
+            linear=chosen.linear,
+            gelu=chosen.gelu,
+            patches=chosen.patches,
+            drop_path_compute=chosen.drop_path_compute,
         )
     if isinstance(settings, ResNetModel):
         return ResNet(
@@ -110,24 +109,24 @@ def _model(config: RunConfig, classes: int, chosen: Switches) -> Network:
             width_per_group=settings.width_per_group,
             zero_init_last_gamma=settings.zero_init_last_gamma,
             drop_path=settings.drop_path,
-            convolution=chosen[SwitchName.CONVOLUTION],  # type: ignore[arg-type]
+            convolution=chosen.convolution,
         )
     if isinstance(settings, TimmModel):
         return _timm_network(config, settings, classes, chosen)
     assert_never(settings)
 
 
-def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Switches) -> Network:
+def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Speed) -> Network:
     network = models.TimmNetwork(
         name=settings.name,
         num_classes=classes,
         image_size=config.data.image_size,
         drop_path=settings.drop_path,
         options=settings.options,
-        attention="reference" if chosen[SwitchName.ATTENTION] == "reference" else "sdpa",
+        attention="reference" if chosen.attention == "reference" else "sdpa",
     )
     wrong = []
-    if SwitchName.ATTENTION in config.speed.chosen() and not network.has_fused_attention:
+    if "attention" in config.speed.by_hand and not network.has_fused_attention:
         wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; use speed.attention=null")
     wrong += _without_blocks(config, network)
     refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
@@ -144,15 +143,15 @@ def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: 
 
 def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]:
     """A line for each setting that works on repeated blocks which the network does not have."""
-    by_hand = config.speed.chosen()
-    recompute = by_hand.get(SwitchName.RECOMPUTE, "off")
+    by_hand = config.speed.by_hand
+    recompute = by_hand.get("recompute", "off")
     has_none = f"and timm's {network.name} has none; use"
     lines = []
     if not network.units():
         works = f"works on repeated blocks that take one tensor, {has_none}"
         if recompute != "off":
             lines.append(f"speed.recompute: {recompute} {works} speed.recompute=off")
-        if by_hand.get(SwitchName.COMPILE) == "blocks":
+        if by_hand.get("compile") == "blocks":
             lines.append(f"speed.compile: blocks {works} speed.compile=model")
     if not network.layers():
         works = f"works on repeated blocks, {has_none}"
@@ -165,13 +164,12 @@ def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]
     return lines
 
 
-def counted_model(config: RunConfig, classes: int, chosen: Switches) -> Network:
+def counted_model(config: RunConfig, classes: int) -> Network:
     """The network on the meta device, for counting operations and activations: the same with all switches.
 
     With a switch that computes the same by other operations, different counts would say that work was saved.
     """
-    plain = {switch.name: switch.reference for switch in CATALOGUE}
-    return model(config, classes, {**chosen, **plain}, empty=True)
+    return model(config, classes, Speed(), empty=True)
 
 
 def freeze(config: RunConfig, network: Network) -> None:
@@ -220,15 +218,15 @@ def apply_precision(
     )
 
 
-def save_activation_memory(config: RunConfig, network: Network, chosen: Switches) -> None:
+def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -> None:
     """Apply the activation-memory switches to a network in its final number and memory formats, in place."""
     parallel.save_activation_memory(
         network,
         network.units(),
-        recompute=chosen[SwitchName.RECOMPUTE],  # type: ignore[arg-type]  # a Literal in the schema
+        recompute=chosen.recompute,
         recompute_every=config.parallel.recompute_every,
-        activation_offload=chosen[SwitchName.ACTIVATION_OFFLOAD],  # type: ignore[arg-type]
-        activation_compression=chosen[SwitchName.ACTIVATION_COMPRESSION],  # type: ignore[arg-type]
+        activation_offload=chosen.activation_offload,
+        activation_compression=chosen.activation_compression,
     )
 
 
@@ -236,7 +234,7 @@ def wrap(
     config: RunConfig,
     network: Network,
     world: World,
-    chosen: Switches,
+    chosen: Speed,
     initialise: Callable[[FlatShards | None], None] | None = None,
 ) -> ParallelModel:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
@@ -248,8 +246,8 @@ def wrap(
         UserError: it is to be compiled, and there is no compiler.
     """
     settings, precision = config.parallel, level(config)
-    if chosen[SwitchName.COMPILE] != "off":
-        need_compiler(world.device, f"speed.compile: {chosen[SwitchName.COMPILE]}", "speed.compile=off")
+    if chosen.compile != "off":
+        need_compiler(world.device, f"speed.compile: {chosen.compile}", "speed.compile=off")
     torch.manual_seed(_initial_seed(config))
     return wrap_model(
         network,
@@ -266,13 +264,13 @@ def wrap(
             compute=None if precision.weights == "float32" else DTYPES[precision.weights],
             autocast=None if precision.autocast is None else DTYPES[precision.autocast],
             wide_norms=precision.wide_norms,
-            param_offload=chosen[SwitchName.PARAM_OFFLOAD] == "cpu",
+            param_offload=chosen.param_offload == "cpu",
             groups=by_name(network, parameter_groups(config, network)),
             make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
         ),
-        compiled=chosen[SwitchName.COMPILE],  # type: ignore[arg-type]  # a Literal in the schema
-        compile_mode=chosen[SwitchName.COMPILE_MODE],  # type: ignore[arg-type]
-        compile_budget=settings.recompute_budget if chosen[SwitchName.RECOMPUTE] == "budget" else 1.0,
+        compiled=chosen.compile,
+        compile_mode=chosen.compile_mode,
+        compile_budget=settings.recompute_budget if chosen.recompute == "budget" else 1.0,
         initialise=initialise,
     )
 

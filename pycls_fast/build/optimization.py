@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.device import level
 from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config.schema import RunConfig
@@ -28,11 +27,11 @@ from pycls_fast.optim.optimizers import (
 )
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 
 
 def loss(
-    config: RunConfig, chosen: Switches, device: torch.device, classes: int, class_counts: np.ndarray | None = None
+    config: RunConfig, chosen: Speed, device: torch.device, classes: int, class_counts: np.ndarray | None = None
 ) -> LossFunction:
     """The training loss.
 
@@ -52,7 +51,7 @@ def loss(
         # Outputs beyond the data's classes get the weight 1.
         spare = max((config.model.num_classes or 0) - len(weights_K), 0)
         plain = ClassWeighted(plain, F.pad(weights_K, (0, spare), value=1.0))
-    if chosen[SwitchName.CROSS_ENTROPY] == "plain":
+    if chosen.cross_entropy == "plain":
         return plain
     need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
     return FusedLoss(plain)
@@ -66,7 +65,7 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
 def optimizer(
     config: RunConfig,
     network: Network,
-    chosen: Switches,
+    chosen: Speed,
     masters: MasterWeights | LocalShards | None = None,
     *,
     sharded: bool = False,
@@ -87,15 +86,15 @@ def optimizer(
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if settings.compiles_itself:
             need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
-        made = settings.build(groups, chosen[SwitchName.OPTIMIZER])
-        if chosen[SwitchName.OPTIMIZER_COMPILE] == "on":
+        made = settings.build(groups, chosen.optimizer)
+        if chosen.optimizer_compile == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             compile_step(made)
-        if chosen[SwitchName.CUDA_GRAPHS] == "on":
+        if chosen.cuda_graphs == "on":
             make_capturable(made, device)
         return made
 
-    if chosen[SwitchName.PARAM_OFFLOAD] == "none" or sharded:
+    if chosen.param_offload == "none" or sharded:
         return make(groups)
     if masters is not None:
         raise UserError(
@@ -133,7 +132,7 @@ def parameter_groups(config: RunConfig, network: Network) -> list[Group]:
     )
 
 
-def ema(config: RunConfig, weights: OwnedWeights, chosen: Switches) -> Ema | None:
+def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:
     """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
@@ -142,7 +141,7 @@ def ema(config: RunConfig, weights: OwnedWeights, chosen: Switches) -> Ema | Non
         weights,
         decay=settings.ema_decay,
         warmup=settings.ema_warmup,
-        implementation=chosen[SwitchName.EMA],
+        implementation=chosen.ema,
         every=settings.ema_every_steps,
     )
 

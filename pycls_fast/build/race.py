@@ -19,13 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.build.conflicts import Switches
 from pycls_fast.build.cpu_cores import cores_per_rank
 from pycls_fast.build.network import counted_model, model
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import World
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import Speed
 
 Format = Literal["fp32", "amp_bf16"]
 
@@ -85,19 +84,19 @@ def race(config: RunConfig) -> Race:
 _races: dict[tuple[str, int], Race] = {}
 
 
-def compile_if_it_pays(config: RunConfig, chosen: Switches, world: World, *, images: int) -> Switches:
+def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
     """The switches, without a compilation for a CPU that the preset chose and that takes longer than it saves.
 
     Args:
         images: that the run trains on, in all.
     """
-    if world.device.type == "cuda" or config.speed.compile is not None or chosen[SwitchName.COMPILE] == "off":
+    if world.device.type == "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
         return chosen
     if shared_race(config, world).seconds_per_image * images * _COMPILED_SAVES > _COMPILING_SECONDS:
         return chosen
     # What is for compiled code only goes with it, as in `switches`.
-    gelu = config.speed.gelu or "torch"
-    return {**chosen, SwitchName.COMPILE: "off", SwitchName.GELU: gelu}
+    gelu = config.speed.gelu
+    return chosen.replace(compile="off", gelu=gelu)
 
 
 def cuda_precision(device: torch.device) -> Literal["amp_bf16", "amp_fp16"]:
@@ -148,7 +147,7 @@ def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
     """The linear layers and convolutions of different shapes, largest first, on the CPU; the number of images; and the
     operations of a forward pass of these."""
     image_size = config.data.image_size
-    network = counted_model(config, config.model.num_classes or 10, {})
+    network = counted_model(config, config.model.num_classes or 10)
     flops = complexity(network, image_size=image_size).forward_flops
     images = int(min(max(_FLOPS // flops, 2), _MOST_IMAGES))
     counts: Counter[Any] = Counter()
@@ -212,9 +211,8 @@ def _both_whole(config: RunConfig, images: int) -> tuple[float, float]:
     EfficientNet-Lite0's products are 1.4 times as fast in bfloat16 on an AVX-512 BF16 machine, its depthwise
     convolutions and batch norms so much slower that a step takes twice as long.
     """
-    reference = {switch.name: switch.reference for switch in CATALOGUE}
     with torch.random.fork_rng(devices=[]):
-        network = model(config, config.model.num_classes or 10, reference).to(memory_format=torch.channels_last)
+        network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
     size = config.data.image_size
     whole = _Product(network.train(), (images, 3, size, size), 1)
     return _seconds(whole, "fp32"), _seconds(whole, "amp_bf16")

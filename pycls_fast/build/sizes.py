@@ -80,7 +80,7 @@ def _epochs(images: int, batch: int) -> int:
 def _layer_decay(config: RunConfig) -> float | None:
     if config.optim.layer_decay != "auto":
         return config.optim.layer_decay
-    network = counted_model(config, config.model.num_classes or 2, {})
+    network = counted_model(config, config.model.num_classes or 2)
     decays = network.layers() and not any(isinstance(module, BATCH_NORM) for module in network.modules())
     return _LAYER_DECAY if decays else None
 

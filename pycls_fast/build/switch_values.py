@@ -13,13 +13,13 @@ import torch
 
 from pycls_fast import speed
 from pycls_fast.build.batches import microbatch_size
-from pycls_fast.build.conflicts import Switches, conflicts
+from pycls_fast.build.conflicts import conflicts
 from pycls_fast.build.device import device_kind, level
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Device, Speed
 from pycls_fast.strategies import strategy_of
 
 # What compiled code saves on a GPU (timm's and torchtitan's published tables: 1.07 to 1.9x), a GPU's operations a
@@ -31,7 +31,7 @@ _GPU_COMPILING_SECONDS = 60.0
 _GPU_SMALL_STEP = 2e12
 
 
-def switches(config: RunConfig, device: torch.device) -> Switches:
+def switches(config: RunConfig, device: torch.device) -> Speed:
     """The value of every performance switch.
 
     Raises:
@@ -39,51 +39,52 @@ def switches(config: RunConfig, device: torch.device) -> Switches:
     """
     kind = device_kind(device)
     resolved = speed.resolve(
-        config.speed.preset,
-        config.speed.chosen(),
+        config.speed,
         kind,
         config.optim,
         in_16_bits=level(config).in_16_bits,
         sharded=strategy_of(config.parallel.name).has_dtensors,
     )
-    _give_way(config, resolved)
-    if config.speed.compile is None and resolved[SwitchName.COMPILE] != "off":
+    resolved = _give_way(config, resolved)
+    if "compile" not in config.speed.by_hand and resolved.compile != "off":
         # Explicit settings win over the preset's.
-        uncompiled = {**resolved, SwitchName.COMPILE: "off"}
+        uncompiled = resolved.replace(compile="off")
         in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
         if in_the_way or not (_compiles_once(config, kind) and has_compiler(kind)):
             resolved = uncompiled
-    if config.speed.gelu is None and resolved[SwitchName.COMPILE] == "off":
+    if "gelu" not in config.speed.by_hand and resolved.compile == "off":
         # The polynomial is for compiled code: the start table would name a switch that does nothing.
-        resolved[SwitchName.GELU] = "torch"
+        resolved = resolved.replace(gelu="torch")
     lines = list(conflicts(config, resolved, kind))
     if lines:
         raise UserError(*lines)
     return resolved
 
 
-def _give_way(config: RunConfig, resolved: dict[SwitchName, str]) -> None:
-    """Replace preset values that are not available here by the best that is, in place, so that the start table is true.
+def _give_way(config: RunConfig, resolved: Speed) -> Speed:
+    """Replace preset values that are not available here by the best that is, so that the start table is true.
 
     `speed.resolve` does the same with optimizers.
     """
-    if config.speed.decode is None and not has_decoder(resolved[SwitchName.DECODE]):
-        resolved[SwitchName.DECODE] = "simplejpeg" if has_decoder("simplejpeg") else "pillow"
-    if config.speed.qkv is None and level(config).float8:
+    kind, instead = config.model.kind, {}
+    if not has_decoder(resolved.decode):
+        instead["decode"] = "simplejpeg" if has_decoder("simplejpeg") else "pillow"
+    if level(config).float8:
         # A joined product would go around the float8 layers.
-        resolved[SwitchName.QKV] = "separate"
-    if config.speed.compile is None and resolved[SwitchName.COMPILE] == "blocks" and config.model.kind != "vit":
+        instead["qkv"] = "separate"
+    if resolved.compile == "blocks" and kind != "vit":
         # Their blocks have many shapes, each with code of its own, and timm's have a drop-path rate each. Sharded, the
         # whole is compiled in parts, from gather to gather.
-        resolved[SwitchName.COMPILE] = "model"
-    if config.speed.patches is None and isinstance(config.model, ViTModel) and config.model.stem == "conv":
-        resolved[SwitchName.PATCHES] = "convolution"
-    if config.speed.convolution is None and resolved[SwitchName.MEMORY_FORMAT] == "contiguous":
-        resolved[SwitchName.CONVOLUTION] = "torch"
-    written_out = config.speed.attention is None and resolved[SwitchName.ATTENTION] == "products"
-    if written_out and config.model.kind == "timm":
+        instead["compile"] = "model"
+    if isinstance(config.model, ViTModel) and config.model.stem == "conv":
+        instead["patches"] = "convolution"
+    if resolved.memory_format == "contiguous":
+        instead["convolution"] = "torch"
+    if resolved.attention == "products" and kind == "timm":
         # timm's own attention, which is as much faster than the fused kernel's backward pass.
-        resolved[SwitchName.ATTENTION] = "reference"
+        instead["attention"] = "reference"
+    by_hand = config.speed.by_hand
+    return resolved.replace(**{name: value for name, value in instead.items() if name not in by_hand})
 
 
 def has_decoder(name: str) -> bool:
@@ -93,7 +94,7 @@ def has_decoder(name: str) -> bool:
     return name != "simplejpeg" or find_spec(name) is not None
 
 
-def _compiles_once(config: RunConfig, kind: speed.Device) -> bool:
+def _compiles_once(config: RunConfig, kind: Device) -> bool:
     """Whether the run can be compiled: one image size, no watchdog hooks, no emulated float8, no wrappers of
     FairScale, and on a CPU, where it was not timed, no shards."""
     strategy = strategy_of(config.parallel.name)
@@ -105,7 +106,7 @@ def _compiles_once(config: RunConfig, kind: speed.Device) -> bool:
     )
 
 
-def compile_for_gpu(config: RunConfig, chosen: Switches, world: World, *, images: int, flops: float) -> Switches:
+def compile_for_gpu(config: RunConfig, chosen: Speed, world: World, *, images: int, flops: float) -> Speed:
     """The switches as the preset has them for a GPU and this much work: none compiled for a few steps, small steps
     replayed as CUDA graphs.
 
@@ -113,19 +114,19 @@ def compile_for_gpu(config: RunConfig, chosen: Switches, world: World, *, images
         images: that the run trains on, in all.
         flops: operations of a forward pass of one image.
     """
-    if world.device.type != "cuda" or config.speed.compile is not None or chosen[SwitchName.COMPILE] == "off":
+    if world.device.type != "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
         return chosen
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
-        off = {**chosen, SwitchName.COMPILE: "off", SwitchName.COMPILE_MODE: "default"}
+        off = chosen.replace(compile="off", compile_mode="default")
         return chosen if any(conflicts(config, off, "cuda")) else off
     step = 3 * flops * microbatch_size(config, world)
-    if config.speed.compile_mode is not None or step > _GPU_SMALL_STEP:
+    if "compile_mode" in config.speed.by_hand or step > _GPU_SMALL_STEP:
         return chosen
-    replayed = {**chosen, SwitchName.COMPILE: "model", SwitchName.COMPILE_MODE: "reduce-overhead"}
+    replayed = chosen.replace(compile="model", compile_mode="reduce-overhead")
     return chosen if any(conflicts(config, replayed, "cuda")) else replayed
 
 
-def has_compiler(kind: speed.Device) -> bool:
+def has_compiler(kind: Device) -> bool:
     """Whether torch.compile finds what it needs: Python.h, and a compiler for Inductor (C++, for a CPU) or Triton (C,
     for its kernel launchers on CUDA)."""
     if kind == "cuda":

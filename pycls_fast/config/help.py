@@ -20,7 +20,6 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError, one_of
-from pycls_fast.speed import CATALOGUE
 from pycls_fast.values import Wording
 
 
@@ -166,9 +165,8 @@ def _texts(keys: Sequence[_Key]) -> list[str]:
 
 
 def _description(key: _Key) -> str:
-    """What the key means; a switch's is its card's note."""
-    notes = {f"speed.{switch.name}": switch.note for switch in CATALOGUE}
-    return " ".join(notes.get(key.name, key.field.description or "").replace("`", "").split())
+    """What the key means."""
+    return " ".join((key.field.description or "").replace("`", "").split())
 
 
 def _tag(key: _Key) -> str | None:

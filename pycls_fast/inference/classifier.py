@@ -17,7 +17,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.features import head_inputs
 from pycls_fast.train.restore import Restored, restore
 
@@ -182,7 +181,7 @@ class Classifier:
         switches = self._restored.switches
         if source.in_memory:
             # Pixels are resized by Pillow, like files that are not JPEGs.
-            switches = {**switches, SwitchName.DECODE: "pillow"}
+            switches = switches.replace(decode="pillow")
         for batch in build.eval_batches(config, source, self._restored.world, switches):
             for name, reason in batch.damaged:
                 if skip is None:

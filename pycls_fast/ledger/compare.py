@@ -28,7 +28,7 @@ from pycls_fast.ledger.report.comparison import comparison_page, print_compariso
 from pycls_fast.ledger.report.record import curve
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import SWITCHES
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder, write_json
@@ -68,7 +68,7 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
 def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
     """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
     reason = why_not_paired(a, b)
-    cards = {f"speed.{switch.name}": switch.numerics for switch in CATALOGUE}
+    cards = {f"speed.{switch.name}": switch.numerics for switch in SWITCHES.values()}
     settings = differing(a.config, b.config, OF_THE_PLACE)
     known = bool(a.environment and b.environment)
     return {

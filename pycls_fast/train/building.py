@@ -16,7 +16,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim.shards import local
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
 from pycls_fast.parallel import FlatShards, World, place_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
@@ -36,7 +36,7 @@ class TrainingParts:
     sources: dict[str, Images]
     network: Network
     step: Step
-    switches: build.Switches
+    switches: Speed
     complexity: Complexity
     steps_per_epoch: int
     new_head: bool
@@ -83,10 +83,10 @@ def build_parts(
 
     if not sharded:
         load()
-    counted = complexity(lambda: build.counted_model(config, classes, switches), image_size=config.data.image_size)
+    counted = complexity(lambda: build.counted_model(config, classes), image_size=config.data.image_size)
     images = steps * config.data.global_batch_size
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches.memory_format)
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return TrainingParts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
@@ -147,7 +147,7 @@ def load_network(
     config: RunConfig,
     data: Images,
     world: World,
-    switches: build.Switches,
+    switches: Speed,
     *,
     for_training: bool,
 ) -> tuple[Network, Loaded]:
@@ -166,7 +166,7 @@ def load_network(
         for_training=for_training,
         world=world,
     )
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches.memory_format)
     build.apply_precision(config, network, world.device)
     return network, origin
 
@@ -175,7 +175,7 @@ def make_step(
     config: RunConfig,
     network: Network,
     world: World,
-    switches: build.Switches,
+    switches: Speed,
     steps_per_epoch: int,
     initialise: Callable[[FlatShards | None], None] | None = None,
     *,
@@ -197,7 +197,7 @@ def make_step(
     Raises:
         UserError: the machine, or this number of ranks, cannot run the configuration.
     """
-    graphed = switches[SwitchName.CUDA_GRAPHS] == "on"
+    graphed = switches.cuda_graphs == "on"
     if graphed and world.size > 1:
         raise UserError(
             f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use speed.cuda_graphs=off"
@@ -234,7 +234,7 @@ def make_step(
         optimizer=optimizer,
         schedule=build.schedule(config, steps_per_epoch),
         clip_norm=config.optim.clip_norm,
-        clip_foreach=switches[SwitchName.CLIP] == "foreach",
+        clip_foreach=switches.clip == "foreach",
         ema=build.ema(config, weights, switches),
         seed=config.seed,
         rank=world.rank,

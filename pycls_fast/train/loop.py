@@ -15,7 +15,6 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.parallel import Agreement, World, lost_ranks
-from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.head import fit_head
@@ -90,8 +89,8 @@ class Loop:
         self.board = board
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
-        self.metrics = TrainMetrics(run.world.device, read=run.switches[SwitchName.METRICS])
-        self.memory = StepMemory(run.world, compiled=run.switches[SwitchName.COMPILE] != "off")
+        self.metrics = TrainMetrics(run.world.device, read=run.switches.metrics)
+        self.memory = StepMemory(run.world, compiled=run.switches.compile != "off")
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
@@ -127,7 +126,7 @@ class Loop:
             if self.evaluations.stop_early(step):
                 # An earlier process had stopped early, and nothing has changed since.
                 run.total_steps = step
-            compiles = run.switches[SwitchName.COMPILE] != "off"
+            compiles = run.switches.compile != "off"
             run.display.begin_training(step, run.total_steps, compiles=compiles)
             with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
@@ -150,7 +149,7 @@ class Loop:
         loader = build.train_loader(
             run.config, run.sources["train"], run.world, run.switches, start_step=run.start_step, steps=run.total_steps
         )
-        mode = run.switches[SwitchName.INPUT_COPY]
+        mode = run.switches.input_copy
         yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.build import Switches
 from pycls_fast.config import validate_saved
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, place_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint_tensors import differing_shapes
 from pycls_fast.train.weights import Origin, Weights, find_own, open_weights
 
@@ -40,7 +39,7 @@ class Restored:
     classes: tuple[str, ...]
     origin: Origin
     world: World
-    switches: Switches
+    switches: Speed
 
 
 def restore(
@@ -71,7 +70,7 @@ def restore(
         with torch.random.fork_rng(devices=[]):
             network = build.model(config, config.model.num_classes or len(classes), switches)
         _fill(network, weights)
-        network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+        network = place_model(network, world, memory_format=switches.memory_format)
         build.apply_precision(config, network, world.device)
     return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
 

@@ -18,7 +18,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
-from pycls_fast.speed import CATALOGUE
+from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
@@ -53,7 +53,7 @@ _AFFECTS_RESULT = (
     "parallel.powersgd_rank",
     "parallel.powersgd_start_step",
     "parallel.sync_batchnorm",
-    *(f"speed.{switch.name}" for switch in CATALOGUE if switch.numerics == "training"),
+    *(f"speed.{switch.name}" for switch in SWITCHES.values() if switch.numerics == "training"),
 )
 
 

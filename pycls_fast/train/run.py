@@ -48,7 +48,7 @@ class Run(TrainingParts):
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}
-        values["speed"] |= {str(name): value for name, value in self.switches.items()}
+        values["speed"] = self.switches.model_dump()
         return values
 
     @cached_property

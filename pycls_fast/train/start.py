@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
 from pycls_fast.train.agreement import check_same_folder, check_same_settings
 from pycls_fast.train.building import build_parts, check_head
@@ -140,9 +140,9 @@ def introduce(run: Run) -> None:
         each = config.data.global_batch_size // world.size // config.optim.microbatches
         batch += f" = {world.size} ranks x {config.optim.microbatches} microbatches x {each}"
     chosen = "  ".join(
-        f"{switch.name}={run.switches[switch.name]}"
-        for switch in CATALOGUE
-        if config.model.kind in switch.applies_to and run.switches[switch.name] != switch.reference
+        f"{switch.name}={getattr(run.switches, switch.name)}"
+        for switch in SWITCHES.values()
+        if config.model.kind in switch.models and getattr(run.switches, switch.name) != switch.reference
     )
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
@@ -239,7 +239,7 @@ def _notes(run: Run) -> Iterator[str]:
             f"precision: {run.config.precision.name} computes in float16, which CPUs do slowly, convolutions most of "
             "all; use precision=amp_bf16 or fp32"
         )
-    if run.switches[SwitchName.COMPILE] != "off":
+    if run.switches.compile != "off":
         yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
     elif world.device.type == "cuda" and run.config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"
@@ -249,7 +249,7 @@ def _notes(run: Run) -> Iterator[str]:
             "compiled; use speed.compile=blocks, or precision=amp_bf16"
         )
     # Not an error: a ladder may leave out the variant that sets a 16-bit precision, or run others without it.
-    if run.switches[SwitchName.GELU] == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
+    if run.switches.gelu == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
         yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
     optim = run.config.optim
     if optim.ema_decay is not None and not optim.ema_warmup:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycls_fast import build
+from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.data.prepare import to_device
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.precision import LEVELS
-from pycls_fast.speed import CATALOGUE, SwitchName
 from pycls_fast.train import train
 from pycls_fast.train.building import make_step
 from pycls_fast.train.display import Display
@@ -57,10 +56,10 @@ SWITCHES = (
 # All that can run on a GPU.
 IDENTICAL = ["speed.recompute=full", "speed.recompute=selective"] + [
     f"speed.{switch.name}={value}"
-    for switch in CATALOGUE
+    for switch in speed.SWITCHES.values()
     if switch.numerics == "identical"
     for value in switch.values[1:]
-    if switch.requires.get(value) != "cpu"
+    if switch.device.get(value) != "cpu"
 ]
 
 
@@ -119,7 +118,7 @@ def test_step_never_waits_for_the_device(
         started(config, world, Display(speaks=False, mode="plain")) as run,
     ):
         loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=9)
-        batches = to_device(loader, world.device, mode=run.switches[SwitchName.INPUT_COPY])
+        batches = to_device(loader, world.device, mode=run.switches.input_copy)
         metrics = TrainMetrics(world.device)
         if "cross_entropy=fused" in chosen:
             # Unmixed batches have a loss of their own to compile; of small images CutMix may take an empty box.
@@ -223,7 +222,7 @@ def test_replays_drop_other_samples_each_time_and_the_same_in_the_next_run() -> 
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-        network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+        network = place_model(network, world, memory_format=switches.memory_format).train()
         step = make_step(config, network, world, switches, steps_per_epoch=10)
         batch = synthetic_batch(16, 8, 10, erase_probability=0.0, seed=1, device=device)
         metrics, losses = TrainMetrics(device), []

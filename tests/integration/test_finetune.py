@@ -16,9 +16,10 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.tasks.knn import score_neighbours
@@ -76,7 +77,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a network with seven other classes, and what its images were normalised with."""
     config = load_config("finetune", ["data.root=/nowhere", *TINY])
     torch.manual_seed(3)
-    network = build.model(config, 7, speed.resolve("reference", {}, "cpu"))
+    network = build.model(config, 7, Speed())
     values = config.model_dump(mode="json")
     values["data"] |= STATISTICS
     about = {"classes": json.dumps([f"c{k}" for k in range(7)]), "config": json.dumps(values)}
@@ -184,7 +185,7 @@ def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: P
     assert finetune(images, tmp_path / "parts", *settings, name="linear_probe") == 0
     state, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
     config = load_config("finetune", ["data.root=/nowhere", *TINY])
-    network = build.model(config, 3, speed.resolve("reference", {}, "cpu"))
+    network = build.model(config, 3, Speed())
     load_weights(network, weights, classes=tuple(state["classes"]))
     for name, value in network.state_dict().items():
         for kind in ("model", "ema"):

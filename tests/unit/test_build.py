@@ -23,12 +23,12 @@ from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossF
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.building import make_step
 
 CPU = torch.device("cpu")
-REFERENCE = speed.resolve("reference", {}, "cpu")
-FAST = speed.resolve("fast", {}, "cpu")
+REFERENCE = Speed()
+FAST = resolve(Speed(preset="fast"), "cpu")
 SYNTHETIC = (
     "data=synthetic",
     "data.image_size=16",
@@ -75,7 +75,7 @@ class TestModel:
             "model.width=24", "model.depth=3", "model.heads=3", "model.mlp_width=20", "model.drop_path=0.3",
             "model.patch_size=8", "model.classifier=token", "model.positions=sincos2d", "model.num_classes=7",
         )  # fmt: skip
-        model = build.model(config, 7, {**REFERENCE, SwitchName.ATTENTION: "sdpa"})
+        model = build.model(config, 7, REFERENCE.replace(attention="sdpa"))
         assert isinstance(model, VisionTransformer)
         assert drop_rates(model) == pytest.approx([0.0, 0.15, 0.3])
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -90,7 +90,7 @@ class TestModel:
     def test_the_switch_of_attention_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "VisionTransformer", build_network)
         for value in ("reference", "sdpa"):
-            build.model(vit(), 10, {**REFERENCE, SwitchName.ATTENTION: value})
+            build.model(vit(), 10, REFERENCE.replace(attention=value))
         assert [call["attention"] for call in calls] == ["reference", "sdpa"]
 
     def test_each_value_of_a_vit_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +104,11 @@ class TestModel:
             "model.drop_path=0.3", "model.drop_path_rule=constant", "model.init=trunc_normal",
         )  # fmt: skip
         switches = {
-            SwitchName.ATTENTION: "sdpa_math", SwitchName.LAYOUT: "batch_second", SwitchName.QKV: "fused",
-            SwitchName.SEQUENCE_PADDING: "64", SwitchName.LINEAR: "products", SwitchName.GELU: "polynomial",
-            SwitchName.PATCHES: "product", SwitchName.DROP_PATH_COMPUTE: "skip",
+            "attention": "sdpa_math", "layout": "batch_second", "qkv": "fused",
+            "sequence_padding": "64", "linear": "products", "gelu": "polynomial",
+            "patches": "product", "drop_path_compute": "skip",
         }  # fmt: skip
-        build.model(config, 7, {**REFERENCE, **switches})
+        build.model(config, 7, REFERENCE.replace(**switches))
         assert calls == [
             {
                 "image_size": 48, "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 20,
@@ -131,7 +131,7 @@ class TestModel:
                 "model.width_per_group=8", "model.zero_init_last_gamma=false", "model.drop_path=0.2",
             ],
         )  # fmt: skip
-        build.model(config, 7, {**REFERENCE, SwitchName.CONVOLUTION: "products"})
+        build.model(config, 7, REFERENCE.replace(convolution="products"))
         assert calls == [
             {
                 "depth": 101, "num_classes": 7, "stem": "deep", "shortcut": "pool", "groups": 2, "width_per_group": 8,
@@ -367,7 +367,7 @@ class TestOptimizing:
     )
     def test_the_loss(self, overrides: list[str], loss: LossFunction) -> None:
         assert build.loss(vit(*overrides), REFERENCE, CPU, 10) == loss
-        fused = build.loss(vit(*overrides), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, CPU, 10)
+        fused = build.loss(vit(*overrides), REFERENCE.replace(cross_entropy="fused"), CPU, 10)
         assert isinstance(fused, FusedLoss)
         assert fused.plain == loss
 
@@ -404,13 +404,13 @@ class TestOptimizing:
         if without == "header":
             monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: "/there/is/none")
         there = torch.device(device)
-        switches = {**REFERENCE, SwitchName.COMPILE: "blocks"}
+        switches = REFERENCE.replace(compile="blocks")
         config = vit("speed.compile=blocks")
         line = rf"needs a {compiler} and Python's headers on .* and did not find both; install g.* or use speed\."
         with pytest.raises(UserError, match=rf"^speed\.compile: blocks {line}compile=off$"):
             build.wrap(config, build.model(config, 10, switches), world(device=there), switches)
         with pytest.raises(UserError, match=rf"^speed\.cross_entropy: fused {line}cross_entropy=plain$"):
-            build.loss(vit(), {**REFERENCE, SwitchName.CROSS_ENTROPY: "fused"}, there, 10)
+            build.loss(vit(), REFERENCE.replace(cross_entropy="fused"), there, 10)
 
     @pytest.mark.parametrize(
         ("variables", "there", "found"),
@@ -445,7 +445,7 @@ class TestOptimizing:
     def test_adamw(self, implementation: str) -> None:
         config = vit("optim.lr=0.5", "optim.betas=[0.7,0.8]", "optim.eps=1e-5", "optim.weight_decay=0.4")
         model = build.model(config, 10, REFERENCE)
-        made = build.optimizer(config, model, {**REFERENCE, SwitchName.OPTIMIZER: implementation})
+        made = build.optimizer(config, model, REFERENCE.replace(optimizer=implementation))
         assert isinstance(made, torch.optim.AdamW)
         for group in made.param_groups:
             assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-5)
@@ -461,7 +461,7 @@ class TestOptimizing:
         config = vit("optim=adamw")
         network = build.model(config, 10, REFERENCE)
         groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]
-        switches = {**REFERENCE, SwitchName.OPTIMIZER: "foreach", SwitchName.OPTIMIZER_COMPILE: "on"}
+        switches = REFERENCE.replace(optimizer="foreach", optimizer_compile="on")
         made = build.optimizer(config, network, switches, groups=groups)
         assert [len(group["params"]) for group in made.param_groups] == list(owned)
 
@@ -503,7 +503,7 @@ class TestOptimizing:
         weights = ModelWeights(nn.Linear(2, 2))
         assert build.ema(vit(), weights, REFERENCE) is None
         made = build.ema(
-            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, {**REFERENCE, SwitchName.EMA: "foreach"}
+            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, REFERENCE.replace(ema="foreach")
         )
         assert made is not None
         assert (made.decay, made.warmup, made.implementation) == (0.75, False, "foreach")
@@ -540,7 +540,7 @@ class TestOptimizing:
                 "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20",
                 "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
             )  # fmt: skip
-            switches = {**REFERENCE, SwitchName.CLIP: clip}
+            switches = REFERENCE.replace(clip=clip)
             step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
             assert (step.seed, step.rank, step.clip_norm, step.clip_foreach) == (9, 1, 0.25, foreach)
             assert step.schedule == build.schedule(config, 7)

@@ -20,7 +20,6 @@ from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.parallel import ALONE, StrategySettings, World
-from pycls_fast.speed import SwitchName
 from tests.unit.test_build import REFERENCE, record, vit, world
 
 # `build.sources` is the function.
@@ -49,11 +48,11 @@ def test_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestStrategy:
     def wrapped(
-        self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, chosen: dict[SwitchName, str], ranks: int = 2
+        self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, chosen: dict[str, str], ranks: int = 2
     ) -> dict[str, Any]:
         """The call of `wrap_model`, its settings without what is made for them: groups and optimizer."""
         calls = record(monkeypatch, "wrap_model", build_network)
-        switches = {**REFERENCE, **chosen}
+        switches = REFERENCE.replace(**chosen)
         build.wrap(config, build.model(config, 10, switches, empty=True), world(size=ranks), switches)
         (call,) = calls
         assert call["settings"].groups
@@ -67,7 +66,7 @@ class TestStrategy:
             "parallel=ddp", "parallel.compression=powersgd", "parallel.powersgd_rank=3",
             "parallel.powersgd_start_step=7", "parallel.static_graph=true",
         )  # fmt: skip
-        chosen = {SwitchName.COMPILE: "blocks", SwitchName.COMPILE_MODE: "max-autotune"}
+        chosen = {"compile": "blocks", "compile_mode": "max-autotune"}
         assert self.wrapped(monkeypatch, config, chosen) == {
             "strategy": "ddp",
             "compiled": "blocks",
@@ -85,7 +84,7 @@ class TestStrategy:
                 "parallel.sync_batchnorm=true", "precision=fp16_master",
             ],
         )  # fmt: skip
-        assert self.wrapped(monkeypatch, config, {SwitchName.PARAM_OFFLOAD: "cpu"}) == {
+        assert self.wrapped(monkeypatch, config, {"param_offload": "cpu"}) == {
             "strategy": "fsdp",
             "compiled": "off",
             "compile_mode": "default",

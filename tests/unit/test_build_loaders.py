@@ -15,13 +15,13 @@ from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
 from pycls_fast.data.sampling import block_order, class_order
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.synthetic import SyntheticImages
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from tests.unit.test_build import CPU, FAST, SYNTHETIC, record, vit, world
 
 SOURCE = SyntheticImages(24, 16, 3, 0)
 
 
-def decoders(monkeypatch: pytest.MonkeyPatch, switches: build.Switches, *overrides: str) -> tuple[Any, Any]:
+def decoders(monkeypatch: pytest.MonkeyPatch, switches: Speed, *overrides: str) -> tuple[Any, Any]:
     """Those of the training images and of the validation images."""
     # What this machine has is not the point.
     monkeypatch.setattr(build_data.native, "library", lambda: None)
@@ -37,7 +37,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch, switches: build.Switches, *overrid
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_decoder_of_both_splits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    switches = {**FAST, SwitchName.DECODE: name, SwitchName.DECODE_SCALE: "full"}
+    switches = FAST.replace(decode=name, decode_scale="full")
     assert decoders(monkeypatch, switches) == (DECODERS[name], DECODERS[name])
     turned = Upright(DECODERS[name])
     assert decoders(monkeypatch, switches, "data.exif_orientation=true") == (turned, turned)
@@ -45,7 +45,7 @@ def test_the_decoder_of_both_splits(monkeypatch: pytest.MonkeyPatch, name: str) 
 
 def test_training_images_may_be_decoded_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are of images in full size."""
-    switches = {**FAST, SwitchName.DECODE: "region", SwitchName.DECODE_SCALE: "dct"}
+    switches = FAST.replace(decode="region", decode_scale="dct")
     assert decoders(monkeypatch, switches) == (open_scaled_region, DECODERS["region"])
 
 

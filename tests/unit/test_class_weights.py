@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from sklearn.utils.class_weight import compute_class_weight
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.losses import BinaryCrossEntropy, ClassWeighted, CrossEntropy, Targets, balanced_weights
+from pycls_fast.speed import Speed
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
@@ -55,7 +56,7 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 
 
 def test_the_configuration_weighs() -> None:
-    switches = speed.resolve("reference", {}, "cpu")
+    switches = Speed()
     config = load_config("vit_digits", ["loss.class_weights=balanced", "model.num_classes=5"])
     made = build.loss(config, switches, CPU, 3, np.array([5, 2, 1]))
     assert isinstance(made, ClassWeighted)

@@ -11,7 +11,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
-from pycls_fast.speed import CATALOGUE, MODEL_KINDS, SwitchName
+from pycls_fast.speed import MODEL_KINDS, SWITCHES
 from tests.unit import test_switch_pairs
 
 
@@ -93,10 +93,10 @@ def test_every_kind_of_model_has_switches_and_is_tried() -> None:
 def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
     name, *model = EXPERIMENTS[kind]
     config = load_config(name, [*model, "precision=fp32"])
-    for switch in CATALOGUE:
-        for value in switch.values if kind not in switch.applies_to else ():
+    for switch in SWITCHES.values():
+        for value in switch.values if kind not in switch.models else ():
             by_hand = config.with_values(speed={switch.name: value})
-            device = torch.device(switch.requires.get(value, "cpu"))
+            device = torch.device(switch.device.get(value, "cpu"))
             if value == switch.reference:
                 build.switches(by_hand, device)
                 continue
@@ -112,11 +112,11 @@ def test_convolutions_as_products_are_for_channels_last_maps() -> None:
     with pytest.raises(UserError, match=r"^speed\.convolution: .*; use speed\.memory_format=channels_last$"):
         build.switches(by_hand, torch.device("cpu"))
     overrides = ["speed=reference", "speed.convolution=products", "speed.memory_format=channels_last"]
-    assert build.switches(load_config("resnet_digits", overrides), torch.device("cpu"))["convolution"] == "products"
+    assert build.switches(load_config("resnet_digits", overrides), torch.device("cpu")).convolution == "products"
     # The preset gives way.
     for memory_format, convolution in (("contiguous", "torch"), ("channels_last", "products")):
         config = load_config("resnet_digits", ["precision=amp_bf16", f"speed.memory_format={memory_format}"])
-        assert build.switches(config, torch.device("cpu"))["convolution"] == convolution
+        assert build.switches(config, torch.device("cpu")).convolution == convolution
 
 
 def test_a_recorded_step_has_images_of_one_size() -> None:
@@ -135,4 +135,4 @@ def test_what_is_fine_passes() -> None:
 @pytest.mark.parametrize(("compiled", "gelu"), [("off", "torch"), ("model", "polynomial")])
 def test_the_preset_takes_the_polynomials_only_for_compiled_code(compiled: str, gelu: str) -> None:
     config = load_config("vit_digits", ["precision=amp_bf16", "speed=fast", f"speed.compile={compiled}"])
-    assert build.switches(config, torch.device("cpu"))[SwitchName.GELU] == gelu
+    assert build.switches(config, torch.device("cpu")).gelu == gelu

@@ -14,7 +14,7 @@ from pycls_fast.build.race import Race
 from pycls_fast.config import load_config
 from pycls_fast.network import Network
 from pycls_fast.parallel import ALONE, World
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.train.resolving import with_precision
 
 # Its function has the same name.
@@ -90,7 +90,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     products: Sequence[Any] = list(dict.fromkeys(map(id, seen)))
     assert 4 <= len(products) <= 12
     assert all(parameter.device.type == "cpu" for product in seen for parameter in product.layer.parameters())
-    network = build.counted_model(config, 10, {})
+    network = build.counted_model(config, 10)
     shapes = {tuple(parameter.shape) for parameter in network.parameters()}
     assert all(tuple(product.layer.weight.shape) in shapes for product in seen)
 
@@ -105,9 +105,9 @@ def test_a_real_race_ends() -> None:
 def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: int, compiled: str) -> None:
     monkeypatch.setattr(module, "race", lambda config: Race("amp_bf16", 3.0, None, 0.01))
     config = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=null"])
-    chosen = {SwitchName.COMPILE: "model", SwitchName.GELU: "polynomial"}
+    chosen = Speed(compile="model", gelu="polynomial")
     found = build.compile_if_it_pays(config, chosen, ALONE, images=images)
-    assert found[SwitchName.COMPILE] == compiled
-    assert found[SwitchName.GELU] == ("torch" if compiled == "off" else "polynomial")
+    assert found.compile == compiled
+    assert found.gelu == ("torch" if compiled == "off" else "polynomial")
     typed = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=model"])
     assert build.compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen

@@ -15,7 +15,6 @@ curves take several times as long, within 6%.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -23,22 +22,22 @@ import pytest
 import torch
 from PIL import Image
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import SWITCHES, Speed, resolve
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
 BAND, HALF_BAND, RESNET_BAND = 0.005, 0.06, 0.1
-BANDS = {SwitchName.OPTIMIZER_COMPILE: 0.01, SwitchName.CONVOLUTION: 0.06}
-ONLY_MEANS = {(SwitchName.ATTENTION, "products"), (SwitchName.DECODE, "simplejpeg")}
-CHAOTIC = {(SwitchName.CONVOLUTION, "products"), (SwitchName.DECODE, "simplejpeg")}
+BANDS = {"optimizer_compile": 0.01, "convolution": 0.06}
+ONLY_MEANS = {("attention", "products"), ("decode", "simplejpeg")}
+CHAOTIC = {("convolution", "products"), ("decode", "simplejpeg")}
 CHAOTIC_SEEDS = {"vit_digits": 8, "resnet_digits": 4}
 CHAOTIC_BANDS = {"vit_digits": 0.04, "resnet_digits": 0.06}
 SIZES = (
@@ -55,25 +54,25 @@ RECIPE = (
     "augment.mixup_alpha=0.1", "augment.mix_probability=0.5", "augment.erase_probability=0.05", "augment.crop=none",
     "augment.erase_value=noise", "schedule.epochs=10", "schedule.warmup_epochs=1", "precision=fp32",
 )  # fmt: skip
-STAGES = (SwitchName.MIX_ON, SwitchName.ERASE_ON, SwitchName.NORMALIZE_ON)
+STAGES = ("mix_on", "erase_on", "normalize_on")
 # Without these they do nothing, or in float32 what the reference does, to the bit.
 COMPANY = {
-    (SwitchName.ATTENTION, "products"): "precision=amp_bf16",
-    (SwitchName.LINEAR, "products"): "precision=amp_bf16",
-    (SwitchName.GELU, "polynomial"): "precision=amp_bf16 speed.compile=model",
-    (SwitchName.CONVOLUTION, "products"): "speed.memory_format=channels_last",
-    (SwitchName.COMPILE_MODE, "max-autotune-no-cudagraphs"): "speed.compile=model",
-    (SwitchName.RECOMPUTE, "budget"): "speed.compile=blocks",
+    ("attention", "products"): "precision=amp_bf16",
+    ("linear", "products"): "precision=amp_bf16",
+    ("gelu", "polynomial"): "precision=amp_bf16 speed.compile=model",
+    ("convolution", "products"): "speed.memory_format=channels_last",
+    ("compile_mode", "max-autotune-no-cudagraphs"): "speed.compile=model",
+    ("recompute", "budget"): "speed.compile=blocks",
 }
 # A curve that is the reference's to the bit would mean that they did nothing.
 NEVER_EQUAL = {
-    SwitchName.COMPILE,
-    SwitchName.OPTIMIZER_COMPILE,
-    SwitchName.CROSS_ENTROPY,
-    SwitchName.SEQUENCE_PADDING,
+    "compile",
+    "optimizer_compile",
+    "cross_entropy",
+    "sequence_padding",
 }
 # What a ViT has nothing of is tried on the other network, and what changes most of a ResNet on both.
-ON_BOTH = {(SwitchName.MEMORY_FORMAT, "channels_last"), (SwitchName.COMPILE, "model")}
+ON_BOTH = {("memory_format", "channels_last"), ("compile", "model")}
 SIZES_OF = {
     "vit_digits": SIZES,
     "resnet_digits": ("model.depth=18", "data.global_batch_size=32", "data.image_size=8", "optim.lr=0.02"),
@@ -83,15 +82,15 @@ SIZES_OF = {
 def arms() -> list[tuple[str, str, str]]:
     """Experiments, what a switch needs, and the switch, as overrides."""
     found = []
-    for switch in CATALOGUE:
+    for switch in SWITCHES.values():
         if switch.numerics == "training":
             continue
         for value in switch.values[1:]:
-            if switch.requires.get(value) is None:
+            if switch.device.get(value) is None:
                 # The device can only take over what comes last.
                 names = STAGES[: STAGES.index(switch.name) + 1] if switch.name in STAGES else (switch.name,)
                 chosen = " ".join(f"speed.{name}={value}" for name in names)
-                experiments = ["vit_digits" if "vit" in switch.applies_to else "resnet_digits"]
+                experiments = ["vit_digits" if "vit" in switch.models else "resnet_digits"]
                 experiments += ["resnet_digits"] if (switch.name, value) in ON_BOTH else []
                 company = COMPANY.get((switch.name, value), "")
                 found += [(experiment, company, chosen) for experiment in experiments]
@@ -123,7 +122,7 @@ def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch
     ]
     config = load_config(experiment, overrides)
     source = build.sources(config, ALONE)["train"]
-    raw = speed.resolve("fast", {SwitchName.DECODE: decode}, "cpu")
+    raw = resolve(Speed(preset="fast", decode=decode), "cpu")
     return list(build.train_loader(config, source, ALONE, raw, start_step=0, steps=20))
 
 
@@ -133,13 +132,13 @@ def curve(images: Path, experiment: str, chosen: str, seed: int) -> torch.Tensor
     config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}"])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
-    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
     step = make_step(config, network, ALONE, switches, steps_per_epoch=STEPS // 10)
-    metrics = TrainMetrics(CPU, read=switches[SwitchName.METRICS])
+    metrics = TrainMetrics(CPU, read=switches.metrics)
     host = build.prepare_on_host(config, switches)
     losses = []
     for number in range(STEPS):
-        batch = batches(images, experiment, switches[SwitchName.DECODE], seed)[number % 20]
+        batch = batches(images, experiment, switches.decode, seed)[number % 20]
         if host is not None:
             batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
         step(number, [batch], metrics)
@@ -156,16 +155,15 @@ def apart(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float(((found - expected) / expected).abs().max())
 
 
-def switched(chosen: str) -> dict[SwitchName, str]:
+def switched(chosen: str) -> dict[str, str]:
     """The switches that overrides set."""
     pairs = (override.removeprefix("speed.").split("=") for override in chosen.split())
-    return {SwitchName(name): value for name, value in pairs}
+    return dict(pairs)
 
 
-def compiles(in_force: Mapping[SwitchName, str]) -> bool:
+def compiles(in_force: Speed) -> bool:
     """Whether code for a CPU is compiled, which takes a C++ compiler."""
-    plain = {SwitchName.COMPILE: "off", SwitchName.OPTIMIZER_COMPILE: "off", SwitchName.CROSS_ENTROPY: "plain"}
-    return any(in_force[name] != value for name, value in plain.items())
+    return (in_force.compile, in_force.optimizer_compile, in_force.cross_entropy) != ("off", "off", "plain")
 
 
 @pytest.mark.slow
@@ -181,7 +179,7 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
     torch._dynamo.reset()
     pairs = set(switched(chosen).items())
     names = {name for name, _ in pairs}
-    images = jpegs if SwitchName.DECODE in names else digits
+    images = jpegs if "decode" in names else digits
     every_layer = experiment == "resnet_digits" and bool(ON_BOTH & pairs)
     chaotic = "bf16" in company or every_layer or bool(CHAOTIC & pairs)
     expected = curve(images, experiment, company, 0)
@@ -199,14 +197,14 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
         assert apart(*means) <= CHAOTIC_BANDS[experiment]
     if NEVER_EQUAL & names:
         assert not torch.equal(found, expected), "it did nothing"
-    if {switch.numerics for switch in CATALOGUE if switch.name in names} == {"identical"}:
+    if {switch.numerics for switch in SWITCHES.values() if switch.name in names} == {"identical"}:
         assert torch.equal(found, expected)
 
 
 @pytest.mark.slow
 def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: False)
-    compiled = {SwitchName(name) for name in ("compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu")}
+    compiled = {"compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu"}
     found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
     assert len(found) == 7
     for arm in found:
@@ -217,10 +215,10 @@ def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyP
 def test_every_rounding_switch_of_a_cpu_has_a_curve() -> None:
     there = {
         (switch.name, value)
-        for switch in CATALOGUE
+        for switch in SWITCHES.values()
         if switch.numerics == "rounding"
         for value in switch.values[1:]
-        if switch.requires.get(value, "cpu") == "cpu"
+        if switch.device.get(value, "cpu") == "cpu"
     }
     tried = {choice for *_, chosen in arms() for choice in switched(chosen).items()}
     assert there - tried == set()
@@ -232,6 +230,6 @@ def test_a_curve_is_of_the_switch_that_it_names() -> None:
     for experiment, company, chosen in arms():
         overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
         in_force = build.switches(load_config(experiment, overrides), CPU)
-        assert switched(chosen).items() <= in_force.items()
+        assert switched(chosen).items() <= in_force.values().items()
     with pytest.raises(UserError):
         build.switches(load_config("vit_digits", [*SIZES, *RECIPE, "speed.normalize_on=device"]), CPU)

@@ -24,11 +24,11 @@ from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import CATALOGUE, MODEL_KINDS, Device, SwitchName
+from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
-Choice = tuple[SwitchName, str]
+Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
 
 CPU = torch.device("cpu")
@@ -63,28 +63,27 @@ COMMON = [
     "schedule.warmup_epochs=0",
 ]
 # What a value cannot be without, unless the pair says otherwise.
-WITH: Mapping[Choice, Mapping[SwitchName, str]] = {
-    (SwitchName.CONVOLUTION, "products"): {SwitchName.MEMORY_FORMAT: "channels_last"},
-    (SwitchName.DECODE_SCALE, "dct"): {SwitchName.DECODE: "region"},
-    (SwitchName.NORMALIZE_ON, "device"): {SwitchName.ERASE_ON: "device", SwitchName.MIX_ON: "device"},
-    (SwitchName.ERASE_ON, "device"): {SwitchName.MIX_ON: "device"},
-    (SwitchName.GELU, "polynomial"): {SwitchName.COMPILE: "model"},
-    (SwitchName.RECOMPUTE, "budget"): {SwitchName.COMPILE: "model"},
-    (SwitchName.COMPILE_MODE, "reduce-overhead"): {SwitchName.COMPILE: "model"},
-    (SwitchName.COMPILE_MODE, "max-autotune-no-cudagraphs"): {SwitchName.COMPILE: "blocks"},
-    (SwitchName.COMPILE_MODE, "max-autotune"): {SwitchName.COMPILE: "model"},
-    (SwitchName.CUDA_GRAPHS, "on"): {SwitchName.OPTIMIZER: "fused", SwitchName.METRICS: "interval"},
+WITH: Mapping[Choice, Mapping[str, str]] = {
+    ("convolution", "products"): {"memory_format": "channels_last"},
+    ("decode_scale", "dct"): {"decode": "region"},
+    ("normalize_on", "device"): {"erase_on": "device", "mix_on": "device"},
+    ("erase_on", "device"): {"mix_on": "device"},
+    ("gelu", "polynomial"): {"compile": "model"},
+    ("recompute", "budget"): {"compile": "model"},
+    ("compile_mode", "reduce-overhead"): {"compile": "model"},
+    ("compile_mode", "max-autotune-no-cudagraphs"): {"compile": "blocks"},
+    ("compile_mode", "max-autotune"): {"compile": "model"},
+    ("cuda_graphs", "on"): {"optimizer": "fused", "metrics": "interval"},
 }
 # In float32 they are the reference's, to the bit.
-IN_16_BITS = {(SwitchName.ATTENTION, "products"), (SwitchName.LINEAR, "products"), (SwitchName.GELU, "polynomial")}
-NUMERICS = {switch.name: switch.numerics for switch in CATALOGUE}
+IN_16_BITS = {("attention", "products"), ("linear", "products"), ("gelu", "polynomial")}
+NUMERICS = {switch.name: switch.numerics for switch in SWITCHES.values()}
 # A compiler works for a while on these.
-COMPILED = {SwitchName.COMPILE, SwitchName.COMPILE_MODE, SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY}
+COMPILED = {"compile", "compile_mode", "optimizer_compile", "cross_entropy"}
 
 # Values that a kind of model does not have, on any device.
 REFUSED_ALONE = {
-    ("timm", (SwitchName.ATTENTION, value))
-    for value in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products")
+    ("timm", ("attention", value)) for value in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products")
 }
 # Values that are refused together, whatever the model.
 REFUSED = {
@@ -109,8 +108,8 @@ REFUSED_ON_CUDA = {
 }
 
 
-def completed(chosen: Mapping[SwitchName, str]) -> dict[SwitchName, str]:
-    """Switches with what they cannot be without."""
+def completed(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Speed with what they cannot be without."""
     needed = [WITH.get(choice, {}) for choice in chosen.items()]
     return {name: value for one in (*needed, chosen) for name, value in one.items()}
 
@@ -119,7 +118,7 @@ def overrides(*choices: Choice) -> list[str]:
     return [f"speed.{name}={value}" for name, value in completed(dict(choices)).items()]
 
 
-def precision(chosen: Mapping[SwitchName, str]) -> str:
+def precision(chosen: Mapping[str, str]) -> str:
     return "amp_bf16" if IN_16_BITS & {*chosen.items()} else "fp32"
 
 
@@ -129,7 +128,7 @@ def composed(kind: str, *also: str) -> RunConfig:
     return load_config(name, [*sizes, *COMMON, *also])
 
 
-def refusal(kind: str, chosen: Mapping[SwitchName, str], device: Device = "cpu") -> tuple[str, ...]:
+def refusal(kind: str, chosen: Mapping[str, str], device: Device = "cpu") -> tuple[str, ...]:
     """What a run with these switches is told instead of being begun; nothing where it goes.
 
     Hydra takes too long for every pair: the switches are put into a configuration that is there.
@@ -154,8 +153,8 @@ def alone(device: Device) -> dict[tuple[str, Choice], tuple[str, ...]]:
     """What each value that is not the reference's is told without another, by kind of model."""
     return {
         (kind, (switch.name, value)): refusal(kind, {switch.name: value}, device)
-        for switch in CATALOGUE
-        for kind in switch.applies_to
+        for switch in SWITCHES.values()
+        for kind in switch.models
         for value in switch.values[1:]
     }
 
@@ -206,7 +205,7 @@ class Trained(NamedTuple):
     losses: list[float]
     weights: dict[str, torch.Tensor]
     averages: dict[str, torch.Tensor]
-    switches: Mapping[SwitchName, str]
+    switches: Speed
 
     def lag(self) -> float:
         """The distance of the averages from the weights."""
@@ -223,9 +222,9 @@ def train(config: RunConfig, *, steps: int = 2) -> Trained:
         for parameter in network.parameters():
             # The same for every layout; no tensor at a value that hides a mistake.
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
-    network = place_model(network, ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=chosen.memory_format).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
+    metrics = TrainMetrics(CPU, read=chosen.metrics)
     host = build.prepare_on_host(config, chosen)
     losses = []
     for number in range(steps):
@@ -245,8 +244,12 @@ def twin(kind: str, level: str, *switches: str) -> Trained:
 
 
 def check(kind: str, found: Trained, plain: Trained, *, near: float, lag_near: float) -> None:
-    there = [switch for switch in CATALOGUE if kind in switch.applies_to]
-    numerics = {switch.numerics for switch in there if found.switches[switch.name] != plain.switches[switch.name]}
+    there = [switch for switch in SWITCHES.values() if kind in switch.models]
+    numerics = {
+        switch.numerics
+        for switch in there
+        if getattr(found.switches, switch.name) != getattr(plain.switches, switch.name)
+    }
     assert list(found.weights) == list(plain.weights)
     assert all(torch.isfinite(torch.tensor(found.losses)))
     if "training" in numerics:
@@ -327,10 +330,10 @@ def test_a_value_alone_is_refused_where_it_cannot_run(device: Device) -> None:
     """What is refused here is in no pair."""
     elsewhere = {
         (kind, (switch.name, value))
-        for switch in CATALOGUE
-        for kind in switch.applies_to
+        for switch in SWITCHES.values()
+        for kind in switch.models
         for value in switch.values[1:]
-        if switch.requires.get(value, device) != device
+        if switch.device.get(value, device) != device
     }
     refused = {value: told for value, told in alone(device).items() if told}
     assert refused.keys() ^ (elsewhere | REFUSED_ALONE) == set()

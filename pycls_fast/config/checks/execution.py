@@ -26,9 +26,9 @@ def precision_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def switch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Switches that conflict with each other or with the model."""
+    """Speed that conflict with each other or with the model."""
     speed = config.speed
-    recomputes = speed.recompute not in (None, "off")
+    recomputes = speed.recompute != "off"
     if speed.activation_compression == "8bit" and recomputes:
         yield (
             "speed.activation_compression",
@@ -52,7 +52,7 @@ def switch_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             "speed.drop_path_compute",
             "skip would take BatchNorm's statistics from the kept samples only; use speed.drop_path_compute=multiply",
         )
-    if config.runtime.watchdog and config.speed.compile not in (None, "off"):
+    if config.runtime.watchdog and config.speed.compile != "off":
         yield (
             "runtime.watchdog",
             f"cannot see inside compiled code (speed.compile={config.speed.compile}); use speed.compile=off with it",

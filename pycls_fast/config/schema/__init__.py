@@ -14,10 +14,11 @@ from pydantic import Field
 
 from pycls_fast.choice import Section
 from pycls_fast.config.schema.data import Augment, Data, RandAugment
-from pycls_fast.config.schema.execution import Parallel, Precision, Runtime, Speed
+from pycls_fast.config.schema.execution import Parallel, Precision, Runtime
 from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
+from pycls_fast.speed import Speed
 from pycls_fast.values import ModuleNames, Text
 
 

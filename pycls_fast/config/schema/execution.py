@@ -1,19 +1,16 @@
-"""Keys of how a run is computed: `precision`, `parallel`, `speed` and `runtime`."""
+"""Keys of how a run is computed: `precision`, `parallel` and `runtime`; the switches are `pycls_fast/speed.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from pycls_fast.choice import Section
-from pycls_fast.speed import SwitchName
 from pycls_fast.values import (
     Bytes,
     LossScale,
     NonNegativeInt,
-    Off,
-    OffOn,
     PositiveFloat,
     PositiveInt,
     PositiveIntOrAuto,
@@ -85,56 +82,6 @@ class Parallel(Section):
     """With speed.recompute=full or selective: recompute only the first of every so many blocks."""
     recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
     """With speed.recompute=budget: the share of the activations that compiled code keeps."""
-
-
-class Speed(Section):
-    """Performance switches; an unset one takes the preset's value for the device (`docs/switches.md`)."""
-
-    preset: Literal["reference", "fast", "meta2022"] = "reference"
-    """The values of the switches that are not set."""
-    memory_format: Literal["contiguous", "channels_last"] | None = None
-    attention: (
-        Literal["reference", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products"] | None
-    ) = None
-    layout: Literal["batch_first", "batch_second"] | None = None
-    qkv: Literal["separate", "fused"] | None = None
-    linear: Literal["torch", "products"] | None = None
-    gelu: Literal["torch", "polynomial"] | None = None
-    patches: Literal["convolution", "product"] | None = None
-    convolution: Literal["torch", "products"] | None = None
-    allocator: Literal["default", "keep"] | None = None
-    compile: Annotated[Literal["off", "blocks", "model"] | None, Off] = None
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] | None = None
-    optimizer: Literal["loop", "foreach", "fused"] | None = None
-    optimizer_compile: Annotated[Literal["off", "on"] | None, OffOn] = None
-    ema: Literal["loop", "foreach"] | None = None
-    clip: Literal["loop", "foreach"] | None = None
-    decode: Literal["pillow", "simplejpeg", "region"] | None = None
-    decode_scale: Literal["full", "dct"] | None = None
-    input_copy: Literal["blocking", "prefetch"] | None = None
-    normalize_on: Literal["cpu", "device"] | None = None
-    erase_on: Literal["cpu", "device"] | None = None
-    mix_on: Literal["cpu", "device"] | None = None
-    metrics: Literal["step", "interval"] | None = None
-    sequence_padding: Literal["none", "8", "64"] | None = None
-    cross_entropy: Literal["plain", "fused"] | None = None
-    cuda_graphs: Annotated[Literal["off", "on"] | None, OffOn] = None
-    recompute: Annotated[Literal["off", "full", "selective", "budget"] | None, Off] = None
-    activation_offload: Literal["none", "cpu"] | None = None
-    activation_compression: Literal["none", "8bit"] | None = None
-    param_offload: Literal["none", "cpu"] | None = None
-    drop_path_compute: Literal["multiply", "skip"] | None = None
-
-    @field_validator("sequence_padding", mode="before")
-    @classmethod
-    def _as_text(cls, value: Any) -> Any:
-        # 8 is a number on the command line and in YAML, but a switch's values are names.
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    def chosen(self) -> dict[SwitchName, str]:
-        """The switches set by hand."""
-        values = self.model_dump(exclude={"preset"}, exclude_none=True)
-        return {SwitchName(name): value for name, value in values.items()}
 
 
 class Runtime(Section):

@@ -28,7 +28,6 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import TrainingParts, build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
@@ -201,7 +200,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
     with build.world(config) as world:
         if world.size > 1:
             raise UserError("mode: gradients are counted by one process; start without torchrun")
-        if build.switches(config, world.device)[SwitchName.CUDA_GRAPHS] == "on":
+        if build.switches(config, world.device).cuda_graphs == "on":
             raise UserError(
                 "speed.cuda_graphs: on replays steps without Python, which counts; use speed.cuda_graphs=off"
             )

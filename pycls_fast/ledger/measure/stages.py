@@ -25,6 +25,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import spread
 from pycls_fast.parallel import World
+from pycls_fast.speed import Speed
 
 STAGES = ("read", "decode", "augment", "collate", "copy")
 _AT_MOST = 256
@@ -82,7 +83,7 @@ def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
 
 
 def measure_stages(
-    config: RunConfig, source: Images, world: World, switches: build.Switches, *, start: int, repeats: int
+    config: RunConfig, source: Images, world: World, switches: Speed, *, start: int, repeats: int
 ) -> dict[str, Any]:
     """Images per second of each stage on one core and of the whole pipeline, and the stage that limits it.
 

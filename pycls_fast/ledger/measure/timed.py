@@ -27,7 +27,7 @@ from pycls_fast.ledger.measure.workloads import (
 from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.train.building import make_step
 from pycls_fast.train.resolving import with_precision
 
@@ -40,7 +40,7 @@ class TimedVariant:
 
     name: str
     config: RunConfig
-    switches: build.Switches
+    switches: Speed
     sources: dict[str, Images]
     # For one image of evaluation, and for one of the first epoch.
     complexity: Complexity
@@ -99,7 +99,7 @@ def build_variant(
         # Only these parts read images, and need at least one global batch.
         build.steps_per_epoch(config, len(train))
     counted = {
-        size: complexity(lambda: build.counted_model(config, classes, switches), image_size=size)
+        size: complexity(lambda: build.counted_model(config, classes), image_size=size)
         for size in {config.data.image_size, config.data.training_image_sizes[0]}
     }
     variant = TimedVariant(
@@ -148,7 +148,7 @@ def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
 def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
     config, switches = variant.config, variant.switches
     network = build.model(config, variant.classes, switches, empty=build.is_sharded(config, world))
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches.memory_format)
     steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
     step = make_step(config, network, world, switches, steps_per_epoch)
     variant.trainer = Trainer(step, world, switches)
@@ -218,7 +218,7 @@ def variant_record(variant: TimedVariant, *, alone: bool) -> dict[str, Any]:
         "evaluated_images_per_run": _evaluated_images_per_run(variant),
         "num_workers": build.num_workers(config),
         "precision": config.precision.name,
-        "switches": {str(switch): value for switch, value in variant.switches.items()},
+        "switches": variant.switches.values(),
         "matmul": variant.matmul.record() if variant.matmul is not None else None,
         "skipped_steps": variant.skipped_steps,
         **({"input_pipeline": variant.stages} if variant.stages is not None else {}),

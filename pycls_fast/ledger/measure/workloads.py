@@ -23,7 +23,7 @@ from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import Marks, synchronize, timed
 from pycls_fast.parallel import World, uncompiled
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 from pycls_fast.train.step_memory import StepMemory
@@ -77,10 +77,10 @@ def slowest(turn: Turn, world: World) -> Turn:
 class Trainer:
     """The training step of `train_net.py` with a step counter, shared by the parts that train."""
 
-    def __init__(self, step: Step, world: World, switches: build.Switches) -> None:
+    def __init__(self, step: Step, world: World, switches: Speed) -> None:
         self.step = step
-        self.metrics = TrainMetrics(world.device, read=switches[SwitchName.METRICS])
-        self.compiled = switches[SwitchName.COMPILE] != "off"
+        self.metrics = TrainMetrics(world.device, read=switches.metrics)
+        self.compiled = switches.compile != "off"
         self._done = 0
 
     def __call__(self, microbatches: Iterable[Batch]) -> None:
@@ -205,9 +205,7 @@ class LoaderPart:
     cores.
     """
 
-    def __init__(
-        self, config: RunConfig, source: Images, switches: build.Switches, world: World, order: StepRange
-    ) -> None:
+    def __init__(self, config: RunConfig, source: Images, switches: Speed, world: World, order: StepRange) -> None:
         self.name: PartName = "loader"
         self.images_per_step = config.data.global_batch_size
         self._config = config
@@ -259,7 +257,7 @@ class LoaderPart:
         loader = build.train_loader(
             self._config, self._source, self._world, self._switches, start_step=start, steps=start + steps
         )
-        mode = self._switches[SwitchName.INPUT_COPY]
+        mode = self._switches.input_copy
         yield from to_device(loader, self._world.device, mode=mode)
 
     def _use(self, microbatches: Iterator[Batch]) -> None:

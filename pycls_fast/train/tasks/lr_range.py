@@ -20,7 +20,6 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp, user_path
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
@@ -108,7 +107,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
         step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-        metrics = TrainMetrics(world.device, read=parts.switches[SwitchName.METRICS])
+        metrics = TrainMetrics(world.device, read=parts.switches.metrics)
         loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps)
         losses: list[float] = []
         damaged: dict[str, str] = {}
@@ -151,7 +150,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
 def _uncompiled(config: RunConfig) -> RunConfig:
     """The configuration without the preset's compilation: a sweep is too short to pay for it. Explicit choices stay."""
     speed = config.speed
-    if speed.compile is not None or speed.compile_mode not in (None, "default") or speed.gelu == "polynomial":
+    if "compile" in speed.by_hand or speed.compile_mode != "default" or speed.gelu == "polynomial":
         return config
     return config.with_values(speed={"compile": "off"})
 

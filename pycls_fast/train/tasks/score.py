@@ -16,6 +16,7 @@ from pycls_fast.errors import DONE, UserError, first_few
 from pycls_fast.files import user_path
 from pycls_fast.models import foreign
 from pycls_fast.parallel import ParallelModel, World
+from pycls_fast.speed import Speed
 from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
@@ -44,7 +45,7 @@ class Setup:
     weights: Path | str
     preprocessing: foreign.Preprocessing | None
     world: World
-    switches: build.Switches
+    switches: Speed
     display: Display
 
     def with_data(self, images: int) -> Setup:

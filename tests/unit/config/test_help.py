@@ -15,8 +15,8 @@ from pycls_fast.config.help import help_of_key, help_text
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.launch import NoOptions
 from pycls_fast.config.messages import known_keys, section_keys
-from pycls_fast.config.schema import RunConfig, Section, Speed
-from pycls_fast.speed import MODEL_KINDS, SwitchName
+from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.speed import MODEL_KINDS
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
 
@@ -74,7 +74,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
         ("runtime.watchdog", [
             "  Name the first module whose output or gradient is not finite; makes every step slower.",
         ]),
-        ("speed.qkv", ["speed.qkv=null  one of separate, fused, or null", "  Queries, keys and values by"]),
+        ("speed.qkv", ["speed.qkv=separate  one of separate, fused", "  Queries, keys and values by"]),
         ("seed", ["seed=0  whole number at least 0 and less than 2147483648"]),
         ("schedule", ["Learning rate per step: a linear warm-up, then a curve.", "schedule.max_steps=null  whole"]),
     ],
@@ -96,7 +96,7 @@ def test_every_key_is_described() -> None:
 
 @pytest.mark.parametrize("name", [None, *TOOLS])
 def test_every_key_has_a_description(name: str | None) -> None:
-    """The string after a field, which `--help KEY` prints; a switch has its card instead."""
+    """The string after a field, which `--help KEY` prints."""
     sections: list[type[Section]] = [
         RunConfig if name is None else importlib.import_module(f"pycls_fast.commands.{name}").Options
     ]
@@ -104,7 +104,7 @@ def test_every_key_has_a_description(name: str | None) -> None:
         for key, field in section.model_fields.items():
             inner = section_keys(section)[key]
             sections += [typing.cast(type[Section], kind) for kind in inner]
-            if not inner and not (section is Speed and key in set(SwitchName)):
+            if not inner:
                 assert field.description, f"{section.__name__}.{key}"
                 assert field.description.endswith("."), f"{section.__name__}.{key}"
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel.memory import Recomputed, SavedTensors
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed
 
-REFERENCE = speed.resolve("reference", {}, "cpu")
+REFERENCE = Speed()
 
 IMPOSSIBLE = [
     (
@@ -82,7 +82,7 @@ def test_what_does_not_go_with_compilation(chosen: str, key: str) -> None:
 
 def wrapped(*overrides: str, **chosen: str) -> nn.Module:
     config = load_config("vit_digits", overrides)
-    switches = {**REFERENCE, **{SwitchName(name): value for name, value in chosen.items()}}
+    switches = REFERENCE.replace(**chosen)
     network = build.model(config, 10, switches)
     build.save_activation_memory(config, network, switches)
     return network
@@ -119,7 +119,7 @@ def test_skipping_arrives_in_every_drop_path() -> None:
 
 def test_the_optimizer_goes_to_the_host() -> None:
     config = load_config("vit_digits")
-    switches = {**REFERENCE, SwitchName.PARAM_OFFLOAD: "cpu"}
+    switches = REFERENCE.replace(param_offload="cpu")
     network = build.model(config, 10, switches)
     host = build.optimizer(config, network, switches)
     plain = build.optimizer(config, network, REFERENCE)

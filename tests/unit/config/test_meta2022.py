@@ -12,7 +12,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.speed import SwitchName
 from tests.factories import load_run_config
 
 HERE = ("data=synthetic", "speed=meta2022", "parallel=single")
@@ -23,8 +22,8 @@ def test_what_it_sets() -> None:
     assert (config.speed.preset, config.precision.name, config.parallel.name) == ("meta2022", "amp_fp16", "single")
     assert config.model.classifier == "pooled"  # type: ignore[union-attr]
     switches = build.switches(config, torch.device("cpu"))
-    names = (SwitchName.LAYOUT, SwitchName.QKV, SwitchName.OPTIMIZER, SwitchName.ATTENTION)
-    assert [switches[name] for name in names] == ["batch_second", "fused", "foreach", "reference"]
+    names = ("layout", "qkv", "optimizer", "attention")
+    assert [getattr(switches, name) for name in names] == ["batch_second", "fused", "foreach", "reference"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -32,7 +31,7 @@ def test_the_command_line_wins_over_it(order: int) -> None:
     overrides = ["precision=amp_bf16", "model.classifier=token", "speed.layout=batch_first", "optim.lr=0.1"]
     config = load_config("vit_h16", [*HERE, *overrides][::order])
     assert (config.precision.name, config.model.classifier, config.speed.layout) == ("amp_bf16", "token", "batch_first")  # type: ignore[union-attr]
-    assert build.switches(config, torch.device("cpu"))[SwitchName.OPTIMIZER] == "foreach"
+    assert build.switches(config, torch.device("cpu")).optimizer == "foreach"
     assert load_config("vit_h16", [*HERE, "precision.name=fp32"]).precision.name == "fp32"
 
 

@@ -82,6 +82,6 @@ def test_batch_norm_over_ranks_needs_batch_norm() -> None:
 def test_the_preset_takes_what_there_is_for_shards() -> None:
     for name in ("sgd", "adamw"):
         chosen = build.switches(load_config("vit_digits", ["parallel=fsdp", f"optim={name}", "speed=fast"]), CPU)
-        assert chosen["optimizer"] == "fused"
+        assert chosen.optimizer == "fused"
     chosen = build.switches(load_config("vit_digits", ["parallel=fsdp", "optim=lamb", "speed=fast"]), CPU)
-    assert chosen["optimizer"] == "loop"
+    assert chosen.optimizer == "loop"

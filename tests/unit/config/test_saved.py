@@ -9,11 +9,11 @@ import pytest
 import torch
 import yaml
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.schema import Parallel, Speed
+from pycls_fast.config.schema import Parallel
 from pycls_fast.errors import UserError
-from pycls_fast.speed import SwitchName
+from pycls_fast.speed import Speed, resolve
 from tests.factories import load_run_config
 
 
@@ -108,20 +108,14 @@ def test_a_run_of_any_device_is_read_anywhere(
     """The file has the switches that were in force, which nobody has set by hand."""
     config = load_config(name, overrides)
     formats = build.level(config)
-    in_force = speed.resolve(
-        config.speed.preset,
-        config.speed.chosen(),
-        device,
-        config.optim.name,
-        in_16_bits=formats.compute != "float32",
-    )
+    in_force = resolve(config.speed, device, config.optim, in_16_bits=formats.compute != "float32")
     values = config.model_dump(mode="json")
-    values["speed"] |= {str(switch): value for switch, value in in_force.items()}
+    values["speed"] = in_force.model_dump()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     read = load_run_config(tmp_path)
-    assert (read.speed.preset, read.speed.chosen()) == (config.speed.preset, {})
+    assert (read.speed.preset, read.speed.by_hand) == (config.speed.preset, {})
     build.switches(read, torch.device("cpu"))
-    assert load_run_config(tmp_path, ["speed.ema=loop"]).speed.chosen() == {SwitchName.EMA: "loop"}
+    assert load_run_config(tmp_path, ["speed.ema=loop"]).speed.by_hand == {"ema": "loop"}
 
 
 @pytest.mark.parametrize(

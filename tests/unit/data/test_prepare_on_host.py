@@ -22,7 +22,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.step import Step
 
 CPU = torch.device("cpu")
@@ -130,7 +129,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
     """From the configuration: the step gets the same from workers that prepare as from those that do not."""
     found = []
     for chosen in (("device",) * 3, places):
-        names = (SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON)
+        names = ("normalize_on", "erase_on", "mix_on")
         overrides = [f"speed.{name}={value}" for name, value in zip(names, chosen, strict=True)]
         config = load_config(
             "vit_digits",
@@ -213,5 +212,5 @@ def test_an_order_that_cannot_be_is_refused_with_a_way_out(overrides: tuple[str,
 def test_what_is_not_done_has_no_order() -> None:
     off = ["augment.erase_probability=0", "augment.mixup_alpha=0", "augment.cutmix_alpha=0"]
     config = load_config("vit_digits", ["speed=reference", "speed.normalize_on=device", *off])
-    assert build.switches(config, CPU)[SwitchName.MIX_ON] == "cpu"
+    assert build.switches(config, CPU).mix_on == "cpu"
     assert build.prepare_on_host(config, build.switches(config, CPU)) is None

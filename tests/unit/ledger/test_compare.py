@@ -14,12 +14,13 @@ import pytest
 import yaml
 from PIL import ExifTags, Image
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import _pictures, compare_runs, comparison, differing, read_run_files
 from pycls_fast.ledger.report.comparison import notes, verdict
 from pycls_fast.ledger.runs import OF_THE_PLACE
+from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.test_page import Tags
@@ -61,8 +62,7 @@ def make_run(
     folder.create()
     settings = config.model_dump(mode="json")
     # As in `Run.settings`.
-    resolved = speed.resolve(config.speed.preset, config.speed.chosen(), "cpu", config.optim)
-    settings["speed"] |= {str(name): value for name, value in resolved.items()}
+    settings["speed"] = resolve(config.speed, "cpu", config.optim).model_dump()
     folder.write_config(settings)
     for step in range(1, 11):
         folder.add_record("train", step, step / 2, loss=2 - 0.1 * step, images_per_second=1e3, memory_peak_bytes=10**9)

@@ -13,7 +13,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import LayerCounts, Watch, count_gradients
-from pycls_fast.speed import SwitchName
 from tests.integration.runs import TINY, command, run_process
 
 CPU = torch.device("cpu")
@@ -119,7 +118,7 @@ def test_an_open_file_has_no_picture_beside_it(
 def test_a_recorded_step_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digits: Path) -> None:
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0"])
     here = build.switches(config, CPU)
-    on = {**here, SwitchName.CUDA_GRAPHS: "on"}
+    on = here.replace(cuda_graphs="on")
     monkeypatch.setattr(build, "switches", lambda config, device: on)
     with pytest.raises(UserError, match=r"use speed\.cuda_graphs=off"):
         count_gradients(config, steps=1, warmup_steps=1, loss_scale=1.0, output=str(tmp_path / "g.json"))

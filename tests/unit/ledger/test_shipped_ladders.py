@@ -16,7 +16,7 @@ from pycls_fast.config.ladder import Mode, for_experiment, read_ladder
 from pycls_fast.ledger.ladder.plan import pick
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import SWITCHES
 from tests.unit.ledger.stand_ins import FakeProcess, made
 
 SHIPPED = sorted((CONFIGS / "ladder").glob("*.yaml"))
@@ -80,7 +80,9 @@ def test_every_value_of_every_switch_is_a_variant_of_a_ladder_that_ships() -> No
     (file,) = (file for file in SHIPPED if file.stem == "switches")
     ladder = read_ladder(file.stem, [CONFIGS])
     assert ladder.baseline.overrides == ("speed=reference",)
-    expected = {f"{switch.name} {value}": (switch, value) for switch in CATALOGUE for value in switch.values[1:]}
+    expected = {
+        f"{switch.name} {value}": (switch, value) for switch in SWITCHES.values() for value in switch.values[1:]
+    }
     company = {variant.against for variant in ladder.variants}
     assert [variant.name for variant in ladder.variants if variant.name not in {*expected, *company}] == []
     assert [name for name in expected if name not in {variant.name for variant in ladder.variants}] == []
@@ -88,16 +90,16 @@ def test_every_value_of_every_switch_is_a_variant_of_a_ladder_that_ships() -> No
         if variant.name not in expected:
             continue
         switch, value = expected[variant.name]
-        needed = switch.requires.get(value)
+        needed = switch.device.get(value)
         assert variant.overrides[0] == f"speed.{switch.name}={value}"
         if needed == "cuda":
             assert variant.needs == "cuda"
-        experiment = "vit_digits" if "vit" in switch.applies_to else "resnet_digits"
+        experiment = "vit_digits" if "vit" in switch.models else "resnet_digits"
         # The kernels that FlashAttention and cuDNN have are for 16 bits.
         half = ["precision=amp_bf16"] if value in ("sdpa_flash", "sdpa_cudnn") else []
         config = load_config(experiment, [*ladder.baseline.overrides, *half, *variant.overrides])
         device = torch.device("cpu" if needed == "cpu" else "cuda")
-        assert build.switches(config, device)[switch.name] == value
+        assert getattr(build.switches(config, device), switch.name) == value
 
 
 def test_a_switch_is_one_change_away_from_what_it_is_compared_with() -> None:
@@ -123,11 +125,11 @@ def test_the_modern_ladder_ends_with_the_fast_step() -> None:
     """On CUDA, where the switches are that a step is timed with (images are prepared by the loader)."""
     ladder, cuda = read_ladder("modern", [CONFIGS]), torch.device("cuda")
     overrides = [text for variant in (ladder.baseline, *ladder.variants) for text in variant.overrides]
-    last = build.switches(load_config("vit_digits", overrides), cuda)
-    fast = build.switches(load_config("vit_digits", ["speed=fast", "precision=fp8"]), cuda)
-    loading = {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE, SwitchName.INPUT_COPY}
+    last = build.switches(load_config("vit_digits", overrides), cuda).values()
+    fast = build.switches(load_config("vit_digits", ["speed=fast", "precision=fp8"]), cuda).values()
+    loading = {name for name in fast if name.endswith("_on")} | {"decode", "input_copy"}
     # What the ladder adds: the preset has them off on CUDA.
-    added = {SwitchName.COMPILE, SwitchName.RECOMPUTE}
+    added = {"compile", "recompute"}
     assert {name for name in fast if last[name] != fast[name]} - loading == added
 
 
@@ -135,9 +137,11 @@ def test_the_cpu_ladder_ends_with_the_fast_step() -> None:
     """For a ViT, without the switches that a step is not timed with (images are prepared by the loader)."""
     ladder, cpu = read_ladder("cpu", [CONFIGS]), torch.device("cpu")
     overrides = [text for variant in (ladder.baseline, *ladder.variants) for text in variant.overrides]
-    last = build.switches(load_config("vit_s16", ["data.root=unread", *overrides]), cpu)
-    fast = build.switches(load_config("vit_s16", ["data.root=unread", "speed=fast", "precision=amp_bf16"]), cpu)
+    last = build.switches(load_config("vit_s16", ["data.root=unread", *overrides]), cpu).values()
+    fast = build.switches(
+        load_config("vit_s16", ["data.root=unread", "speed=fast", "precision=amp_bf16"]), cpu
+    ).values()
     different = {
-        switch.name for switch in CATALOGUE if "vit" in switch.applies_to and last[switch.name] != fast[switch.name]
+        switch.name for switch in SWITCHES.values() if "vit" in switch.models and last[switch.name] != fast[switch.name]
     }
-    assert different == {name for name in fast if name.endswith("_on")} | {SwitchName.DECODE}
+    assert different == {name for name in fast if name.endswith("_on")} | {"decode"}

@@ -17,7 +17,6 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork
 from pycls_fast.parallel.memory import recompute_units
-from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 
@@ -209,7 +208,7 @@ def test_the_attention_in_force_is_what_the_blocks_have(overrides: list[str], at
     base = ["data.root=/nowhere", "model=timm", "model.name=vit_tiny_patch16_224", "model.drop_path=0.0"]
     config = load_config("vit_ti16", [*base, *overrides])
     switches = build.switches(config, CPU)
-    assert switches[SwitchName.ATTENTION] == attention
+    assert switches.attention == attention
     with torch.device("meta"):
         model: Any = build.model(config, 5, switches)
     assert {block.attn.fused_attn for block in model.network.blocks} == {attention == "sdpa"}

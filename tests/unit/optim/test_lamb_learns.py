@@ -12,10 +12,11 @@ import sklearn.datasets
 import torch
 import torch.nn.functional as F
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
+from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.building import check_head
 from pycls_fast.train.tasks.lr_range import lr_range_test
@@ -27,7 +28,7 @@ TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width
 def test_lamb_trains_a_head_that_does_not_begin_with_zeros(init: str, learns: bool) -> None:
     """At |w| = 0 there is no ratio, and a step of the rate's size; after it |w| grows by exp(sum of rates) at most."""
     config = load_config("vit_digits", [*TINY, "optim=lamb", f"model.init={init}"])
-    switches = speed.resolve("reference", {}, "cpu")
+    switches = Speed()
     model = build.model(config, 10, switches)
     optimizer = build.optimizer(config, model, switches)
     digits = sklearn.datasets.load_digits()
@@ -61,7 +62,7 @@ def sweep(config: RunConfig) -> int:
 def test_a_head_that_weights_do_not_fill_is_refused(tmp_path: Path, use: Callable[[RunConfig], int]) -> None:
     small = [*TINY, "data=synthetic", "data.image_size=8", "data.num_workers=0", "data.synthetic_classes=3"]
     small += ["data.synthetic_train_images=64", "data.global_batch_size=64", "model.init=jax", "runtime.progress=plain"]
-    seven = build.model(load_config("vit_digits", small), 7, speed.resolve("reference", {}, "cpu"))
+    seven = build.model(load_config("vit_digits", small), 7, Speed())
     torch.save(seven.state_dict(), tmp_path / "seven.pt")
     own = [f"weights={tmp_path / 'seven.pt'}", "optim=lamb", f"run_dir={tmp_path / 'run'}"]
     config = load_config("vit_digits", [*small, *own])
@@ -77,7 +78,7 @@ def test_a_head_of_zeros_is_refused_whoever_made_it(tmp_path: Path) -> None:
     for overrides, head in ((mixer, "network.head"), (jax, "head")):
         for changed, refused in ((["optim=lamb"], True), (["optim=lamb", "optim.weight_decay=0"], False), ([], False)):
             config = load_config("vit_digits", [*overrides, *changed])
-            model = build.model(config, 10, speed.resolve("reference", {}, "cpu"))
+            model = build.model(config, 10, Speed())
             with pytest.raises(UserError, match=f"lamb hardly changes {head}, which") if refused else nullcontext():
                 check_head(config, model, ALONE)
             torch.nn.init.ones_(model.get_submodule(head).weight)

@@ -16,7 +16,6 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import compile_step, load_named_state, named_state, set_lr
-from pycls_fast.speed import SwitchName
 from tests.factories import make_optimizer
 
 CPU = torch.device("cpu")
@@ -169,7 +168,7 @@ def test_losses_of_the_implementations_stay_together(name: str) -> None:
 def test_compiled_steps_resume_and_learn(name: str) -> None:
     torch._dynamo.reset()
     config = configured(name, "speed.optimizer_compile=on", "schedule.epochs=30")
-    assert build.switches(config, CPU)[SwitchName.OPTIMIZER_COMPILE] == "on"
+    assert build.switches(config, CPU).optimizer_compile == "on"
     there_and_back(config)
     losses = Training(config).run(0, 30)
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])

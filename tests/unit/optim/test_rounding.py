@@ -12,7 +12,6 @@ from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ParallelModel
-from pycls_fast.speed import SwitchName
 
 CPU = torch.device("cpu")
 SHAPES = [(), (7,), (40, 33), (128, 65), (4, 3, 2, 2), (1000,)]
@@ -143,7 +142,7 @@ def test_losses_of_a_short_training_stay_together(switch: str) -> None:
             set_lr(optimizer, 3e-3)
             loss = nn.functional.cross_entropy(network(images), torch.arange(20) % 10)
             loss.backward()
-            wrapped.clip(list(network.parameters()), 0.5, foreach=switches[SwitchName.CLIP] == "foreach")
+            wrapped.clip(list(network.parameters()), 0.5, foreach=switches.clip == "foreach")
             optimizer.step()
             optimizer.zero_grad()
             ema.update(step)

@@ -23,7 +23,6 @@ from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
 from pycls_fast.parallel.parallel_model import StrategySettings
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.run import Run
 from tests.factories import make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
@@ -125,7 +124,7 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         # A head of zeros would make all gradients zero.
         own = [f"parallel={strategy}", "data.root=x", "model.init=trunc_normal"]
         config = load_config("vit_digits", [*TINY, *own])
-        switches = {**build.switches(config, world.device), SwitchName.PARAM_OFFLOAD: "cpu"}
+        switches = build.switches(config, world.device).replace(param_offload="cpu")
         network = build.model(config, 10, switches)
         ours = build.wrap(config, network, world, switches)
         groups = None if ours.weights is None else ours.weights.groups

@@ -19,7 +19,6 @@ from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
-from pycls_fast.speed import SwitchName
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -47,7 +46,7 @@ def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
     """The step of a rank, and its batch."""
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches, empty=build.is_sharded(config, world))
-    network = place_model(network, world, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, world, memory_format=switches.memory_format)
     batch = synthetic_batch(images, config.data.image_size, 10, erase_probability=0.0, seed=0, device=CPU)
     return make_step(config, network, world, switches, steps_per_epoch=4), batch
 

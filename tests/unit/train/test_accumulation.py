@@ -16,7 +16,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
@@ -38,7 +37,7 @@ def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT])
+    network = place_model(network, ALONE, memory_format=switches.memory_format)
     step = make_step(config, network, ALONE, switches, 10)
     generator = torch.Generator().manual_seed(1)
     batches = [

@@ -15,7 +15,6 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.building import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, CudaRecorder, GraphedStep, Tape
 from pycls_fast.train.metrics import TrainMetrics
@@ -84,14 +83,14 @@ class OperatorTape(TorchDispatchMode):
 def made(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.Module, OperatorTape]:
     name, *sizes = SMALL[kind]
     config = load_config(name, [*sizes, *COMMON, *overrides])
-    switches = {**build.switches(config, CPU)}
-    switches[SwitchName.CUDA_GRAPHS] = "on" if graphed else "off"
+    switches = build.switches(config, CPU)
+    switches = switches.replace(cuda_graphs="on" if graphed else "off")
     network = build.model(config, 10, switches)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(3)
         for parameter in network.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    network = place_model(network, ALONE, memory_format=switches[SwitchName.MEMORY_FORMAT]).train()
+    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
     tape = OperatorTape()
     return make_step(config, network, ALONE, switches, steps_per_epoch=2, recorder=tape), network, tape
 
@@ -175,7 +174,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         step(1, [batch(1), batch(2)], metrics)
     assert isinstance(step, GraphedStep)
     config = load_config("vit_digits", [])
-    switches = {**build.switches(config, CPU), SwitchName.CUDA_GRAPHS: "on"}
+    switches = build.switches(config, CPU).replace(cuda_graphs="on")
     two = World(rank=0, size=2, device=CPU)
     with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* this run has 2; use speed\.cuda_graphs=off"):
         make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())

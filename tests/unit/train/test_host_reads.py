@@ -17,7 +17,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.speed import CATALOGUE, SwitchName
+from pycls_fast.speed import SWITCHES
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
@@ -76,11 +76,9 @@ def reads(name: str, *overrides: str) -> list[str]:
          "schedule.warmup_epochs=0", *overrides],
     )  # fmt: skip
     chosen = build.switches(config, CPU)
-    network = place_model(
-        build.model(config, 10, chosen), ALONE, memory_format=chosen[SwitchName.MEMORY_FORMAT]
-    ).train()
+    network = place_model(build.model(config, 10, chosen), ALONE, memory_format=chosen.memory_format).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU, read=chosen[SwitchName.METRICS])
+    metrics = TrainMetrics(CPU, read=chosen.metrics)
     parts = config.optim.microbatches
     batches = [synthetic_batch(8 // parts, 16, 10, erase_probability=0.5, seed=n, device=CPU) for n in range(parts)]
     step(0, batches, metrics)
@@ -105,20 +103,20 @@ def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
 
 
 # In their order: a later one on the CPU asks for those before it.
-HOST_STAGES = [SwitchName.NORMALIZE_ON, SwitchName.ERASE_ON, SwitchName.MIX_ON]
+HOST_STAGES = ["normalize_on", "erase_on", "mix_on"]
 
 
 @pytest.mark.slow
 def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
     """Each value that a CPU runs without a compiler, alone."""
     counted = {}
-    for switch in CATALOGUE:
-        name, *overrides = VIT if "vit" in switch.applies_to else RESNET
+    for switch in SWITCHES.values():
+        name, *overrides = VIT if "vit" in switch.models else RESNET
         for value in switch.values:
-            compiles = value == "budget" or switch.name in (SwitchName.COMPILE, SwitchName.COMPILE_MODE)
-            if switch.requires.get(value) or compiles:
+            compiles = value == "budget" or switch.name in ("compile", "compile_mode")
+            if switch.device.get(value) or compiles:
                 continue
-            if switch.name in (SwitchName.OPTIMIZER_COMPILE, SwitchName.CROSS_ENTROPY, SwitchName.GELU):
+            if switch.name in ("optimizer_compile", "cross_entropy", "gelu"):
                 continue
             chosen = [f"speed.{switch.name}={value}"]
             if value == "cpu" and switch.name in HOST_STAGES:

@@ -20,7 +20,6 @@ from pycls_fast.data import prepare as transfer
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.speed import SwitchName
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -357,7 +356,6 @@ def test_evaluation_copies_as_training_does(tmp_path: Path, monkeypatch: pytest.
 
     for module in ("train.loop", "build.data"):
         monkeypatch.setattr(f"pycls_fast.{module}.to_device", copied)
-    ahead = {SwitchName.INPUT_COPY: "prefetch"}
-    monkeypatch.setattr(build, "switches", lambda *arguments: {**resolve(*arguments), **ahead})
+    monkeypatch.setattr(build, "switches", lambda *arguments: resolve(*arguments).replace(input_copy="prefetch"))
     run(tmp_path, "schedule.max_steps=1")
     assert modes == ["prefetch"] * 2

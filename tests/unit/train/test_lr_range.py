@@ -16,7 +16,6 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.speed import SwitchName
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test, smooth
 
@@ -84,13 +83,13 @@ def test_a_sweep_compiles_what_is_asked_for(
     chosen: list[str] = []
 
     def note(config: RunConfig, world: World, display: Any) -> None:
-        chosen.append(build.switches(config, world.device)[SwitchName.COMPILE])
+        chosen.append(build.switches(config, world.device).compile)
         raise Built
 
     monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
     monkeypatch.setattr(lr_range, "build_parts", note)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
-    assert build.switches(config, torch.device("cpu"))[SwitchName.COMPILE] == training
+    assert build.switches(config, torch.device("cpu")).compile == training
     with pytest.raises(Built):
         lr_range_test(config, steps=10, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path))
     assert chosen == [compiled]

@@ -1,1 +1,0 @@
-"""The switches with their cards, by what they change."""
