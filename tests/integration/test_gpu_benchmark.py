@@ -137,9 +137,6 @@ def test_a_failing_test_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     "select",
     [
         "vit_h16: products: *",
-        "vit_h16: fastest: timm, compiled (default), default attention",
-        "vit_h16: fastest: speed=fast precision=amp_bf16",
-        "vit_h16: switches: *parallel=fsdp",
         "resnet50: ladder: speed=reference*",
     ],
 )

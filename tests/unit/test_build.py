@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from pycls_fast.data.mix import Mixer
 from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
-from pycls_fast.models import DropPath, ResNet, VisionTransformer
+from pycls_fast.models import DropPath
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed, resolve
@@ -70,29 +69,6 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType = build
 
 
 class TestModel:
-    def test_a_vit(self) -> None:
-        config = vit(
-            "model.width=24", "model.depth=3", "model.heads=3", "model.mlp_width=20", "model.drop_path=0.3",
-            "model.patch_size=8", "model.classifier=token", "model.positions=sincos2d", "model.num_classes=7",
-        )  # fmt: skip
-        model = build.model(config, 7, REFERENCE.replace(attention="sdpa"))
-        assert isinstance(model, VisionTransformer)
-        assert drop_rates(model) == pytest.approx([0.0, 0.15, 0.3])
-        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        assert shapes["head.weight"] == (7, 24)
-        assert any(shape == (24, 3, 8, 8) for shape in shapes.values())
-        assert sum(shape == (20, 24) for shape in shapes.values()) == 3
-        assert not any("positions" in name for name, _ in model.named_parameters())
-        assert any("class_token" in name for name in shapes)
-        attention = [m for m in model.modules() if type(m).__name__ == "Attention"]
-        assert [m.heads for m in attention] == [3, 3, 3]
-
-    def test_the_switch_of_attention_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "VisionTransformer", build_network)
-        for value in ("reference", "sdpa"):
-            build.model(vit(), 10, REFERENCE.replace(attention=value))
-        assert [call["attention"] for call in calls] == ["reference", "sdpa"]
-
     def test_each_value_of_a_vit_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "VisionTransformer", build_network)
         config = vit(
@@ -138,28 +114,6 @@ class TestModel:
                 "zero_init_last_gamma": False, "drop_path": 0.2, "convolution": "products",
             }
         ]  # fmt: skip
-
-    def test_one_rate_for_all_blocks(self) -> None:
-        model = build.model(vit("model.depth=3", "model.drop_path=0.3", "model.drop_path_rule=constant"), 10, REFERENCE)
-        assert drop_rates(model) == [0.3] * 3
-
-    def test_a_resnet(self) -> None:
-        config = load_config(
-            "resnet_digits",
-            ["model.depth=34", "model.stem=small", "model.drop_path=0.2", "model.zero_init_last_gamma=false"],
-        )
-        model = build.model(config, 5, REFERENCE)
-        assert isinstance(model, ResNet)
-        rates = drop_rates(model)
-        assert len(rates) == 16
-        assert rates[-1] == pytest.approx(0.2)
-        assert model.get_parameter(f"{model.head_name}.weight").shape[0] == 5
-        gammas = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-        assert not any(bool((gamma == 0).any()) for gamma in gammas)
-        zeroed = build.model(load_config("resnet_digits"), 5, REFERENCE)
-        assert any(bool((m.weight == 0).all()) for m in zeroed.modules() if isinstance(m, nn.BatchNorm2d))
-        # 3 x 3 without a stride, for small images
-        assert tuple(next(m for m in model.modules() if isinstance(m, nn.Conv2d)).weight.shape[2:]) == (3, 3)
 
     def test_initial_weights_are_the_seeds(self) -> None:
         states = [build.model(vit(f"seed={seed}"), 10, REFERENCE).state_dict() for seed in (1, 1, 2)]
@@ -236,25 +190,6 @@ class TestData:
         build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 2), FAST)
         assert samplers[1]["batch_size"] == 2
 
-    @pytest.mark.parametrize(
-        ("overrides", "images"),
-        [
-            (["data.global_batch_size=4096"], 128),
-            (["data.global_batch_size=64", "optim.accumulation_steps=4"], 16),
-            (["data.global_batch_size=4096", "data.eval_batch_size=500"], 500),
-        ],
-    )
-    def test_scoring_has_batches_of_its_own(
-        self, monkeypatch: pytest.MonkeyPatch, overrides: list[str], images: int
-    ) -> None:
-        """3 ranks, which divide none of training's batches."""
-        samplers = record(monkeypatch, "EvalSampler")
-        for name in ("EvalTransform", "ImageDataset", "make_loader"):
-            record(monkeypatch, name)
-        config = vit(*SYNTHETIC, "data.eval_batch_size=null", *overrides)
-        build.eval_loader(build.for_scoring(config), SyntheticImages(300, 16, 3, 0), world(1, 3), FAST)
-        assert samplers == [{"0": 300, "batch_size": images, "rank": 1, "world_size": 3}]
-
     def test_steps_of_an_epoch(self) -> None:
         assert [build.steps_per_epoch(vit("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [1, 1, 2]
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
@@ -275,24 +210,6 @@ class TestData:
             build.check_mixing(vit(*SYNTHETIC, *overrides), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
-
-    def test_the_loaders_give_batches(self) -> None:
-        config = vit(*SYNTHETIC, "optim.accumulation_steps=2")
-        sources = build.sources(config, world())
-        assert [(name, len(source), len(source.classes)) for name, source in sources.items()] == [
-            ("train", 24, 3),
-            ("val", 10, 3),
-        ]
-        train = list(build.train_loader(config, sources["train"], world(), FAST, start_step=0, steps=3))
-        assert [tuple(batch.images_BHWC.shape) for batch in train] == [(4, 16, 16, 3)] * 6
-        val = list(build.eval_loader(config, sources["val"], world(), FAST))
-        assert sum(len(batch.labels_B) for batch in val) == 10
-
-    def test_training_and_validation_images_of_synthetic_data_differ(self) -> None:
-        sources = build.sources(vit(*SYNTHETIC), world())
-        other = build.sources(vit(*SYNTHETIC, "seed=1"), world())
-        assert not (sources["train"].read(0)[0] == sources["val"].read(0)[0]).all()
-        assert not (sources["train"].read(0)[0] == other["train"].read(0)[0]).all()
 
     def test_preparing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = record(monkeypatch, "Prepare")
@@ -341,9 +258,7 @@ class TestData:
         ("batch", "accumulation", "ranks", "way_out"),
         [
             (4096, 8, 24, "run it on 16 or 32 ranks"),
-            (4096, 8, 56, "run it on 32 or 64 ranks"),
             (72, 8, 4, "use optim.accumulation_steps=9"),
-            (32, 8, 16, "use optim.accumulation_steps=2"),
             (16, 1, 24, "run it on 16 ranks"),
         ],
     )
@@ -391,9 +306,9 @@ class TestOptimizing:
             build.loss(config, REFERENCE, CPU, classes)
 
     @pytest.mark.parametrize(
-        ("device", "compiler"), [("cpu", r"C\+\+ compiler"), ("cuda", r"C compiler \(gcc or clang\)")]
+        ("without", "device", "compiler"),
+        [("compiler", "cpu", r"C\+\+ compiler"), ("header", "cuda", r"C compiler \(gcc or clang\)")],
     )
-    @pytest.mark.parametrize("without", ["compiler", "header"])
     def test_what_cannot_be_compiled(
         self, monkeypatch: pytest.MonkeyPatch, without: str, device: str, compiler: str
     ) -> None:
@@ -416,8 +331,6 @@ class TestOptimizing:
         ("variables", "there", "found"),
         [
             ({}, {"gcc"}, ["cuda"]),
-            ({}, {"clang"}, ["cuda"]),
-            ({"CC": "cc-13"}, {"cc-13"}, ["cuda"]),
             ({"CC": "cc-13"}, {"gcc"}, []),
             ({"CXX": "c++ -O2"}, {"c++"}, ["cpu"]),
             ({}, set(), []),
@@ -441,7 +354,7 @@ class TestOptimizing:
         kinds: tuple[speed.Device, ...] = ("cpu", "cuda")
         assert [kind for kind in kinds if build.switch_values.has_compiler(kind)] == found
 
-    @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+    @pytest.mark.parametrize("implementation", ["foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:
         config = vit("optim.lr=0.5", "optim.betas=[0.7,0.8]", "optim.eps=1e-5", "optim.weight_decay=0.4")
         model = build.model(config, 10, REFERENCE)
@@ -471,21 +384,6 @@ class TestOptimizing:
         assert isinstance(made, torch.optim.SGD)
         for group in made.param_groups:
             assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.6, False)
-
-    @pytest.mark.parametrize("key", ["decay_norms", "decay_biases", "decay_embeddings"])
-    def test_what_is_decayed(self, key: str) -> None:
-        def decayed(*overrides: str) -> int:
-            config = vit("model.classifier=token", *overrides)
-            groups = build.optimizer(config, build.model(config, 10, REFERENCE), REFERENCE).param_groups
-            return sum(p.numel() for p in groups[0]["params"])
-
-        width, depth, mlp, classes, tokens = 64, 4, 128, 10, 17
-        more = {
-            "decay_norms": (2 * depth + 1) * 2 * width,
-            "decay_biases": width + depth * (3 * width + width + mlp + width) + classes,
-            "decay_embeddings": tokens * width + width,
-        }
-        assert decayed(f"optim.{key}=true") - decayed() == more[key]
 
     def test_the_learning_rate_follows_the_batch(self) -> None:
         scaled = vit("optim.lr=0.3", "optim.lr_batch_size=256", "data.global_batch_size=64")
@@ -555,8 +453,3 @@ class TestOptimizing:
         network = build.model(config, 10, REFERENCE)
         with pytest.raises(UserError, match=r"^loss\.bce_threshold: .* makes every class a 1: with 10 classes"):
             make_step(config, network, world(), REFERENCE, steps_per_epoch=7)
-
-    @pytest.mark.parametrize("seed", [0, 2**31 - 1])
-    def test_the_ends_of_the_seeds(self, seed: int) -> None:
-        model = build.model(vit(f"seed={seed}"), 10, REFERENCE)
-        assert all(math.isfinite(p.sum().item()) for p in model.parameters())

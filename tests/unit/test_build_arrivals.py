@@ -132,19 +132,3 @@ class TestSources:
     def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         call = self.opened(monkeypatch, "open_splits", build_sources, "data=auto", "data.root=/birds")
         assert call == {"0": "auto", "1": "/birds", "2": OpenOptions()}
-
-    def test_all_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "open_splits", build_sources)
-        build.sources(vit("data=auto", "data.root=/birds"), ALONE, whole=True)
-        assert calls[0]["2"].whole
-
-    def test_every_image_is_indexed_where_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "open_splits", build_sources)
-        build.sources(vit("data=auto", "data.root=/birds"), ALONE, index_all=True)
-        assert calls[0]["2"].cache == CachePolicy("auto", smallest=0)
-
-    def test_the_digits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = ("data.root=/digits", "data.val_fraction=0.375", "data.split_seed=6", "data.folds=7", "data.fold=3")
-        call = self.opened(monkeypatch, "open_splits", build_sources, *own)
-        opening = OpenOptions(val_fraction=0.375, split_seed=6, folds=7, fold=3)
-        assert call == {"0": "digits", "1": "/digits", "2": opening}
