@@ -169,16 +169,6 @@ def test_identical_switches_train_to_the_same_bits(tmp_path: Path, digits: Path,
     assert_same_run(tmp_path / "run", slow_twin)
 
 
-def test_many_saves_and_a_second_process_that_goes_on(tmp_path: Path, digits: Path) -> None:
-    """Each save is copied into pinned memory while the run goes on."""
-    saving = [*TINY, f"data.root={digits}", "runtime.device=cuda", "runtime.checkpoint_every_steps=2"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for run_dir, steps in ((whole, 8), (parts, 6), (parts, 8)):
-        assert train(load_config("vit_digits", [*saving, f"run_dir={run_dir}", f"schedule.max_steps={steps}"])) == 0
-    ours, theirs = (records(run_dir, "train") for run_dir in (parts, whole))
-    assert [r["step"] for r in ours] == [r["step"] for r in theirs]
-    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], abs=1e-4)
-    assert {2, 4, 6, 8} <= {r["step"] for r in records(parts, "checkpoint")}
 
 
 def test_deterministic_runs_go_on_with_the_same_bits(
