@@ -169,8 +169,6 @@ def test_identical_switches_train_to_the_same_bits(tmp_path: Path, digits: Path,
     assert_same_run(tmp_path / "run", slow_twin)
 
 
-
-
 def test_deterministic_runs_go_on_with_the_same_bits(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
