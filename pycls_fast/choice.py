@@ -88,6 +88,8 @@ class Choice(Section):
         """The member for plain values. It is looked up now, when the user's modules have been imported."""
         if isinstance(value, cls):
             return value
+        if isinstance(value, str):
+            value = {cls.tag: value}
         if isinstance(value, dict) and cls.default:
             value = {cls.tag: cls.default, **value}
         # As JSON text, in which a list may become a tuple.

@@ -101,13 +101,14 @@ PositiveIntOrAuto = Annotated[
 
 
 def _as_tuple(value: Any) -> Any:
-    """Accept a single text as a list of one."""
-    if isinstance(value, str):
+    """Accept a single item as a list of one."""
+    if isinstance(value, str | dict):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
-ModuleNames = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+Several = BeforeValidator(_as_tuple)
+ModuleNames = Annotated[tuple[Text, ...], Several]
 
 
 def _bare_off(value: Any) -> Any:

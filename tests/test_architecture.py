@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 _LEAVES = {"errors", "choice", "values", "counter", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel", "plan"}
-_TRAIN = _BUILD | {"build", "published"}
+_TRAIN = _BUILD | {"build", "observers", "published"}
 _INFERENCE = _TRAIN | {"train"}
 _LEDGER = _INFERENCE | {"inference"}
 
@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "choice": set(),
     "values": set(),
+    "observers": {"choice", "errors", "values"},
     "counter": set(),
     "files": set(),
     "network": {"errors"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "speed": _LEAVES | {"optim"},
     "precision": _LEAVES,
     "strategies": set(),
-    "config": _LEAVES | {"optim", "speed", "precision", "strategies"},
+    "config": _LEAVES | {"observers", "optim", "speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
     "parallel": _LEAVES | {"strategies"} | _BOTTOM - {"models"},
     # It measures a `Network` that it is given, and knows no configuration.

@@ -16,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from pycls_fast.choice import FAMILIES
+from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.keys import shown_path
 from pycls_fast.errors import UserError
 
@@ -80,7 +80,7 @@ def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         family = next((family for family in FAMILIES.values() if family is annotation), None)
         yield from (annotation,) if family is None else family.choices().values()
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
         for part in typing.get_args(annotation):
             yield from _sections(part)
 
@@ -263,15 +263,18 @@ def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str,
     """
     parts: list[str] = []
     section: type[BaseModel] | None = schema
+    sections: tuple[type[BaseModel], ...] = ()
     rest = list(location)
     while rest:
         part = rest.pop(0)
         if isinstance(part, int):
             parts[-1] += f"[{part}]"
+        else:
+            parts.append(part)
+            sections = section_keys(section).get(part, ()) if section is not None else ()
+        if rest and isinstance(rest[0], int):
             continue
-        parts.append(part)
-        sections = section_keys(section).get(part, ()) if section is not None else ()
-        if rest and len(sections) > 1:
+        if rest and (len(sections) > 1 or (sections and issubclass(sections[0], Choice))):
             tag = rest.pop(0)
             section = next((s for s in sections if tag in _tags(s)), None)
         elif rest:

@@ -226,5 +226,5 @@ def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without paths, for other machines and people."""
-    kept = {key: value for key, value in config.items() if key not in PATHS}
+    kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks")}
     return kept | {"data": {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}}

@@ -47,7 +47,17 @@ _SAME_ON_RESUME = (
 )
 _SPLIT = {"data.split_seed", "data.folds", "data.fold"}
 # Settings that may differ without a note, except for those of the next list.
-_FREE_ON_RESUME = ("config_name", "run_dir", "resume", "runtime", "parallel", "speed", "schedule.max_steps")
+_FREE_ON_RESUME = (
+    "config_name",
+    "run_dir",
+    "resume",
+    "runtime",
+    "parallel",
+    "speed",
+    "trackers",
+    "callbacks",
+    "schedule.max_steps",
+)
 _AFFECTS_RESULT = (
     "parallel.compression",
     "parallel.powersgd_rank",

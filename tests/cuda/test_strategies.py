@@ -63,7 +63,7 @@ COMMON = [
     "schedule.warmup_epochs=0",
     "augment=none",
     "speed=fast",
-    "runtime.tensorboard=false",
+    "trackers=[]",
 ]
 
 

@@ -31,7 +31,7 @@ TINY = (
     "schedule.warmup_epochs=1",
     "runtime.log_every_steps=1",
     "runtime.eval_every_epochs=1",
-    "runtime.tensorboard=false",
+    "trackers=[]",
     "runtime.progress=plain",
 )
 

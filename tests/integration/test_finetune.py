@@ -40,7 +40,7 @@ TINY = (
     "data.image_size=32",
     "data.num_workers=0",
     "precision=fp32",
-    "runtime.tensorboard=false",
+    "trackers=[]",
     "runtime.progress=plain",
 )
 STATISTICS = {"mean": [0.3, 0.4, 0.5], "std": [0.2, 0.3, 0.4]}

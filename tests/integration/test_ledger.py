@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SHORT = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "schedule.epochs=1", "schedule.warmup_epochs=0",
-    "runtime.tensorboard=false", "runtime.log_every_steps=4", "data.num_workers=0",
+    "trackers=[]", "runtime.log_every_steps=4", "data.num_workers=0",
 )  # fmt: skip
 
 LADDER = """

@@ -67,7 +67,7 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     (here / "my_package" / "nets.py").write_text(MODEL)
     arguments = command(
         "imports=[my_package.nets]", "model=timm", "model.name=tiny_of_this_test", f"data.root={digits}", "run_dir=run",
-        "schedule.epochs=1", "schedule.warmup_epochs=0", "runtime.tensorboard=false", "speed.compile=off",
+        "schedule.epochs=1", "schedule.warmup_epochs=0", "trackers=[]", "speed.compile=off",
     )  # fmt: skip
     run_process(under_torchrun(arguments, 2), cwd=here)
     assert load_run_config(Path("run")).imports == ("my_package.nets",)

@@ -57,7 +57,7 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
         f"data.root={digits}",
         "data.image_size=8",
         "schedule.max_steps=2",
-        "runtime.tensorboard=false",
+        "trackers=[]",
         "data.global_batch_size=32",
         "augment=none",
         "optim.ema_decay=0.5",

@@ -33,7 +33,7 @@ SMALL = (
     "optim.ema_every_steps=1",
     "runtime.device=cpu",
     "runtime.log_every_steps=1",
-    "runtime.tensorboard=false",
+    "trackers=[]",
     "runtime.progress=plain",
 )
 

@@ -39,7 +39,7 @@ COMMON = [
     "optim.clip_norm=0.5",
     "schedule.epochs=1",
     "schedule.warmup_epochs=0",
-    "runtime.tensorboard=false",
+    "trackers=[]",
 ]
 # With a large eps, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON += ["optim=adamw", "optim.lr=0.005", "optim.eps=0.001", "optim.weight_decay=0.1", "optim.layer_decay=0.6"]
@@ -118,7 +118,7 @@ def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
         "schedule.epochs=2",
         "schedule.warmup_epochs=1",
         "runtime.log_every_steps=1",
-        "runtime.tensorboard=false",
+        "trackers=[]",
         f"run_dir={tmp_path / 'run'}",
     ]
     for steps in (2, 4):

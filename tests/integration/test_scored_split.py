@@ -22,7 +22,7 @@ NAMES = ("bird", "cat", "dog")
 SMALL = (
     "data=folder", "data.image_size=8", "augment.eval_crop_ratio=1.0", "data.num_workers=0",
     "data.global_batch_size=16", "model.width=16", "model.depth=1", "model.heads=2", "model.mlp_width=16",
-    "runtime.device=cpu", "runtime.tensorboard=false", "runtime.progress=plain", "schedule.max_steps=2",
+    "runtime.device=cpu", "trackers=[]", "runtime.progress=plain", "schedule.max_steps=2",
 )  # fmt: skip
 
 

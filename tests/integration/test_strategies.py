@@ -50,7 +50,7 @@ COMMON = [
     "schedule.warmup_epochs=0",
     f"schedule.max_steps={STEPS}",
     "augment=none",
-    "runtime.tensorboard=false",
+    "trackers=[]",
 ]
 CASES = [
     (strategy, model, *precision)

@@ -40,7 +40,7 @@ def assert_fills_the_same(first: Weights, second: Weights) -> None:
 
 
 def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, digits, "runtime.tensorboard=true", "optim.ema_decay=0.9") == 0
+    assert run(tmp_path, digits, "trackers=[tensorboard]", "optim.ema_decay=0.9") == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "config.yaml",
@@ -113,7 +113,7 @@ def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.C
             *extra,
             f"data.root={digits}",
             f"run_dir={tmp_path}",
-            "runtime.tensorboard=false",
+            "trackers=[]",
             "speed=fast",
         ],
     )

@@ -16,10 +16,11 @@ from pycls_fast.choice import Section
 from pycls_fast.config.schema.data import Augment, Data, RandAugment
 from pycls_fast.config.schema.execution import Parallel, Precision, Runtime
 from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
+from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
 from pycls_fast.speed import Speed
-from pycls_fast.values import ModuleNames, Text
+from pycls_fast.values import ModuleNames, Several, Text
 
 
 class RunConfig(Section):
@@ -58,6 +59,10 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     speed: Speed = Speed()
     runtime: Runtime = Runtime()
+    trackers: Annotated[tuple[Tracker, ...], Several] = (TensorBoard(),)
+    """What records the run's numbers besides metrics.jsonl: a list of names, or of {name: ..., project: ...}."""
+    callbacks: Annotated[tuple[Callback, ...], Several] = ()
+    """The user's code that is called during the run, from imports: a list of names, or of {name: ..., KEY: ...}."""
 
     @property
     def begins_with_probe(self) -> bool:

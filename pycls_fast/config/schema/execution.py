@@ -115,13 +115,5 @@ class Runtime(Section):
     """Name the first module whose output or gradient is not finite; makes every step slower."""
     profile_step: PositiveInt | None = None
     """The first of three steps, counted from 1, of which rank 0 writes a profile (profile/); null: none."""
-    tensorboard: bool = True
-    """Write tensorboard/."""
-    tracker: Literal["none", "wandb", "mlflow"] = "none"
-    """Record the same numbers as TensorBoard, the configuration and how the run ended in Weights & Biases or MLflow. A
-    resumed run continues its run there. Entity, server and offline mode are set by the tracker's environment variables
-    (WANDB_ENTITY, WANDB_MODE, MLFLOW_TRACKING_URI)."""
-    tracker_project: Text = "pycls_fast"
-    """W&B's project, or MLflow's experiment."""
     progress: Literal["auto", "bar", "plain"] = "auto"
     """A live bar, or lines; auto: a bar on a terminal."""

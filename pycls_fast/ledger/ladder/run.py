@@ -108,7 +108,7 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
     # The trainings are measurements. Only if one is set: a variant's older checkout may not know the key.
-    return typed if config.runtime.tracker == "none" else [*typed, "runtime.tracker=none"]
+    return [*typed, "trackers=[]"] if any(tracker.remote for tracker in config.trackers) else typed
 
 
 def _divide_devices(ledger: Ledger) -> None:

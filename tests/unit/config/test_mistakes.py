@@ -51,7 +51,7 @@ ONE_MISTAKE = [
     (["optim.lr.x=3"], f'optim.lr: must be a number; got {{"x": 3}} {HERE}'),
     (["schedule.epochs=1.5"], f"schedule.epochs: must be auto or a whole number greater than 0; got 1.5 {HERE}"),
     (["schedule.max_steps=1.5"], f"schedule.max_steps: must be a whole number; got 1.5 {HERE}"),
-    (["runtime.tensorboard=1"], f"runtime.tensorboard: must be true or false; got 1 {HERE}"),
+    (["runtime.deterministic=1"], f"runtime.deterministic: must be true or false; got 1 {HERE}"),
     (
         ["data.root=3"],
         f"data.root: must be text; got 3; quotes within quotes make it text: 'data.root=\"3\"' {HERE}",

@@ -291,7 +291,7 @@ def test_a_plan_that_cannot_be_carried_out(
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["runtime.tracker=none"]), ("none", [])])
+@pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["trackers=[]"]), ("tensorboard", [])])
 def test_trainings_are_not_tracked(
     tracker: str, typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +303,7 @@ def test_trainings_are_not_tracked(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pycls_fast.ledger.ladder.run._work", begin)
-    assert work(tmp_path, typed=[f"runtime.tracker={tracker}"]) == 3
+    assert work(tmp_path, typed=[f"trackers=[{tracker}]"]) == 3
     assert [ledger.typed for ledger in begun] == [typed]
 
 

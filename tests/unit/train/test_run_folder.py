@@ -24,6 +24,7 @@ import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.observers import TensorBoard
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import start
 from pycls_fast.train.display import Display
@@ -34,7 +35,6 @@ from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.trackers import Board
-from pycls_fast.train.trackers.tensorboard import TensorBoard
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_evaluation import CPU
 
@@ -236,7 +236,8 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
 def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
     record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
     added: dict[str, float] = {}
-    tensorboard = TensorBoard(tmp_path, 0)
+    tensorboard = TensorBoard()
+    tensorboard.open(tmp_path, {}, None, 0)
     tensorboard._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
     with Board(tensorboard) as board:
         board.add({**record, "class_top1": 2.0})

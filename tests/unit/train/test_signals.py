@@ -209,7 +209,7 @@ def test_a_run_whose_training_begins_keeps_its_folder(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(f"pycls_fast.train.loop.{at}", fail)
-    typed = [*SMALL, f"data.root={digits}", "runtime.progress=plain", "runtime.tensorboard=false"]
+    typed = [*SMALL, f"data.root={digits}", "runtime.progress=plain", "trackers=[]"]
     with pytest.raises(UserError, match="key: wrong"):
         train(load_config("vit_digits", typed))
     assert {path.name for path in tmp_path.glob("runs/*/*/*")} == left

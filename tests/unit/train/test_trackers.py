@@ -19,13 +19,12 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
+from pycls_fast.observers import MLflow
 from pycls_fast.parallel import ALONE
-from pycls_fast.train import train
+from pycls_fast.train import trackers, train
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.trackers import Board, background, check_installed, open_board
-from pycls_fast.train.trackers.background import Background
-from pycls_fast.train.trackers.mlflow import MLflow
+from pycls_fast.train.trackers import Background, Board, check_installed, open_board
 from tests.integration.runs import TINY, records
 
 # Three steps an epoch, two epochs.
@@ -159,13 +158,14 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(service: Service, run_dir: Path, *overrides: str) -> int:
-    given = [*SMALL, f"runtime.tracker={service.package}", f"run_dir={run_dir}", *overrides]
+    given = [*SMALL, f"trackers=[{service.package}]", f"run_dir={run_dir}", *overrides]
     return train(load_config("vit_digits", given))
 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_path: Path) -> None:
-    assert run(service, tmp_path / "one", "schedule.max_steps=3", "runtime.tracker_project=mine") == 0
+    mine = f"trackers=[{{name: {service.package}, project: mine}}]"
+    assert run(service, tmp_path / "one", "schedule.max_steps=3", mine) == 0
     assert run(service, tmp_path / "one") == 0
     assert run(service, tmp_path / "two") == 0
     assert [(seen.name, seen.project) for seen in service.runs.values()] == [("one", "mine"), ("two", "pycls_fast")]
@@ -201,7 +201,7 @@ def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: py
     warnings = re.findall(r"warning: (.*)", capsys.readouterr().out)
     (warning,) = warnings
     what, _, consequence = warning.partition("; ")
-    assert what == f"runtime.tracker: {service.package} failed (ConnectionError: no route to host)"
+    assert what == f"trackers: {service.package} failed (ConnectionError: no route to host)"
     assert consequence in ("the run continues without it", "not everything was sent")
 
 
@@ -213,7 +213,7 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
         raise PermissionError("not logged in")
 
     service.on_start = fail
-    line = f"runtime.tracker: {service.package} cannot start \\(PermissionError: not logged in\\); (log in|check) "
+    line = f"trackers: {service.package} cannot start \\(PermissionError: not logged in\\); (log in|check) "
     with pytest.raises(UserError, match=f"^{line}"):
         run(service, tmp_path)
     service.on_start = lambda: None
@@ -228,13 +228,13 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
 def test_a_start_that_hangs_ends_a_new_run_but_not_a_resumed_one(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(background, "_END_SECONDS", {})
-    monkeypatch.setattr(background, "_END_SECONDS_ELSE", 0.01)
+    monkeypatch.setattr(trackers, "_END_SECONDS", {})
+    monkeypatch.setattr(trackers, "_END_SECONDS_ELSE", 0.01)
     run(service, tmp_path / "resumed", "schedule.max_steps=3")
-    monkeypatch.setattr(background, "_START_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "_START_SECONDS", 0.01)
     answered = threading.Event()
     service.on_start = lambda: answered.wait(60.0) and None
-    with pytest.raises(UserError, match=f"^runtime.tracker: {service.package} cannot start \\(no answer for 0.01 s"):
+    with pytest.raises(UserError, match=f"^trackers: {service.package} cannot start \\(no answer for 0.01 s"):
         run(service, tmp_path / "new")
     capsys.readouterr()
     assert run(service, tmp_path / "resumed") == 0
@@ -251,7 +251,7 @@ def test_a_run_that_cannot_start_there_leaves_no_folder(
     service.on_start = fail
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="not logged in"):
-        train(load_config("vit_digits", [*SMALL, f"runtime.tracker={service.package}", "runtime.tensorboard=true"]))
+        train(load_config("vit_digits", [*SMALL, f"trackers=[tensorboard,{service.package}]"]))
     assert not list(tmp_path.iterdir())
 
 
@@ -293,7 +293,7 @@ def test_another_run_creates_the_experiment_at_the_same_time(
         return create(self, name)
 
     monkeypatch.setattr(Client, "create_experiment", second)
-    MLflow(tmp_path, project="shared", settings={}, run_id=None)
+    MLflow(project="shared").open(tmp_path, {}, None, 0)
     assert [seen.project for seen in service.runs.values()] == ["shared"]
 
 
@@ -316,7 +316,7 @@ def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_missing_package_is_reported_first(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    line = re.escape(f"runtime.tracker: {package} is not installed: pip install -e '.[{package}]'")
+    line = re.escape(f"trackers: {package} is not installed: pip install -e '.[{package}]'")
     with pytest.raises(UserError, match=f"^{line}$"):
         run(Service(package), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -342,14 +342,16 @@ def test_a_broken_package_is_one_line(
     # Imported again, and forgotten after the test.
     monkeypatch.setitem(sys.modules, package, None)
     del sys.modules[package]
-    config = load_config("vit_digits", [f"runtime.tracker={package}"])
-    with pytest.raises(UserError, match=f"^runtime.tracker: {package} {line}"):
+    config = load_config("vit_digits", [f"trackers=[{package}]"])
+    with pytest.raises(UserError, match=f"^trackers: {package} {line}"):
         check_installed(config, ALONE)
 
 
 class Noted:
     """A tracker that remembers how it ended."""
 
+    name = "mlflow"
+    way_out = "check it"
     status: int | None = None
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -392,13 +394,13 @@ def test_a_tracker_that_hangs_is_left(status: int, seconds: int, monkeypatch: py
 
     tracker = Noted()
     monkeypatch.setattr(tracker, "add", lambda step, values: answered.wait())
-    sender = Background(lambda: tracker, "mlflow", "check it", warnings.append)
+    sender = Background(tracker, lambda: None, warnings.append)
     sender.add(1, {})
     monkeypatch.setattr(threading.Thread, "join", briefly)
     sender.end(status, {})
     answered.set()
     assert waited == [seconds]
-    assert warnings == [f"runtime.tracker: mlflow failed (no answer for {seconds} s); not everything was sent"]
+    assert warnings == [f"trackers: mlflow failed (no answer for {seconds} s); not everything was sent"]
 
 
 def test_all_trackers_are_ended_although_one_fails() -> None:
@@ -419,12 +421,12 @@ def test_a_start_that_fails_at_last_ends_the_wait_for_it() -> None:
         ending.wait()
         raise ConnectionError("refused")
 
-    sender = Background(fail, "mlflow", "check it", warnings.append)
+    sender = Background(Noted(), fail, warnings.append)
     threading.Timer(0.1, ending.set).start()
     begun = time.monotonic()
     sender.end(DONE, {})
     assert time.monotonic() - begun < 30.0
-    what = "runtime.tracker: mlflow cannot start (ConnectionError: refused); check it; not everything was sent"
+    what = "trackers: mlflow cannot start (ConnectionError: refused); check it; not everything was sent"
     assert warnings == [what]
 
 
@@ -437,7 +439,7 @@ def test_ctrl_c_ends_a_finished_run_that_waits_for_its_tracker(service: Service,
 
 
 def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
-    config = load_config("vit_digits", [*SMALL, f"runtime.tracker={service.package}", "runtime.tensorboard=true"])
+    config = load_config("vit_digits", [*SMALL, f"trackers=[{service.package}]"])
     world = SimpleNamespace(is_main=False, from_main=lambda value: None, at=lambda doing: None)
     board = open_board(SimpleNamespace(config=config, world=world))  # type: ignore[arg-type]
     with board:
