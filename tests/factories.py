@@ -18,6 +18,7 @@ from pycls_fast.models.foreign.timm import read_timm_vit
 from pycls_fast.models.foreign.torchvision import read_resnet, read_torchvision_vit
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
+from pycls_fast.train.state import split
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,15 +49,15 @@ def randomise(model: nn.Module) -> nn.Module:
     return model
 
 
-def save_checkpoint(state: checkpoint.State, folder: Path, step: int, *, keep: int) -> Path:
+def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
     """Save a nested state of tensors and plain values in one process; other arguments as in `checkpoint.write`."""
-    found, plain = checkpoint.split(state)
+    found, plain = split(state)
     return checkpoint.write(found, plain, folder, step, keep=keep, world=ALONE)
 
 
 def load_checkpoint(
     path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")
-) -> checkpoint.State:
+) -> dict[str, Any]:
     """The complete state of a checkpoint, on the CPU, in one process.
 
     Args:

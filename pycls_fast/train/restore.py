@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
 from pycls_fast.parallel import World, place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.checkpoint_tensors import differing_shapes
+from pycls_fast.train.state import differing_shapes
 from pycls_fast.train.weights import Origin, Weights, find_own, open_weights
 
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")

@@ -24,6 +24,7 @@ from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.run import Run
+from pycls_fast.train.state import State
 from pycls_fast.train.validation import early_stop
 
 Changed = dict[str, tuple[Any, Any]]
@@ -211,7 +212,7 @@ def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
     return world.from_main(world.is_main and str(named) in asked)
 
 
-def _check_resumable(run: Run, path: Path, state: checkpoint.State) -> Changed:
+def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     """The settings that differ from the checkpoint's and affect the result: its value and this run's by key.
 
     Raises:
@@ -248,7 +249,7 @@ def _fixed(changed: Changed, order: str, state_keys: Sequence[str]) -> Changed:
     return fixed
 
 
-def _data_differs(run: Run, path: Path, state: checkpoint.State, *, reported: Collection[str]) -> Iterator[str]:
+def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[str]) -> Iterator[str]:
     """Yield a line if the training images, or their order, are not those of the checkpoint.
 
     Another split or sampling, if it is reported with the settings, explains other images or another order. How the

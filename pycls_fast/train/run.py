@@ -17,6 +17,7 @@ from pycls_fast.train.building import TrainingParts
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.saving import Saver
+from pycls_fast.train.state import State, split
 
 
 @dataclass(kw_only=True)
@@ -70,7 +71,7 @@ class Run(TrainingParts):
             buffers += [value for name, value in self.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
-    def state(self) -> checkpoint.State:
+    def state(self) -> State:
         """Everything that the next step depends on: tensors under the network's names in their logical shapes,
         replicated or as DTensors, sharing memory with the tensors that training changes where possible.
 
@@ -159,7 +160,7 @@ class Run(TrainingParts):
     def load_state(self, opened: checkpoint.Checkpoint) -> None:
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
-        into, _ = checkpoint.split(own)
+        into, _ = split(own)
         optimizer = self.step.optimizer
         # FairScale's OSS has the one that updates its share inside.
         on_host = any(isinstance(each, HostOptimizer) for each in (optimizer, getattr(optimizer, "optim", None)))

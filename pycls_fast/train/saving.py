@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train import checkpoint
-from pycls_fast.train import checkpoint_tensors as tensors
-from pycls_fast.train.checkpoint import State
+from pycls_fast.train.state import State, Tensors, own_share, split
 
 
 @dataclass
@@ -77,8 +76,8 @@ class Saver:
         assert self._saving is None
         saving = CheckpointSave(step)
         self._saving = saving
-        found, plain = tensors.split(state)
-        share = tensors.own_share(found, self._world.rank, self._world.size)
+        found, plain = split(state)
+        share = own_share(found, self._world.rank, self._world.size)
         if not self._asynchronous:
             self._write(saving, share, plain)
             saving.blocked_seconds = saving.seconds
@@ -113,7 +112,7 @@ class Saver:
         if saving is not None and saving.thread is not None and (error is None or isinstance(error, UserError)):
             saving.thread.join()
 
-    def _copy(self, share: tensors.Tensors) -> tensors.Tensors:
+    def _copy(self, share: Tensors) -> Tensors:
         options = StagingOptions(
             use_pinned_memory=False,
             use_shared_memory=False,
@@ -126,7 +125,7 @@ class Saver:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(self, saving: CheckpointSave, share: tensors.Tensors, plain: State) -> None:
+    def _write(self, saving: CheckpointSave, share: Tensors, plain: State) -> None:
         try:
             if self._world.device.type == "cuda":
                 torch.cuda.set_device(self._world.device)

@@ -18,7 +18,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.train import checkpoint
-from pycls_fast.train.checkpoint_tensors import Spec
+from pycls_fast.train.checkpoint import Spec
 from pycls_fast.train.pretrained import fit_weights, mismatch_lines, other_class
 from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
 

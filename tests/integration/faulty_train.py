@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.train import checkpoint_files, checkpoint_tensors
+from pycls_fast.train import checkpoint
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
@@ -74,23 +74,24 @@ def step_in(path: Path) -> int:
     return int(path.name.split("step_")[1][:9])
 
 
-before_and_after(checkpoint_files, "begin", lambda folder, step: step)
-before_and_after(checkpoint_tensors, "write", lambda tensors, folder, group: step_in(folder))
+before_and_after(checkpoint, "_begin", lambda folder, step: step)
+before_and_after(checkpoint, "_write_tensors", lambda tensors, folder, world: step_in(folder))
 before_and_after(FileSystemWriter, "write_data", lambda self, plan, planner: step_in(Path(self.path)))
-before_and_after(checkpoint_files, "list_checksums", lambda files: step_in(files[0].parent))
-before_and_after(checkpoint_files, "publish", lambda temporary, values, listing: step_in(temporary))
-write_json = checkpoint_files._write_json
+before_and_after(checkpoint, "_publish", lambda temporary, values: step_in(temporary))
+flush = checkpoint.flush
 
 
-def half_a_list(path: Path, values: dict[str, Any]) -> None:
-    """`in files.json`: killed when half of it is written."""
-    if path.name == checkpoint_files.FILES and happens("in files.json", step_in(path.parent)):
-        path.write_text(json.dumps(values)[:100])
+def half_a_file(file: Any) -> None:
+    """`in state.json`: killed when half of it is written."""
+    path = Path(file.name)
+    if happens("in state.json", step_in(path.parent)):
+        file.flush()
+        path.write_text(path.read_text()[:100])
         os.kill(os.getpid(), signal.SIGKILL)
-    write_json(path, values)
+    flush(file)
 
 
-checkpoint_files._write_json = half_a_list
+checkpoint.flush = half_a_file  # type: ignore[attr-defined]
 compute = Step.__call__
 
 

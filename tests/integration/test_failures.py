@@ -126,7 +126,7 @@ def assert_same_end(launch: Launch, reference: Launch) -> None:
         ]
 
 
-@pytest.mark.parametrize("at", ["step", "in files.json", "before publish", "after publish"])
+@pytest.mark.parametrize("at", ["step", "before write_data", "in state.json", "after _publish"])
 def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: str) -> None:
     """In a step, and in a save; no run_dir is given, and the run finds its folder again."""
     launch = Launch(tmp_path, digits, kind="die", at=at, step=12, rank=0)
@@ -134,7 +134,7 @@ def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: st
     assert (tmp_path / "seen" / "fault.happened").exists()
     # At step 12 exactly when the name was given before the kill. A kill in the step itself does not wait for the save
     # of step 8, which goes on beside the steps.
-    published = {"after publish": "12", "step": "[48]"}.get(at, "8")
+    published = {"after _publish": "12", "step": "[48]"}.get(at, "8")
     assert re.search(rf"at step {published}, epoch", out), out
     assert_whole(launch)
     assert_same_end(launch, undisturbed)
