@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from pycls_fast import build
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models import Complexity, complexity
+from pycls_fast.models import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.shards import local
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
@@ -22,30 +21,13 @@ from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
 from pycls_fast.train.resolving import after_data, before_data
+from pycls_fast.train.run import Parts
 from pycls_fast.train.step import Step
 from pycls_fast.train.watchdog import Watchdog
 from pycls_fast.train.weights import Loaded, load_weights
 
 
-@dataclass
-class TrainingParts:
-    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers, and
-    the commit of `weights` if these are on the Hugging Face hub."""
-
-    config: RunConfig
-    sources: dict[str, Images]
-    network: Network
-    step: Step
-    switches: Speed
-    complexity: Complexity
-    steps_per_epoch: int
-    new_head: bool
-    """Whether the weights left the head without values."""
-
-
-def build_parts(
-    config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None
-) -> TrainingParts:
+def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
     """Build every part; each needs the ones before it.
 
     Args:
@@ -89,7 +71,7 @@ def build_parts(
     network = place_model(network, world, memory_format=switches.memory_format)
     counts = build.class_counts(config, sources["train"])
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
-    return TrainingParts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
+    return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 
 
 def _load_initial(

@@ -146,8 +146,8 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     Raises:
         UserError: images cannot be read (`data.max_damaged`).
     """
-    last = run.network.last_layer()
-    train, val = _some(run.sources["train"], run.config.seed), run.sources["val"]
+    last = run.parts.network.last_layer()
+    train, val = _some(run.parts.sources["train"], run.config.seed), run.parts.sources["val"]
     features_ND, labels_N = _features(run, train, "train", after_batch)
     held_ND, held_N = _features(run, val, "val", after_batch)
     head = None
@@ -164,14 +164,14 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     head = run.world.from_main(head)
     if head is None:
         return
-    weights, name = run.step.weights, run.network.head_name
+    weights, name = run.parts.step.weights, run.parts.network.head_name
     state = weights.state_dict()
     with torch.no_grad():
         assign(state[f"{name}.weight"], head.weight_KD)
         assign(state[f"{name}.bias"], head.bias_K)
         weights.load_state_dict(state)
-        if run.step.ema is not None:
-            run.step.ema.load(weights.live())
+        if run.parts.step.ema is not None:
+            run.parts.step.ema.load(weights.live())
 
 
 def _some(source: Images, seed: int) -> Images:
@@ -183,22 +183,22 @@ def _some(source: Images, seed: int) -> Images:
 
 
 def _features(run: Run, source: Images, split: str, after_batch: Callable[[], None]) -> tuple[Tensor, Tensor]:
-    wrapped, model = run.step.wrapped, run.step.wrapped.evaluated
+    wrapped, model = run.parts.step.wrapped, run.parts.step.wrapped.evaluated
 
     def forward(batch: Batch) -> None:
-        images_BCHW = run.step.prepare(batch)
+        images_BCHW = run.parts.step.prepare(batch)
         empty = not len(batch.labels_B)
         if empty and not wrapped.forward_is_collective:
             return
-        with uncompiled(model), run.step.autocast():
+        with uncompiled(model), run.parts.step.autocast():
             model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
 
     was_training = model.training
     model.eval()
     try:
-        batches = build.eval_batches(run.config, source, run.world, run.switches)
+        batches = build.eval_batches(run.config, source, run.world, run.parts.speed)
         return collect_features(
-            run.network,
+            run.parts.network,
             forward,
             batches,
             run.world,

@@ -119,7 +119,7 @@ class DivergenceCheck:
         Raises:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.
         """
-        precision, step = self._run.config.precision, self._run.step
+        precision, step = self._run.config.precision, self._run.parts.step
         self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
         if step.scaler.is_enabled():
             scale = step.scaler.get_scale()
@@ -166,7 +166,7 @@ class DivergenceCheck:
             UserError: one is not finite, so that no later step can be better: batch norm's statistics stay so, too.
         """
         run = self._run
-        finite = all(map(_is_finite, (*run.network.parameters(), *run.step.weights.live().values())))
+        finite = all(map(_is_finite, (*run.parts.network.parameters(), *run.parts.step.weights.live().values())))
         if not all(self._run.world.gather(finite)):
             raise UserError(
                 f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
@@ -191,7 +191,7 @@ class DivergenceCheck:
         return [] if before is None else [f"resume: if step {newest} has diverged, too, go back with resume={before}"]
 
     def _first_not_finite(self) -> list[str]:
-        watchdog = self._run.step.watchdog
+        watchdog = self._run.parts.step.watchdog
         if watchdog is None:
             return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
         return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,6 @@ from pycls_fast.train.start import started
 from pycls_fast.train.step_memory import StepMemory
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations, summarise
-
-# What ranks agree on after a step; the larger one counts.
-_SAVE_FAILED, _STOP = 1, 2
 
 
 class Stopped(Exception):
@@ -80,6 +78,17 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
     return status
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step; the same on all ranks."""
+
+    log: bool
+    save: bool
+    evaluate: bool
+    stop: bool
+    """A signal asks the run to stop."""
+
+
 class Loop:
     """One pass from the run's first step to its last."""
 
@@ -89,8 +98,8 @@ class Loop:
         self.board = board
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
-        self.metrics = TrainMetrics(run.world.device, read=run.switches.metrics)
-        self.memory = StepMemory(run.world, compiled=run.switches.compile != "off")
+        self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
+        self.memory = StepMemory(run.world, compiled=run.parts.speed.compile != "off")
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
@@ -100,8 +109,6 @@ class Loop:
         )
         self.damaged = DamagedImages(run)
         self.divergence = DivergenceCheck(run)
-        # A checkpoint was due when the state was not worth saving.
-        self.owes_save = False
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -118,46 +125,76 @@ class Loop:
 
     def _run_to_end(self) -> int:
         run = self.run
-        step = run.start_step
         try:
-            if run.config.begins_with_probe and run.new_head and run.saved_step is None:
-                fit_head(run, self._stop_if_asked)
-            self._evaluate_if_left_out(step)
-            if self.evaluations.stop_early(step):
-                # An earlier process had stopped early, and nothing has changed since.
-                run.total_steps = step
-            compiles = run.switches.compile != "off"
-            run.display.begin_training(step, run.total_steps, compiles=compiles)
+            self._begin()
             with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
-                    self.profile.before(step + 1)
                     self._train_step(step, microbatches)
-                    self.profile.after(step + 1)
-                    self._after_step(step + 1)
-                    if self.evaluations.due(step + 1) and self.evaluations.stop_early(step + 1):
-                        run.total_steps = step + 1
-                        # Perhaps it was not worth saving before; no later step will be saved.
-                        self._save(step + 1, always=True)
-                        break
+                    done, due = step + 1, self._due(step + 1)
+                    if due.log:
+                        self._log(done)
+                    if due.save:
+                        # Before the evaluation: a long one may be killed, and is repeated after the restart.
+                        self._save(done, always=due.stop or done == run.total_steps)
+                    if due.stop:
+                        raise Stopped
+                    if due.evaluate:
+                        self._evaluate(done)
+                        if self.evaluations.stop_early(done):
+                            run.total_steps = done
+                            # Perhaps it was not worth saving before; no later step will be saved.
+                            self._save(done, always=True)
+                            break
+                    if due.save:
+                        self.clock.start()
         except Stopped:
             return self._leave()
         return Finished(self._finish())
 
+    def _due(self, done: int) -> Due:
+        runtime = self.run.config.runtime
+        stop = self.agreement.reached(int(bool(self.stop))) > 0
+        evaluate = self.evaluations.due(done)
+        every = runtime.checkpoint_every_steps
+        save = stop or evaluate or bool(every and done % every == 0)
+        return Due(save or done % runtime.log_every_steps == 0, save, evaluate, stop)
+
+    def _begin(self) -> None:
+        """What comes before the first step of this process."""
+        run = self.run
+        if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
+            fit_head(run, self._stop_if_asked)
+        self._evaluate_if_left_out(run.start_step)
+        if self.evaluations.stop_early(run.start_step):
+            # An earlier process had stopped early, and nothing has changed since.
+            run.total_steps = run.start_step
+        run.display.begin_training(run.start_step, run.total_steps, compiles=run.parts.speed.compile != "off")
+
     def _microbatches(self) -> Generator[Batch, None, None]:
         run = self.run
         loader = build.train_loader(
-            run.config, run.sources["train"], run.world, run.switches, start_step=run.start_step, steps=run.total_steps
+            run.config,
+            run.parts.sources["train"],
+            run.world,
+            run.parts.speed,
+            start_step=run.start_step,
+            steps=run.total_steps,
         )
-        mode = run.switches.input_copy
+        mode = run.parts.speed.input_copy
         yield from to_device(loader, run.world.device, mode=mode)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        with self._compiling(), self.memory.counting(self.run.step):
-            self.run.step(step, self._taken(step, microbatches), self.metrics)
+        self.profile.before(step + 1)
+        with self.memory.counting(self.run.parts.step):
+            self.run.parts.step(step, self._taken(step, microbatches), self.metrics)
+        self.profile.after(step + 1)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
+        if self.run.saver.done and not self.run.saver.failed:
+            # Written meanwhile by its thread.
+            self._finish_saving(step + 1)
 
     def _taken(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
         """The step's microbatches, each loaded when it is asked for."""
@@ -171,87 +208,56 @@ class Loop:
             self.damaged.note(batch.damaged)
             yield batch
 
-    def _after_step(self, done: int) -> None:
+    def _log(self, done: int) -> None:
+        """Read and check the numbers since the last call, record and show them; all ranks call this."""
         run = self.run
-        runtime = run.config.runtime
-        if run.saver.done and not run.saver.failed:
-            self._finish_saving(done)
-        # All ranks repeat a save that failed after the same step, as they stop.
-        reached = self.agreement.reached(_STOP if self.stop else _SAVE_FAILED if run.saver.failed else 0)
-        stopping = reached == _STOP
-        # Not if idle: the rank that failed reports it once more in the step in which all repeat the save.
-        repeating = reached == _SAVE_FAILED and not run.saver.idle
-        evaluating = self.evaluations.due(done)
-        regular = runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0
-        saving = evaluating or regular or repeating
-        logging = done % runtime.log_every_steps == 0 or saving or stopping
-        numbers = self._numbers(done) if logging else {}
-        record = self._log(done, numbers) if numbers and run.world.is_main else None
-        saving = saving or (self.owes_save and logging and self.divergence.not_worth_saving() is None)
-        if saving or stopping:
-            run.world.at(f"saving step {done}")
-            # Before the evaluation: a long one may be killed, and is repeated after the restart. Before anything is
-            # printed: the terminal may have gone with whoever asked to stop.
-            self._finish_saving(done)
-            self._save(done, always=stopping or done == run.total_steps)
-            if not runtime.checkpoint_async:
-                self._finish_saving(done)
-        if record is not None:
-            self._show(record)
-        if numbers.get("damaged"):
-            self._report_damage(done)
-        if stopping:
-            self._finish_saving(done)
-            raise Stopped
-        if evaluating:
-            self._evaluate(done)
-        if saving:
-            self.clock.start()
-
-    def _save(self, done: int, *, always: bool) -> None:
-        """Start saving a step, unless it is saved or, without `always`, not worth it."""
-        if self.run.saved_step == done:
-            return
-        reason = None if always else self.divergence.not_worth_saving()
-        self.owes_save = reason is not None
-        if reason is not None:
-            self.run.display.warn(f"step {done:,} is not saved yet: {reason}")
-            return
-        self.divergence.check_weights(done)
-        self.run.save(done)
-        self.divergence.saved()
-
-    def _numbers(self, done: int) -> dict[str, float]:
-        """Read and check the numbers since the last call; all ranks call this."""
-        numbers = self.metrics.read(self.run.world, damaged=len(self.damaged.noted), waited=self.clock.waited)
+        numbers = self.metrics.read(run.world, damaged=len(self.damaged.noted), waited=self.clock.waited)
         steps = self.clock.steps
         numbers |= self.clock.read(numbers["waited"])
         self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
-        return numbers
+        if run.world.is_main:
+            record = self._record(done, numbers)
+            left = (run.total_steps - done) * record["step_seconds"]
+            run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
+            self.board.add(record)
+        if numbers["damaged"]:
+            self._report_damage(done)
 
-    def _log(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
-        """Record the numbers; on the main rank."""
+    def _record(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
         run = self.run
         extra: dict[str, Any] = {}
-        if run.step.scaler.is_enabled():
-            extra = {"loss_scale": run.step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
+        if run.parts.step.scaler.is_enabled():
+            extra = {"loss_scale": run.parts.step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
         return run.folder.add_record(
             "train",
             done,
             run.epoch(done),
             loss=numbers["loss"],
-            lr=run.step.schedule(done - 1),
+            lr=run.parts.step.schedule(done - 1),
             grad_norm=numbers["grad_norm"],
             **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
             memory_peak_bytes=self.memory.bytes(),
             **extra,
         )
 
-    def _show(self, record: Mapping[str, Any]) -> None:
+    def _save(self, done: int, *, always: bool = False) -> None:
+        """Save a step, unless it is saved or, without `always`, not worth it."""
         run = self.run
-        left = (run.total_steps - record["step"]) * record["step_seconds"]
-        run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
-        self.board.add(record)
+        if run.saved_step != done:
+            run.world.at(f"saving step {done}")
+            # If the one before failed, this step is saved in its place.
+            self._finish_saving(done)
+        if run.saved_step == done:
+            return
+        reason = None if always else self.divergence.not_worth_saving()
+        if reason is not None:
+            run.display.warn(f"step {done:,} is not saved: {reason}")
+            return
+        self.divergence.check_weights(done)
+        run.save(done)
+        self.divergence.saved()
+        if not run.config.runtime.checkpoint_async:
+            self._finish_saving(done)
 
     def _report_damage(self, done: int) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
@@ -260,7 +266,6 @@ class Loop:
         limit = run.config.data.max_damaged
         if len(run.damaged) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
-            self._finish_saving(done)
             self._save(done, always=True)
             self._finish_saving(done)
             raise too_many_damaged(run.damaged, limit)
@@ -280,8 +285,7 @@ class Loop:
             # As before saving: what is scored is what is saved.
             self.run.sync_buffers()
         try:
-            with self._compiling():
-                damaged = self.evaluations.take(done)
+            damaged = self.evaluations.take(done)
         except Stopped:
             # The evaluation has not changed the state, which was perhaps not worth saving before.
             self._save(done, always=True)
@@ -303,23 +307,8 @@ class Loop:
         if self.run.complete_saving(done, self.divergence.check_weights) and self.run.world.is_main:
             self.evaluations.keep_if_best()
 
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Take a failed compilation after a stop signal for the stop: Ctrl-C has ended the compiler's process, too.
-
-        What was to be compiled has not changed the weights. Only with one rank: others may have compiled, and wait.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            # By its name: importing the class would import the compiler.
-            alone = self.run.world.size == 1
-            if alone and self.stop and type(error).__module__.startswith("torch._inductor"):
-                raise Stopped from error
-            raise
-
     def _stop_if_asked(self) -> None:
-        if self.agreement.reached(_STOP if self.stop else 0) == _STOP:
+        if self.agreement.reached(int(bool(self.stop))):
             raise Stopped
 
     def _leave(self) -> int:

@@ -255,7 +255,7 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
     Another split or sampling, if it is reported with the settings, explains other images or another order. How the
     order was chosen (`data.shuffle`) does not matter.
     """
-    train, ordered = run.sources["train"], state["order"]
+    train, ordered = run.parts.sources["train"], state["order"]
     if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
         yield (
             f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "

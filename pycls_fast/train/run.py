@@ -9,21 +9,43 @@ from functools import cached_property
 from typing import Any
 
 from pycls_fast import build
+from pycls_fast.config.schema import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
+from pycls_fast.models import Complexity
+from pycls_fast.network import Network
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name
+from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
-from pycls_fast.train.building import TrainingParts
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.state import State, split
+from pycls_fast.train.step import Step
+
+
+@dataclass
+class Parts:
+    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers, and
+    the commit of `weights` if these are on the Hugging Face hub."""
+
+    config: RunConfig
+    sources: dict[str, Images]
+    network: Network
+    step: Step
+    speed: Speed
+    complexity: Complexity
+    steps_per_epoch: int
+    new_head: bool
+    """Whether the weights left the head without values."""
 
 
 @dataclass(kw_only=True)
-class Run(TrainingParts):
+class Run:
     """Everything that training reads and changes."""
 
+    parts: Parts
     world: World
     folder: RunFolder
     display: Display
@@ -37,9 +59,14 @@ class Run(TrainingParts):
     started: float = field(default_factory=time.monotonic)
 
     @property
+    def config(self) -> RunConfig:
+        """The run's, with every `auto` replaced."""
+        return self.parts.config
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Class names in the order of the model's outputs."""
-        return self.sources["train"].classes
+        return self.parts.sources["train"].classes
 
     @property
     def finished(self) -> bool:
@@ -49,26 +76,26 @@ class Run(TrainingParts):
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}
-        values["speed"] = self.switches.model_dump()
+        values["speed"] = self.parts.speed.model_dump()
         return values
 
     @cached_property
     def train_names(self) -> str:
         """See `build.names_id`; takes 2 s for 14 million images."""
-        return build.names_id(self.sources["train"])
+        return build.names_id(self.parts.sources["train"])
 
     def epoch(self, step: int) -> float:
         """A number of steps in epochs."""
-        return step / self.steps_per_epoch
+        return step / self.parts.steps_per_epoch
 
     def sync_buffers(self) -> None:
         """Average BatchNorm statistics over the ranks, those of the weight average included."""
-        buffers = floating_buffers(self.network)
-        if self.step.ema is not None:
+        buffers = floating_buffers(self.parts.network)
+        if self.parts.step.ema is not None:
             found = {id(buffer) for buffer in buffers}
             # FairScale's wrappers add prefixes to the names; the average has plain names.
-            names = {plain_name(name) for name, buffer in self.network.named_buffers() if id(buffer) in found}
-            buffers += [value for name, value in self.step.ema.values.items() if name in names]
+            names = {plain_name(name) for name, buffer in self.parts.network.named_buffers() if id(buffer) in found}
+            buffers += [value for name, value in self.parts.step.ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
     def state(self) -> State:
@@ -77,41 +104,32 @@ class Run(TrainingParts):
 
         All ranks call this: the compression error is averaged over them.
         """
-        compression, weights, ema = self.step.wrapped.compression, self.step.weights, self.step.ema
+        compression, weights, ema = self.parts.step.wrapped.compression, self.parts.step.weights, self.parts.step.ema
         return {
             "model": dict(weights.state_dict()),
             "ema": None if ema is None else weights.split(ema.values),
-            "optimizer": weights.optimizer_state(self.step.optimizer),
-            "loss_scaler": self.step.scaler.state_dict(),
+            "optimizer": weights.optimizer_state(self.parts.step.optimizer),
+            "loss_scaler": self.parts.step.scaler.state_dict(),
             "compression": compression.carried() if compression is not None else {},
         }
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint, after any that is still being written; all ranks call this.
-
-        Raises:
-            UserError: the previous one could not be written.
-        """
-        self.finish_saving()
-        if step == self.saved_step:
-            return
+        """Start writing a checkpoint; `finish_saving` has been called for the one before. All ranks call this."""
         self.sync_buffers()
         state = {
             "step": step,
             "epoch": self.epoch(step),
             **self.state(),
             "classes": list(self.classes),
-            "train_images": len(self.sources["train"]),
+            "train_images": len(self.parts.sources["train"]),
             "train_names": self.train_names,
-            "order": build.order_name(self.config, self.sources["train"]),
+            "order": build.order_name(self.config, self.parts.sources["train"]),
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,
         }
         self.saver.save(state, step)
         self.saved_step = step
-        if not self.config.runtime.checkpoint_async and not self.saver.failed:
-            self.finish_saving()
 
     def finish_saving(self) -> bool:
         """Wait for the checkpoint that is being written and record it; returns whether there was one.
@@ -161,20 +179,20 @@ class Run(TrainingParts):
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = split(own)
-        optimizer = self.step.optimizer
+        optimizer = self.parts.step.optimizer
         # FairScale's OSS has the one that updates its share inside.
         on_host = any(isinstance(each, HostOptimizer) for each in (optimizer, getattr(optimizer, "optim", None)))
         into |= opened.like(own["model"], host_optimizer=on_host)
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)
-        weights = self.step.weights
+        weights = self.parts.step.weights
         weights.load_state_dict(state["model"])
-        if self.step.ema is not None:
-            self.step.ema.load(weights.join(state["ema"]))
+        if self.parts.step.ema is not None:
+            self.parts.step.ema.load(weights.join(state["ema"]))
         # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
-        weights.load_optimizer_state(self.step.optimizer, state["optimizer"])
-        if state["loss_scaler"] and self.step.scaler.is_enabled():
-            self.step.scaler.load_state_dict(state["loss_scaler"])
-        if self.step.wrapped.compression is not None:
-            self.step.wrapped.compression.load(state["compression"], state["step"])
+        weights.load_optimizer_state(self.parts.step.optimizer, state["optimizer"])
+        if state["loss_scaler"] and self.parts.step.scaler.is_enabled():
+            self.parts.step.scaler.load_state_dict(state["loss_scaler"])
+        if self.parts.step.wrapped.compression is not None:
+            self.parts.step.wrapped.compression.load(state["compression"], state["step"])

@@ -53,18 +53,14 @@ def _start(
     config: RunConfig, world: World, display: Display, command: str | None, folder: RunFolder, *, restarted: bool
 ) -> Run:
     _occupy(folder, world, display)
-    had_run = world.from_main(folder.has_run)
-    if had_run:
-        check_same_folder(folder.path, world)
     opened = find_start(config, folder, world, display, restarted=restarted)
     run = _build(config, world, display, folder, opened)
-    if not had_run:
-        _check_still_new(folder, world, display)
+    # Again: it may not have existed before, and another run may have begun in it meanwhile.
+    _occupy(folder, world, display)
     resume(run, opened)
     if world.is_main:
         folder.create()
-    if not had_run:
-        check_same_folder(folder.path, world)
+    check_same_folder(folder.path, world)
     _occupy(folder, world, display)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:
@@ -88,7 +84,7 @@ def _build(
         asynchronous=config.runtime.checkpoint_async,
     )
     total_steps = build.total_steps(config, parts.steps_per_epoch)
-    return Run(**vars(parts), world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
+    return Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
 
 
 def _occupy(folder: RunFolder, world: World, display: Display) -> None:
@@ -100,19 +96,6 @@ def _occupy(folder: RunFolder, world: World, display: Display) -> None:
     problem = world.from_main(_problem(folder, display) if world.is_main else None)
     if problem is not None:
         raise UserError(problem)
-
-
-def _check_still_new(folder: RunFolder, world: World, display: Display) -> None:
-    """Check that no other process began a run in the folder, which may not have existed, while this one was built.
-
-    Raises:
-        UserError: there is one; the same on all ranks.
-    """
-    _occupy(folder, world, display)
-    if world.from_main(folder.has_run):
-        raise UserError(
-            f"run_dir: another run began in {folder.path} while this one started; give each run a folder of its own"
-        )
 
 
 def _problem(folder: RunFolder, display: Display) -> str | None:
@@ -134,29 +117,29 @@ _UNBALANCED = 3
 def introduce(run: Run) -> None:
     """Print the table: model, data, steps, memory, device and switches."""
     config, world = run.config, run.world
-    train, val = run.sources["train"], run.sources["val"]
+    train, val = run.parts.sources["train"], run.parts.sources["val"]
     batch = f"{config.data.global_batch_size}"
     if world.size * config.optim.microbatches > 1:
         each = config.data.global_batch_size // world.size // config.optim.microbatches
         batch += f" = {world.size} ranks x {config.optim.microbatches} microbatches x {each}"
     chosen = "  ".join(
-        f"{switch.name}={getattr(run.switches, switch.name)}"
+        f"{switch.name}={getattr(run.parts.speed, switch.name)}"
         for switch in SWITCHES.values()
-        if config.model.kind in switch.models and getattr(run.switches, switch.name) != switch.reference
+        if config.model.kind in switch.models and getattr(run.parts.speed, switch.name) != switch.reference
     )
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
     rows = [
-        ("model", f"{config.model.kind}, {human(run.complexity.parameters)} parameters"),
+        ("model", f"{config.model.kind}, {human(run.parts.complexity.parameters)} parameters"),
         (
             "one image",
-            f"{config.data.image_size} px, {human(run.complexity.forward_flops, 'FLOP')} forward, "
-            f"{human(run.complexity.activations)} activations",
+            f"{config.data.image_size} px, {human(run.parts.complexity.forward_flops, 'FLOP')} forward, "
+            f"{human(run.parts.complexity.activations)} activations",
         ),
         *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
-        ("steps", f"{run.total_steps:,} ({asked} epochs of {run.steps_per_epoch:,})"),
+        ("steps", f"{run.total_steps:,} ({asked} epochs of {run.parts.steps_per_epoch:,})"),
         ("global batch", batch),
         ("preprocessing", build.preprocessing(config)),
         ("memory per rank", _memory(run)),
@@ -202,7 +185,7 @@ def _slow_precision(run: Run) -> Iterator[str]:
 
 def _unbalanced(run: Run) -> Iterator[str]:
     config = run.config
-    train = run.sources["train"]
+    train = run.parts.sources["train"]
     if config.data.sampling != "uniform" or config.loss.class_weights != "none":
         return
     counts = np.bincount(train.labels, minlength=len(train.classes))
@@ -239,7 +222,7 @@ def _notes(run: Run) -> Iterator[str]:
             f"precision: {run.config.precision.name} computes in float16, which CPUs do slowly, convolutions most of "
             "all; use precision=amp_bf16 or fp32"
         )
-    if run.switches.compile != "off":
+    if run.parts.speed.compile != "off":
         yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
     elif world.device.type == "cuda" and run.config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"
@@ -249,7 +232,7 @@ def _notes(run: Run) -> Iterator[str]:
             "compiled; use speed.compile=blocks, or precision=amp_bf16"
         )
     # Not an error: a ladder may leave out the variant that sets a 16-bit precision, or run others without it.
-    if run.switches.gelu == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
+    if run.parts.speed.gelu == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
         yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
     optim = run.config.optim
     if optim.ema_decay is not None and not optim.ema_warmup:
@@ -289,6 +272,6 @@ def _at_the_peak(made: build.MemoryPlan, steps: int) -> str:
 def _trainable_row(run: Run) -> list[tuple[str, str]]:
     if "all" in run.config.optim.trainable:
         return []
-    trained = [parameter.numel() for parameter in run.network.parameters() if parameter.requires_grad]
+    trained = [parameter.numel() for parameter in run.parts.network.parameters() if parameter.requires_grad]
     names = ", ".join(run.config.optim.trainable)
     return [("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors")]

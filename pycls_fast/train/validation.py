@@ -26,7 +26,7 @@ from pycls_fast.train.trackers import Board
 
 def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The evaluations that count: those of the average if there is one, else of the model."""
-    weights = "ema" if run.step.ema is not None else "model"
+    weights = "ema" if run.parts.step.ema is not None else "model"
     return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
 
 
@@ -102,7 +102,7 @@ class Evaluations:
     def due(self, done: int) -> bool:
         """Whether an evaluation is due after this many steps."""
         runtime = self.run.config.runtime
-        every = runtime.eval_every_steps or self.run.steps_per_epoch * runtime.eval_every_epochs
+        every = runtime.eval_every_steps or self.run.parts.steps_per_epoch * runtime.eval_every_epochs
         if done == 0:
             return self.run.config.begins_with_probe
         return done % every == 0 or done == self.run.total_steps
@@ -141,21 +141,21 @@ class Evaluations:
         run.world.at(f"evaluating after step {done}")
         self.finite = True
         damaged = self._take(done, "model")
-        if run.step.ema is not None:
-            with run.step.ema.swapped_in():
+        if run.parts.step.ema is not None:
+            with run.parts.step.ema.swapped_in():
                 damaged |= self._take(done, "ema")
         return damaged
 
     def _take(self, done: int, weights: str) -> dict[str, str]:
         run = self.run
-        source = run.sources["val"]
+        source = run.parts.sources["val"]
         run.display.begin_evaluation("val", len(source))
-        batches = build.eval_batches(run.config, source, run.world, run.switches)
+        batches = build.eval_batches(run.config, source, run.world, run.parts.speed)
         result = evaluate(
-            run.step.wrapped,
+            run.parts.step.wrapped,
             with_progress(batches, f"evaluating after step {done}", run.world, run.display, self.on_batch),
-            run.step.prepare,
-            run.step.autocast,
+            run.parts.step.prepare,
+            run.parts.step.autocast,
             run.world,
             run.config.loss.criterion(),
         )
@@ -302,8 +302,8 @@ def summary_values(
         "images_per_second": rate,
         "step_seconds_p50": step_seconds,
         "memory_peak_bytes": memory,
-        "parameters": run.complexity.parameters,
-        "forward_flops_per_image": run.complexity.forward_flops,
+        "parameters": run.parts.complexity.parameters,
+        "forward_flops_per_image": run.parts.complexity.forward_flops,
         "damaged_images": len({r["name"] for r in run.folder.records("event") if r.get("event") == DAMAGED_IMAGE}),
         "wall_seconds": run.seconds(),
         "world_size": run.world.size,

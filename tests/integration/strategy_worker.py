@@ -63,7 +63,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     metrics = TrainMetrics(world.device)
     losses, norms = [], []
     loader = build.train_loader(
-        config, run.sources["train"], world, run.switches, start_step=run.start_step, steps=run.total_steps
+        config, run.parts.sources["train"], world, run.parts.speed, start_step=run.start_step, steps=run.total_steps
     )
     on_cuda = world.device.type == "cuda"
     with closing(to_device(loader, world.device, mode="prefetch" if on_cuda else "blocking")) as batches:
@@ -72,7 +72,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
             if on_cuda and step >= run.start_step + 2:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                run.step(step, microbatches, metrics)
+                run.parts.step(step, microbatches, metrics)
             finally:
                 if on_cuda:
                     torch.cuda.set_sync_debug_mode("default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shlex
@@ -13,21 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
-from torch._inductor.exc import CppCompileError, InductorError
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import checkpoint, train
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
-from pycls_fast.train.step import Step
-from pycls_fast.train.validation import Evaluations
 from tests.integration.runs import (
     TINY,
     assert_same_state,
@@ -176,42 +169,6 @@ def test_signal_saves_and_says_how_to_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupted", ["step", "evaluation"])
-def test_a_signal_that_ends_the_compiler_stops_the_run(
-    interrupted: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ctrl-C reaches the compiler's process, too. What fails without a signal is an error."""
-    run_dir = tmp_path / "run"
-    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={run_dir}", "schedule.epochs=1"])
-
-    def fail(*_: Any) -> None:
-        raise InductorError(CppCompileError(["g++"], "killed"), inspect.currentframe())
-
-    def interrupt_and_fail(*_: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        fail()
-
-    place, name = (Step, "__call__") if interrupted == "step" else (Evaluations, "take")
-    with monkeypatch.context() as patched:
-        patched.setattr(place, name, fail)
-        with pytest.raises(InductorError):
-            train(config)
-    with monkeypatch.context() as patched:
-        patched.setattr(place, name, interrupt_and_fail)
-        assert train(config) == 3
-    last = 0 if interrupted == "step" else records(run_dir, "train")[-1]["step"]
-    assert f"stopped by SIGTERM; everything up to step {last} is saved" in capsys.readouterr().out
-    assert train(config) == 0
-
-
-@pytest.mark.parametrize(("ranks", "error"), [(1, Stopped), (2, InductorError)])
-def test_ranks_do_not_stop_one_by_one(ranks: int, error: type[Exception]) -> None:
-    loop: Any = SimpleNamespace(run=SimpleNamespace(world=SimpleNamespace(size=ranks)), stop=True)
-    with pytest.raises(error), Loop._compiling(loop):
-        raise InductorError(CppCompileError(["g++"], "killed"), inspect.currentframe())
-
-
-@pytest.mark.slow
 def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started) -> None:
     """Ctrl-C of `... | tee log` ends tee first: the training goes on to its save."""
     run_dir = tmp_path / "run"
@@ -226,18 +183,6 @@ def test_nobody_reads_the_output(tmp_path: Path, digits: Path, started: Started)
     assert answer.startswith("SIGINT: stopping when this step is done")
     (event,) = (record for record in records(run_dir, "event") if record["event"] == "stopped")
     assert newest_checkpoint(run_dir)["step"] == event["step"] >= 12
-
-
-@pytest.mark.slow
-def test_a_step_is_saved_before_it_is_shown(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = tmp_path / "run"
-
-    def show(display: Display, record: dict[str, Any], total_steps: int, **kept: Any) -> None:
-        assert next(checkpoint.checkpoints(run_dir / "checkpoints")).name == f"step_{record['step']:09d}"
-
-    monkeypatch.setattr(Display, "training", show)
-    every = ("runtime.checkpoint_every_steps=1", "runtime.checkpoint_async=false", "schedule.max_steps=2")
-    assert train(load_config("vit_digits", arguments(run_dir, digits, *every)[4:])) == 0
 
 
 @pytest.mark.slow

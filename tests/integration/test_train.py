@@ -326,20 +326,6 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_not_worth_saving_is_made_up_for(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One image may overflow just when a checkpoint is due."""
-    reasons = iter(["the loss is not finite"])
-    monkeypatch.setattr(
-        "pycls_fast.train.loop.DivergenceCheck.not_worth_saving", lambda self, **named: next(reasons, None)
-    )
-    steps = ["schedule.max_steps=9", "runtime.checkpoint_every_steps=4", "runtime.log_every_steps=1"]
-    assert run(tmp_path, digits, *steps, "runtime.eval_every_epochs=100") == 0
-    assert [record["step"] for record in records(tmp_path, "checkpoint")] == [5, 8, 9]
-
-
-@pytest.mark.slow
 def test_the_step_that_diverged_may_be_saved_and_a_line_names_the_one_before(tmp_path: Path, digits: Path) -> None:
     common = ["precision=amp_fp16", "schedule.epochs=4", "runtime.checkpoint_every_steps=1"]
     run(tmp_path, digits, *common, "schedule.max_steps=3")

@@ -28,12 +28,13 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.train.building import TrainingParts, build_parts
+from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import is_special_file, output_file, write_json
 from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import Parts
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
@@ -210,7 +211,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         config, step = parts.config, parts.step
         metrics, watch = TrainMetrics(world.device), Watch(parts.network, loss_scale)
         whole = warmup_steps + steps
-        loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=whole)
+        loader = build.train_loader(config, parts.sources["train"], world, parts.speed, start_step=0, steps=whole)
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with closing(batches), enough_images():
@@ -243,7 +244,7 @@ def _output_file(config: RunConfig, output: str | None) -> Path:
 
 
 def _record(
-    parts: TrainingParts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
+    parts: Parts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
 ) -> dict[str, Any]:
     """The record to write."""
     config = parts.config

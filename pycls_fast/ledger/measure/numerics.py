@@ -56,7 +56,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         # Frozen parts have no gradients to compare.
         build.freeze(config, exact)
         metrics = TrainMetrics(world.device)
-        loader = build.train_loader(config, train, world, parts.switches, start_step=0, steps=steps + 1)
+        loader = build.train_loader(config, train, world, parts.speed, start_step=0, steps=steps + 1)
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
         with closing(batches), enough_images():

@@ -107,8 +107,8 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
         step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-        metrics = TrainMetrics(world.device, read=parts.switches.metrics)
-        loader = build.train_loader(config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps)
+        metrics = TrainMetrics(world.device, read=parts.speed.metrics)
+        loader = build.train_loader(config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
         losses: list[float] = []
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)

@@ -27,8 +27,9 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None) -> Any:
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     return SimpleNamespace(
         config=load_config("vit_digits", list(overrides)),
-        step=SimpleNamespace(scaler=scaler, watchdog=None, weights=ModelWeights(network)),
-        network=network,
+        parts=SimpleNamespace(
+            step=SimpleNamespace(scaler=scaler, watchdog=None, weights=ModelWeights(network)), network=network
+        ),
         world=ALONE,
         folder=SimpleNamespace(checkpoints=tmp_path),
         saved_step=saved_step,
@@ -101,10 +102,10 @@ def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtyp
     for step in (5, 10):
         (tmp_path / f"step_{step:09d}").mkdir()
     run = made(tmp_path, "precision=amp_fp16", saved_step=10)
-    run.network.to(dtype)
+    run.parts.network.to(dtype)
     DivergenceCheck(run).check_weights(12)
     with torch.no_grad():
-        run.network.state_dict()[name][1] = value
+        run.parts.network.state_dict()[name][1] = value
     with pytest.raises(UserError) as caught:
         DivergenceCheck(run).check_weights(12)
     assert caught.value.lines == (

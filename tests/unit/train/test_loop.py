@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,11 +155,10 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
         logged.wait(60.0)
         return write(*arguments, **named)
 
-    def note(self: Loop, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
-        record = log(self, done, numbers)
+    def note(self: Loop, done: int) -> None:
+        log(self, done)
         if done == 4:
             logged.set()
-        return record
 
     monkeypatch.setattr(checkpoint, "write", slowly)
     monkeypatch.setattr(Loop, "_log", note)
@@ -175,21 +174,21 @@ def test_the_best_is_linked_although_damaged_images_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint was still being written."""
-    write, report, reported = checkpoint.write, Loop._report_damage, threading.Event()
+    write, log, reported = checkpoint.write, Loop._log, threading.Event()
 
     def slowly(*arguments: Any, **named: Any) -> Path:
         reported.wait(60.0)
         return write(*arguments, **named)
 
     def damaged(self: Loop, done: int) -> None:
+        log(self, done)
         if done == 4:
             self.damaged.note([("1.png", "broken")])
             reported.set()
-        report(self, done)
+            self._report_damage(done)
 
     monkeypatch.setattr(checkpoint, "write", slowly)
-    monkeypatch.setattr(Loop, "_report_damage", damaged)
-    monkeypatch.setattr(Loop, "_log", lambda self, done, numbers: numbers.update(damaged=done == 4))
+    monkeypatch.setattr(Loop, "_log", damaged)
     with pytest.raises(UserError, match=r"^data\.max_damaged"):
         run(tmp_path, "data.max_damaged=0")
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3

@@ -99,4 +99,4 @@ def test_a_step_with_the_weights_of_the_last_checkpoint_is_not_saved(
     monkeypatch.setattr(DivergenceCheck, "check", all_skipped)
     found = run(tmp_path, "runtime.checkpoint_every_steps=2")
     assert found == [("eval", 3), ("eval", 6), ("checkpoint", 6)]
-    assert re.findall(r"step (\d) is not saved yet", capsys.readouterr().out) == ["2", "3", "4"]
+    assert re.findall(r"step (\d) is not saved:", capsys.readouterr().out) == ["2", "3", "4"]
