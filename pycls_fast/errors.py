@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -90,6 +91,9 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
     An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
     device memory is one line from each rank that does; the line proposes to lower `batch`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on standard error: names of files and classes that are not UTF-8 can be printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
     status = DONE
     try:
         status = action()

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": _INFERENCE,
     "ledger": _LEDGER,
     "commands": _LEDGER | {"ledger"},
-    "cli": {"errors", "commands"},
+    "cli": {"errors", "commands", "config"},
     # Five lines each, besides two that write documents.
     "tools": _LEDGER | {"cli", "ledger"},
     # `pycls_fast.load` and `train_net` import when they are called.

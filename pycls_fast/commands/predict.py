@@ -1,62 +1,130 @@
-"""Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
+"""`pycls-fast predict`, `maps` and `export`: tools that take trained weights and no configuration."""
 
-RUN          a run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file
-             from pycls-fast export; each includes class names and preprocessing
-IMAGES       files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of
-             files on standard input
+from typing import Literal
 
-    format=      table, json, csv (written row by row), or sheet: a contact sheet with the predictions
-    output=      a file; default: standard output, for sheet predictions.png (then predictions_2.png, ...)
-    topk=5       number of classes per image
-    which=       auto (the average of the weights if there is one), model or ema
-    device=      auto, cpu or cuda
-    precision=   fp32, amp_bf16, amp_fp16, bf16 or fp16
-    batch_size=  images at a time (64)
-    num_workers= processes that read and decode (none for few images, else one per core)
-    imports=     for an exported file of a model of your own: the modules that register it ([MODULE])
-
-Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
-"""
-
-from typing import Annotated, Literal, NoReturn
-
-from pydantic import Field
-
-from pycls_fast.config import ModuleNames, Section, command_line
+from pycls_fast.config import ModuleNames, Section, command
 from pycls_fast.errors import UserError
+from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Text
 
-Positive = Annotated[int, Field(gt=0)]
+Which = Literal["auto", "model", "ema"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
-class Options(Section):
-    """Keys of this tool."""
+class _ImagesOptions(Section):
+    """Keys that name a network and images."""
 
-    run: Annotated[str, Field(min_length=1)]
+    run: Text
+    """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file from
+    pycls-fast export; each includes class names and preprocessing."""
     images: tuple[str, ...] = ()
+    """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of files on
+    standard input."""
+    which: Which = "auto"
+    """auto: the average of the weights if there is one."""
+    device: Device = "auto"
+    """Where the network runs."""
+
+    def require_images(self) -> None:
+        """Raise a `UserError` if there are none."""
+        if not self.images:
+            raise UserError("images: none were given; give files, folders or patterns after the run")
+
+
+class PredictOptions(_ImagesOptions):
+    """Keys of `pycls-fast predict`."""
+
     format: Literal["table", "json", "csv", "sheet"] = "table"
+    """csv is written row by row; sheet is a contact sheet with the predictions."""
     output: str | None = None
-    topk: Positive = 5
-    which: Literal["auto", "model", "ema"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
+    topk: PositiveInt = 5
+    """The number of classes per image."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
-    batch_size: Positive | None = None
-    num_workers: Annotated[int, Field(ge=0)] | None = None
+    """The format of the computation."""
+    batch_size: PositiveInt | None = None
+    """Images at a time; null: 64."""
+    num_workers: NonNegativeInt | None = None
+    """Processes that read and decode; null: none for few images, else one per core."""
     imports: ModuleNames = ()
+    """For an exported file of a model of your own: the modules that register it."""
 
 
-def main(options: Options) -> int:
-    """Predict and write."""
-    if not options.images:
-        raise UserError("images: none were given; give files, folders or patterns after the run")
-    # torch takes seconds to import; mistakes on the command line are reported before that.
+@command(options=PredictOptions, default=None, words=("run", "images"))
+def predict(options: PredictOptions) -> int:
+    """Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
+
+    Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
+    """
+    options.require_images()
     from pycls_fast.config.imports import import_modules
-    from pycls_fast.inference.predict import predict
+    from pycls_fast.inference.predict import predict as predict_images
 
     given = dict(options)
     import_modules(given.pop("imports"))
-    return predict(**given)
+    return predict_images(**given)
 
 
-def run() -> NoReturn:
-    """Run it from `sys.argv`."""
-    command_line(main, default=None, options=Options, about=__doc__, words=("run", "images"))
+class MapsOptions(_ImagesOptions):
+    """Keys of `pycls-fast maps`."""
+
+    kind: Literal["attention", "rollout", "features", "class"] = "attention"
+    """attention: of the class token (else the mean over the patches, or the pooling's own query) in the last block;
+    rollout: through all blocks (Abnar and Zuidema 2020); features: the last ones of each patch, their first three
+    principal components over all given images as red, green and blue; class: evidence for the predicted class
+    (Grad-CAM), for ResNets."""
+    output: str | None = None
+    """A PNG file; null: attention.png, ..."""
+    heads: bool = True
+    """attention: each head's; false: only their mean."""
+    opacity: Probability = 0.7
+    """Of the map over the image."""
+
+
+@command(options=MapsOptions, default=None, words=("run", "images"))
+def maps(options: MapsOptions) -> int:
+    """Where a network looks, as pictures: `pycls-fast maps RUN IMAGES... [key=value ...]`.
+
+    Draws one row per image: the crop that the network sees with its prediction, and maps over it.
+    """
+    options.require_images()
+    from pycls_fast.inference.maps import draw_maps
+
+    return draw_maps(**dict(options))
+
+
+class ExportOptions(Section):
+    """Keys of `pycls-fast export`."""
+
+    weights: Text
+    """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number of ranks
+    under any strategy, or an exported file."""
+    output: Text
+    """The file (or folder) to write."""
+    format: Literal["safetensors", "timm", "onnx", "program"] = "safetensors"
+    """safetensors: the weights with the network's plain parameter names; weights=FILE loads them here; timm: a folder
+    that timm.create_model('local-dir:FOLDER', pretrained=True) opens; onnx: FILE.onnx, images (B, C, size, size) as
+    bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2 of torch.export, with the same input and output."""
+    which: Which = "auto"
+    """auto: the average of the weights if there is one."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all floating-point tensors in safetensors and timm; null: as saved."""
+    overwrite: bool = False
+    """Overwrite an existing file; of a folder, only the files of the export."""
+    imports: ModuleNames = ()
+    """If weights is an exported file of a model of your own: the modules that register it."""
+
+
+@command(options=ExportOptions, default=None)
+def export(options: ExportOptions) -> int:
+    """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
+
+    All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
+    strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
+    also has the model's settings and the whole configuration.
+    """
+    from pycls_fast.config.imports import import_modules
+    from pycls_fast.train.export import export as export_weights
+
+    given = dict(options)
+    import_modules(given.pop("imports"))
+    return export_weights(given.pop("weights"), given.pop("output"), **given)

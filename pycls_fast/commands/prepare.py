@@ -1,27 +1,19 @@
-"""Prepare a dataset: `pycls-fast prepare pack|verify|index data.root=PATH [key=value ...]`.
+"""`pycls-fast prepare`."""
 
-pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
-         short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
-verify   read and decode every image, and list the damaged ones (status 2 if there are any)
-index    list the files of a large dataset once and keep the list, so that runs start in a second
-
-All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
-"""
-
-import sys
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import RunConfig, Section, command
 from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals
 from pycls_fast.files import user_path
+from pycls_fast.values import PositiveInt
 
 MODES = ("pack", "verify", "index")
 
 
-class Options(Section):
-    """Keys of this tool only."""
+class PrepareOptions(Section):
+    """Keys of `pycls-fast prepare`."""
 
     mode: Literal["pack", "verify", "index"] | None = None
     """What to do, the first word of the command: pack, verify or index."""
@@ -29,7 +21,7 @@ class Options(Section):
     """pack: the folder to write; verify: a JSON file for the list of damaged images."""
     split: str | None = None
     """Only this split; null: all."""
-    short_side: Annotated[int, Field(gt=0)] | None = None
+    short_side: PositiveInt | None = None
     """pack: scale larger images down to this many pixels on the short side; null: keep them as they are."""
     quality: Annotated[int, Field(ge=1, le=100)] = 95
     """pack: JPEG quality of the scaled images."""
@@ -39,30 +31,7 @@ class Options(Section):
     """pack: the filter that scales images down."""
 
 
-def main(config: RunConfig, options: Options) -> int:
-    """Open the splits and pack, verify or index each."""
-    if options.mode is None:
-        raise UserError(f"mode: not given; say what to do first: pycls-fast prepare {'|'.join(MODES)} data.root=PATH")
-    if options.mode == "pack" and options.output is None:
-        raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
-    # torch takes seconds to import; mistakes in the configuration are reported before that.
-    from pycls_fast import build
-
-    with build.world(config) as world:
-        splits = build.sources(config, world, index_all=options.mode == "index")
-    if options.split is not None and options.split not in splits:
-        raise UserError(f"split: the data has {', '.join(splits)}; got {options.split}")
-    chosen = {name: source for name, source in splits.items() if options.split in (None, name)}
-    for name, source in chosen.items():
-        print(f"{name}: {source.describe()}")
-    workers = build.num_workers(config)
-    with cleanup_at_signals():
-        if options.mode == "pack":
-            return pack_splits(chosen, options, workers, upright=config.data.exif_orientation)
-        return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE
-
-
-def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) -> int:
+def pack_splits(splits: dict, options: PrepareOptions, workers: int, *, upright: bool) -> int:
     """Pack each split, and print the images that could not be used."""
     from pycls_fast.data.pack import PackSettings, pack
 
@@ -82,7 +51,7 @@ def pack_splits(splits: dict, options: Options, workers: int, *, upright: bool) 
     return DONE
 
 
-def verify_splits(splits: dict, options: Options, workers: int) -> int:
+def verify_splits(splits: dict, options: PrepareOptions, workers: int) -> int:
     """List the damaged images."""
     from pycls_fast.data.pack import verify
     from pycls_fast.train.folder import output_file, write_json
@@ -101,9 +70,33 @@ def verify_splits(splits: dict, options: Options, workers: int) -> int:
     return MISTAKE if any(split["damaged"] for split in report.values()) else DONE
 
 
-def run() -> NoReturn:
-    """Run it from `sys.argv`."""
-    if sys.argv[1:] and sys.argv[1] in MODES:
-        sys.argv[1] = f"mode={sys.argv[1]}"
-    # Only the experiment's data group is used; it detects the format of what is in data.root.
-    command_line(main, about=__doc__, default="resnet50", options=Options)
+# Only the experiment's data group is used; it detects the format of what is in data.root.
+@command(options=PrepareOptions, default="resnet50", words=("mode",))
+def prepare(config: RunConfig, options: PrepareOptions) -> int:
+    """Prepare a dataset: `pycls-fast prepare pack|verify|index data.root=PATH [key=value ...]`.
+
+    pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
+             short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
+    verify   read and decode every image, and list the damaged ones (status 2 if there are any)
+    index    list the files of a large dataset once and keep the list, so that runs start in a second
+
+    All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
+    """
+    if options.mode is None:
+        raise UserError(f"mode: not given; say what to do first: pycls-fast prepare {'|'.join(MODES)} data.root=PATH")
+    if options.mode == "pack" and options.output is None:
+        raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
+    from pycls_fast import build
+
+    with build.world(config) as world:
+        splits = build.sources(config, world, index_all=options.mode == "index")
+    if options.split is not None and options.split not in splits:
+        raise UserError(f"split: the data has {', '.join(splits)}; got {options.split}")
+    chosen = {name: source for name, source in splits.items() if options.split in (None, name)}
+    for name, source in chosen.items():
+        print(f"{name}: {source.describe()}")
+    workers = build.num_workers(config)
+    with cleanup_at_signals():
+        if options.mode == "pack":
+            return pack_splits(chosen, options, workers, upright=config.data.exif_orientation)
+        return verify_splits(chosen, options, workers) if options.mode == "verify" else DONE

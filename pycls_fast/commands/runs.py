@@ -1,43 +1,63 @@
-"""A table of many runs: `pycls-fast runs FOLDER... [key=value ...]`.
+"""`pycls-fast runs` and `pycls-fast compare`."""
 
-FOLDER       run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)
+from typing import Literal
 
-    sort=        best_top1 (default), final_top1, class_top1, images_per_second, hours or epoch; largest first
-    output=      a .csv or .json file: the same rows, with every setting that differs
-
-A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the mean
-accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in `seed` or
-`data.fold` share a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a signal, with
-everything saved), failed (ended by an error), or running or killed. Damaged and empty run folders are listed at the
-end, with the reason. Exit status: 0, or 2 when no run could be read.
-"""
-
-from typing import Literal, NoReturn
-
-from pycls_fast.config import Section, command_line
+from pycls_fast.config import Section, command
 from pycls_fast.errors import UserError
+from pycls_fast.values import NonNegativeInt
 
 
-class Options(Section):
-    """Keys of this tool."""
+class RunsOptions(Section):
+    """Keys of `pycls-fast runs`."""
 
     folders: tuple[str, ...] = ()
+    """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
     sort: Literal["best_top1", "final_top1", "class_top1", "images_per_second", "hours", "epoch"] = "best_top1"
+    """By what the rows are sorted, largest first."""
     output: str | None = None
+    """A .csv or .json file: the same rows, with every setting that differs."""
 
 
-def main(options: Options) -> int:
-    """Read, print and write."""
+@command(options=RunsOptions, default=None, words=("folders",))
+def runs(options: RunsOptions) -> int:
+    """A table of many runs: `pycls-fast runs FOLDER... [key=value ...]`.
+
+    A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the
+    mean accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in
+    `seed` or `data.fold` share a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a signal,
+    with everything saved), failed (ended by an error), or running or killed. Damaged and empty run folders are listed
+    at the end, with the reason. Exit status: 0, or 2 when no run could be read.
+    """
     if not options.folders:
         raise UserError("folders: none were given; give run folders, or folders that contain some, such as runs")
     if options.output is not None and not options.output.lower().endswith((".csv", ".json")):
         raise UserError(f"output: {options.output} must end in .csv or .json; rename it")
-    # torch takes seconds to import; mistakes on the command line are reported before that.
     from pycls_fast.ledger.runs import list_runs
 
     return list_runs(options.folders, sort=options.sort, output=options.output)
 
 
-def run() -> NoReturn:
-    """Run it from `sys.argv`."""
-    command_line(main, default=None, options=Options, about=__doc__, words=("folders",))
+class CompareOptions(Section):
+    """Keys of `pycls-fast compare`."""
+
+    run_a: str
+    """A run's folder."""
+    run_b: str
+    """Another one."""
+    output: str | None = None
+    """A folder; null: one in comparisons/."""
+    images: NonNegativeInt = 24
+    """Images shown per kind of disagreement."""
+
+
+@command(options=CompareOptions, default=None, words=("run_a", "run_b"))
+def compare(options: CompareOptions) -> int:
+    """Two runs side by side: `pycls-fast compare RUN_A RUN_B [key=value ...]`.
+
+    Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images
+    on which the two disagree, accuracy by class, speed and memory. Prints a table, and writes into the output folder
+    `index.html` (one page with everything) and `compare.json`. The runs need not be finished.
+    """
+    from pycls_fast.ledger.compare import compare_runs
+
+    return compare_runs(**dict(options))

@@ -2,7 +2,7 @@
 
 from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import load_config
-from pycls_fast.config.launch import Command, NoOptions, command_line
+from pycls_fast.config.launch import Command, NoOptions, command, command_line
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import command_alone, is_command, variant
@@ -15,6 +15,7 @@ __all__ = [
     "Purpose",
     "RunConfig",
     "Section",
+    "command",
     "command_alone",
     "command_line",
     "is_command",

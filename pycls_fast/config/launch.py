@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import os
 import signal
 import sys
@@ -10,7 +12,7 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,8 +50,8 @@ class Command:
         about: what `--help` says first.
         default: the experiment when `--config-name` is not given; None: a tool without a configuration.
         options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
-        words: without a configuration, the keys that arguments without `=` set, in this order; a list, which must be
-            last, takes all the rest.
+        words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
+        subcommands: what a first word runs instead, with the arguments after it.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         purpose: what the configuration is used for.
         needs_data: takes the options; if it returns False, no image is read, whatever `purpose` says.
@@ -61,15 +63,31 @@ class Command:
     default: str | None = "vit_digits"
     options: type[Section] = NoOptions
     words: tuple[str, ...] = ()
+    subcommands: Mapping[str, Callable[[Sequence[str]], int]] = dataclasses.field(default_factory=dict)
     config_of_weights: bool = False
     purpose: Purpose = dataclasses.field(default_factory=Purpose)
     needs_data: Callable[[Any], bool] = lambda options: True
     after_sweep: Callable[[], str | None] = lambda: None
 
+    def __call__(self, *given: Any) -> int:
+        """`run`."""
+        return self.run(*given)
+
+
+def command(**settings: Any) -> Callable[[Callable[..., int]], Command]:
+    """Decorate `run` of a `Command`: its docstring is `about`."""
+    return lambda run: Command(run, inspect.getdoc(run) or "", **settings)
+
 
 def command_line(run: Callable[..., int], **settings: Any) -> NoReturn:
     """Run a tool from `sys.argv` and exit with its status; the settings are those of `Command`."""
-    command = Command(run, **settings)
+    main(Command(run, **settings))
+
+
+def main(command: Command) -> NoReturn:
+    """Run a command from `sys.argv` and exit with its status."""
+    if sys.argv[1:2] and sys.argv[1] in command.subcommands:
+        sys.exit(command.subcommands[sys.argv[1]](sys.argv[2:]))
     batch = "data.global_batch_size or data.eval_batch_size"
     if command.default is None:
         batch = "batch_size" if "batch_size" in command.options.model_fields else "the batch"
@@ -94,6 +112,9 @@ def _run(command: Command, arguments: list[str]) -> int:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give one that holds .yaml files")
+    bare = [each for each in flags.overrides if command.words and "=" not in each and not each.startswith("~")]
+    named = [f"{key}={word}" for key, word in zip(command.words, bare, strict=False)]
+    flags.overrides = [*named, *(each for each in flags.overrides if each not in bare[: len(named)])]
     found = None
     if command.config_of_weights and flags.config_name is None:
         found = saved.saved_with_weights(flags.overrides)
@@ -210,13 +231,15 @@ def read_options(arguments: Sequence[str], options: type[Section], words: Sequen
         UserError: one line per mistake.
     """
     values: dict[str, Any] = {}
+    texts: dict[str, str | tuple[str, ...]] = {}
     bare: list[str] = []
     for argument in arguments:
         key, separator, text = argument.partition("=")
         if separator and key in options.model_fields:
-            # A path may look like a number.
-            is_text = options.model_fields[key].annotation in (str, str | None)
-            values[key] = text if is_text else _value(argument)
+            if options.model_fields[key].annotation in (str, str | None):
+                texts[key] = text  # A path may look like a number.
+            else:
+                values[key] = _value(argument)
         elif words and (Path(argument).exists() or not separator) and (argument == "-" or not argument.startswith("-")):
             bare.append(argument)
         elif separator:
@@ -225,12 +248,14 @@ def read_options(arguments: Sequence[str], options: type[Section], words: Sequen
             raise unreadable(argument, [])
     for key in words:
         is_list = options.model_fields[key].annotation == tuple[str, ...]
-        if key not in values and (bare or is_list):
-            values[key] = bare if is_list else bare.pop(0)
+        if key not in values and key not in texts and (bare or is_list):
+            texts[key] = tuple(bare) if is_list else bare.pop(0)
             bare = [] if is_list else bare
     if bare:
         raise UserError(f"{bare[0]}: one argument too many; the keys are {', '.join(options.model_fields)}")
-    return validate(options, values, lambda key: "the command line")
+    # Names of files need not be UTF-8, JSON text must be: the validation sees "?" instead.
+    seen = json.loads(json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace"))
+    return validate(options, seen, lambda key: "the command line").model_copy(update=texts)
 
 
 def _value(override: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
-from pycls_fast.inference.predictions import Guess, Prediction
 from pycls_fast.network import Network
 from pycls_fast.train.features import head_inputs
 from pycls_fast.train.restore import Restored, restore
@@ -28,6 +28,52 @@ BATCH_SIZE = 64
 
 # Up to this many images, one process reads them faster than workers start.
 _FEW = 128
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One class and its probability.
+
+    Attributes:
+        label: the output's index.
+        class_name: its name.
+        probability: softmax of the scores; for a network trained with binary cross-entropy the class's sigmoid, so
+            that an image's probabilities need not sum to 1.
+    """
+
+    label: int
+    class_name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one image.
+
+    Attributes:
+        image: its path, or "image 3" if it was given as pixels.
+        position: index in the input.
+        top: the likeliest classes, best first.
+    """
+
+    image: str
+    position: int
+    top: tuple[Guess, ...]
+
+    @property
+    def label(self) -> int:
+        """Index of the likeliest class."""
+        return self.top[0].label
+
+    @property
+    def class_name(self) -> str:
+        """Name of the likeliest class."""
+        return self.top[0].class_name
+
+    @property
+    def probability(self) -> float:
+        """Probability of the likeliest class."""
+        return self.top[0].probability
 
 
 @contextmanager

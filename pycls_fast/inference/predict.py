@@ -16,10 +16,9 @@ from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import user_path
-from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, load
+from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Prediction, load
+from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
-from pycls_fast.inference.predictions import Prediction
-from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu

@@ -92,7 +92,7 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def main() -> None:
     """`python -m tests.integration.fairscale_cpu --config-name NAME ...`: tools/train_net.py on this stage."""
-    from pycls_fast.commands.train import main as train_net
+    from pycls_fast.commands.train import train as train_net
     from pycls_fast.config import command_line
 
     with pytest.MonkeyPatch.context() as monkeypatch:

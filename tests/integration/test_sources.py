@@ -194,7 +194,7 @@ def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0
     options = {key: int(value) if value.isdigit() else value for key, value in own.items()}
     config = load_config("resnet50", ["data.num_workers=0", *(a for a in arguments if a.startswith("data."))])
     capsys.readouterr()
-    assert prepare_data.main(config, prepare_data.Options(**options)) == expect  # type: ignore[arg-type]
+    assert prepare_data.prepare(config, prepare_data.PrepareOptions(**options)) == expect  # type: ignore[arg-type]
     return capsys.readouterr().out
 
 
@@ -278,7 +278,7 @@ def test_a_signal_while_preparing(
     )
     config = load_config("resnet50", ["data.num_workers=0", f"data.root={root}"])
     with pytest.raises(SystemExit) as ended:
-        prepare_data.main(config, prepare_data.Options(mode=mode, output="packed"))  # type: ignore[arg-type]
+        prepare_data.prepare(config, prepare_data.PrepareOptions(mode=mode, output="packed"))  # type: ignore[arg-type]
     assert ended.value.code == 143
     assert capfd.readouterr().err == "interrupted: SIGTERM ended this at once\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pycls_fast.cli import VERBS, find_command
 from pycls_fast.config.help import help_of_key, help_text
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.launch import NoOptions
@@ -20,7 +20,7 @@ from pycls_fast.speed import MODEL_KINDS
 from tests.integration.runs import ROOT, command, environment, run_process
 from tests.unit.config.conftest import Tool
 
-TOOLS = ["knn", "ledger", "lr_find", "prepare", "test", "time"]
+TOOLS = ["knn", "ledger", "lr-find", "prepare", "test", "time"]
 
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) ->
 @pytest.mark.parametrize("name", TOOLS)
 def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     """Each key with its default."""
-    options = importlib.import_module(f"pycls_fast.commands.{name}").Options
+    options = find_command(name).options
     printed = re.findall(
         r"^  (\w+=\S+)", help_text("", options, [CONFIGS]).rpartition("adds a folder")[2], flags=re.MULTILINE
     )
@@ -94,12 +94,10 @@ def test_every_key_is_described() -> None:
         assert text.startswith(key) or f"\n{key}." in text
 
 
-@pytest.mark.parametrize("name", [None, *TOOLS])
+@pytest.mark.parametrize("name", [None, *VERBS])
 def test_every_key_has_a_description(name: str | None) -> None:
     """The string after a field, which `--help KEY` prints."""
-    sections: list[type[Section]] = [
-        RunConfig if name is None else importlib.import_module(f"pycls_fast.commands.{name}").Options
-    ]
+    sections: list[type[Section]] = [RunConfig if name is None else find_command(name).options]
     for section in sections:
         for key, field in section.model_fields.items():
             inner = section_keys(section)[key]

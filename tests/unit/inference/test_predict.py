@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import importlib
 import io
 import json
 import os
@@ -20,12 +19,13 @@ import torch
 from PIL import Image
 
 import pycls_fast
-from pycls_fast.commands.predict import Options
+from pycls_fast.cli import find_command
+from pycls_fast.commands.predict import PredictOptions as Options
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
+from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.predict import check_output, percent
-from pycls_fast.inference.sheet import Cell
 from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
 
@@ -33,8 +33,8 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 
 def run_tool(name: str, *arguments: object) -> int:
-    tool = importlib.import_module(f"pycls_fast.commands.{name}")
-    return tool.main(read_options([str(a) for a in arguments], tool.Options, ("run", "images")))
+    tool = find_command(name)
+    return tool(read_options([str(a) for a in arguments], tool.options, tool.words))
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_when_nothing_can_be_read(
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         ("predict", ["RUN", "IMAGES", "format=xml"], 'format: must be one of table, json, csv, sheet; got "xml"'),
         ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
-        ("predict", ["RUN", "IMAGES", "--topk"], "--topk: not a key=value; the keys are run, images, format"),
+        ("predict", ["RUN", "IMAGES", "--topk"], "cannot read '--topk' on the command line"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
         ("predict", ["nowhere", "IMAGES"], "weights: nowhere is neither a weights file nor a run folder"),
         ("maps", ["RUN"], "images: none were given"),
@@ -322,7 +322,7 @@ def test_names_that_are_no_utf_8(
 def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, name: str) -> None:
     options = read_options([f"run={name}", f"output={name}"], Options, ("run", "images"))
     assert (options.run, options.output, options.images) == (name, name, ())
-    with pytest.raises(UserError, match=r"^topk: cannot read '\[1'$"):
+    with pytest.raises(UserError, match=r"^cannot read 'topk=\[1' on the command line"):
         read_options([f"run={name}", "topk=[1"], Options)
 
 
@@ -357,7 +357,7 @@ def test_a_map_is_where_it_belongs() -> None:
     """One hot place of four: its quarter of the picture is the brightest."""
     import torch
 
-    from pycls_fast.inference.map_pictures import _rows
+    from pycls_fast.inference.maps import _rows
 
     picture = np.full((1, 40, 40, 3), 128, np.uint8)
     hot = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from pycls_fast.errors import UserError
-from pycls_fast.inference.sheet import Cell, draw_sheet, tile, write_sheets
+from pycls_fast.inference.contact_sheet import Cell, draw_sheet, tile, write_sheets
 
 RED = (200, 30, 30)
 

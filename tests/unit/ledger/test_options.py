@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.commands.ledger import TAKEN, Named, Options, main, refuse_unread
+from pycls_fast.commands.measure import TAKEN, Named, refuse_unread
+from pycls_fast.commands.measure import LedgerOptions as Options
+from pycls_fast.commands.measure import ledger as main
 from pycls_fast.config import Purpose, command_line, load_config, variants
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.commands.runs import Options, main
+from pycls_fast.commands.runs import RunsOptions as Options
+from pycls_fast.commands.runs import runs as main
 from pycls_fast.config import load_config
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
-from pycls_fast.inference.sheet import Cell, draw_sheet
+from pycls_fast.inference.contact_sheet import Cell, draw_sheet
 from pycls_fast.train import pictures as drawing
 from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion
 from pycls_fast.train.pictures import _shares, draw_confusion

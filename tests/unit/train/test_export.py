@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.commands.export import Options, main
+from pycls_fast.commands.predict import ExportOptions as Options
+from pycls_fast.commands.predict import export as main
 from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys

@@ -16,9 +16,9 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
+from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import check_output, collect, percent
-from pycls_fast.inference.sheet import Cell, write_sheets
 from pycls_fast.models import maps
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu

@@ -1,0 +1,75 @@
+"""`pycls-fast test` and `pycls-fast knn`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.config import Purpose, RunConfig, Section, command
+
+
+class ScoreOptions(Section):
+    """Keys of `pycls-fast test`."""
+
+    split: str = "val"
+    """What is scored: val, train, test if the data has one, or all for a dataset that is not split into train and
+    val."""
+    output: str | None = None
+    """A JSON file for the numbers."""
+    predictions: str | None = None
+    """A CSV file that lists every image with its class, the predicted one, its probability and the loss, the
+    worst image first."""
+    preprocessing: Literal["weights", "config"] = "weights"
+    """Whose preprocessing published weights are scored with: their own, or the configuration's."""
+
+
+@command(options=ScoreOptions, config_of_weights=True, purpose=Purpose(scores_sets=True))
+def test(config: RunConfig, options: ScoreOptions) -> int:
+    """Evaluate a checkpoint: `pycls-fast test weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
+
+    Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
+    checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
+    published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`.
+    """
+    from pycls_fast.train.tasks.score import score
+
+    return score(
+        config,
+        options.split,
+        options.output,
+        predictions=options.predictions,
+        own_preprocessing=options.preprocessing == "weights",
+    )
+
+
+class KnnOptions(Section):
+    """Keys of `pycls-fast knn`."""
+
+    k: Annotated[int, Field(gt=0)] = 20
+    """The number of neighbours that vote."""
+    temperature: Annotated[float, Field(gt=0.0)] = 0.07
+    """A vote counts exp(similarity / temperature)."""
+    split: str = "val"
+    """The split that is classified by the neighbours in train."""
+    output: str | None = None
+    """A JSON file for the numbers."""
+    preprocessing: Literal["weights", "config"] = "weights"
+    """Whose preprocessing published weights get: their own, or the configuration's."""
+
+
+@command(options=KnnOptions, default="finetune", config_of_weights=True)
+def knn(config: RunConfig, options: KnnOptions) -> int:
+    """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
+
+    Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The
+    configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
+    """
+    from pycls_fast.train.tasks.knn import score_neighbours
+
+    return score_neighbours(
+        config,
+        k=options.k,
+        temperature=options.temperature,
+        split=options.split,
+        output=options.output,
+        own_preprocessing=options.preprocessing == "weights",
+    )
