@@ -4,7 +4,6 @@ models, data, optim and parallel never see a configuration.
 """
 
 from pycls_fast.build.batches import check_mixing, microbatch_size, steps_per_epoch, total_steps
-from pycls_fast.build.cpu_cores import cores, cores_per_rank
 from pycls_fast.build.data import (
     eval_batches,
     eval_loader,
@@ -20,6 +19,8 @@ from pycls_fast.build.data import (
 from pycls_fast.build.device import (
     autocast,
     compute_dtype,
+    cores,
+    cores_per_rank,
     device_kind,
     level,
     set_backend,

@@ -9,8 +9,7 @@ from typing import assert_never
 import torch
 
 from pycls_fast.build.batches import microbatch_size
-from pycls_fast.build.cpu_cores import cores_per_rank
-from pycls_fast.build.device import DTYPES, level
+from pycls_fast.build.device import DTYPES, cores_per_rank, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.schema import RunConfig

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.build.cpu_cores import cores_per_rank, cpu_limit
+from pycls_fast.config import launch
 from pycls_fast.config.imports import import_modules
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
@@ -130,3 +132,31 @@ def _set_threads(count: int | None, *, updates_on_host: bool) -> None:
     if not _threads_before:
         _threads_before.append(torch.get_num_threads())
     torch.set_num_threads(count)
+
+
+def cores() -> int:
+    """Number of CPU cores that the run may use: its CPU affinity, or a lower CPU limit."""
+    allowed = len(os.sched_getaffinity(0))
+    limit = cpu_limit()
+    return allowed if limit is None else min(allowed, limit)
+
+
+def cores_per_rank() -> int:
+    """This rank's share of `cores()`, at least 1."""
+    # Ranks of a node share its cores, but a scheduler may have assigned each task its own.
+    own = os.environ.get("SLURM_CPUS_PER_TASK") if launch.is_task() else None
+    return max(min(cores(), int(own)) if own else cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def cpu_limit(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
+    """The container's CPU quota in cores (`docker run --cpus`, a pod's `limits.cpu`), rounded up; None without one.
+
+    Args:
+        file: the limit of the container's control group (the kernel's admin-guide/cgroup-v2).
+    """
+    try:
+        quota, period = file.read_text(encoding="utf-8").split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):
+        # No limit: the file is missing or says "max".
+        return None

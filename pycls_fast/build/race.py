@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.build.cpu_cores import cores_per_rank
+from pycls_fast.build.device import cores_per_rank
 from pycls_fast.build.network import counted_model, model
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.models.complexity import complexity

@@ -63,7 +63,7 @@ def output_file(output: str | Path, world: World | None = None, *, key: str = "o
         raise UserError(f"{key}: is empty; give the path of a file, or leave {key}= out")
     file = user_path(output)
     # Not `Path.is_symlink`, which raises for a name that is too long; `_problem` reports it.
-    if os.path.islink(file) and not is_special_file(file):  # noqa: PTH114
+    if os.path.islink(file):  # noqa: PTH114
         # Keep the link and write its target.
         file = Path(os.path.realpath(file))
     problem = _problem(file) if world is None or world.is_main else None
@@ -76,10 +76,8 @@ def output_file(output: str | Path, world: World | None = None, *, key: str = "o
 
 def _problem(file: Path) -> str | None:
     try:
-        if file.is_dir():
-            return f"{file} is a folder; give the path of a file"
-        if is_special_file(file):
-            return None if os.access(file, os.W_OK) else f"{file} cannot be written; give another path"
+        if file.exists() and not file.is_file():
+            return f"{file} is {'a folder' if file.is_dir() else 'no ordinary file'}; give the path of a file"
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
         probe.touch()
@@ -87,14 +85,6 @@ def _problem(file: Path) -> str | None:
     except OSError as error:
         return f"{file} cannot be written ({error.strerror}); give another path"
     return None
-
-
-def is_special_file(file: Path) -> bool:
-    """Whether `file` is a pipe, a device or an open file of this process (`/dev/stdout`): it must not be replaced."""
-    name = str(file.absolute())
-    # Files in shared memory are ordinary files.
-    named = name.startswith(("/dev/", "/proc/")) and not name.startswith("/dev/shm/")
-    return file.exists() and not file.is_dir() and (named or not file.is_file())
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
@@ -115,11 +105,8 @@ def write_text(file: Path, text: str, *, key: str = "output") -> None:
     # Bytes of a file name that are not UTF-8 are written as escapes, which JSON has too.
     encoded = text.encode(errors="backslashreplace")
     try:
-        if is_special_file(file):
-            file.write_bytes(encoded)
-        else:
-            with atomic_write(file) as temporary:
-                temporary.write_bytes(encoded)
+        with atomic_write(file) as temporary:
+            temporary.write_bytes(encoded)
     except OSError as error:
         raise UserError(f"{key}: {file} could not be written ({error.strerror})") from error
 

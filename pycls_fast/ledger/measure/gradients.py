@@ -31,7 +31,7 @@ from pycls_fast.parallel import World
 from pycls_fast.train.building import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
-from pycls_fast.train.folder import is_special_file, output_file, write_json
+from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts
@@ -225,13 +225,9 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         report_damage(damaged, config.data.max_damaged, world, display)
         record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
         write_json(file, record)
-        written = [file]
-        # A pipe or a device has no place beside it for a picture.
-        if not is_special_file(file):
-            written.append(file.with_suffix(".png"))
-            _draw(record, written[-1])
+        _draw(record, file.with_suffix(".png"))
         _print(display, record)
-        print(f"written to {' and '.join(map(str, written))}")
+        print(f"written to {file} and {file.with_suffix('.png')}")
         return DONE
 
 

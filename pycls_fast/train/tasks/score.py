@@ -21,7 +21,7 @@ from pycls_fast.train.building import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress
-from pycls_fast.train.folder import is_special_file, output_file, write_json, write_text
+from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.normalization import timm_name
 from pycls_fast.train.resolving import after_data, before_data
@@ -237,7 +237,7 @@ def score(
 def _table_file(predictions: str, world: World) -> Path:
     """The path for the table, checked as by `output_file`."""
     file = user_path(predictions)
-    if file.suffix.lower() != ".csv" and not file.is_dir() and not is_special_file(file):
+    if file.suffix.lower() != ".csv" and not file.is_dir():
         raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
     return output_file(predictions, world, key="predictions")
 

@@ -102,19 +102,6 @@ def test_a_short_training(tmp_path: Path, digits: Path) -> None:
         )  # fmt: skip
 
 
-def test_an_open_file_has_no_picture_beside_it(
-    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`output=/dev/stdout`, say, with a file behind it."""
-    config = load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0"])
-    with (tmp_path / "g.json").open("w+") as stream:
-        output = f"/dev/fd/{stream.fileno()}"
-        assert count_gradients(config, steps=1, warmup_steps=0, loss_scale=4096, output=output) == 0
-        assert json.load(stream)["steps"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["g.json"]
-    assert capsys.readouterr().out.endswith(f"written to {output}\n")
-
-
 def test_a_recorded_step_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digits: Path) -> None:
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0"])
     here = build.switches(config, CPU)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pycls_fast.build import cpu_cores
+from pycls_fast.build import device as build_device
 from pycls_fast.ledger.ladder import processes
 from pycls_fast.ledger.ladder.processes import Process, ProcessResult, _environment, visible_devices
 
@@ -169,7 +169,7 @@ def test_ranks_share_the_cores(
 ) -> None:
     """Those that a container may take, where it has a limit."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(cpu_cores, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(build_device, "cpu_limit", lambda: limit)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _environment(ranks).get("OMP_NUM_THREADS") == share
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

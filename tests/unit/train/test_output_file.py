@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,37 +75,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
         assert link.is_symlink()
         assert json.loads(target.read_text()) == {"number": number}
     assert not target.is_symlink()
-
-
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    file = output_file(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_json(file, {"a": 1})
-    assert json.loads(os.read(reader, 100)) == {"a": 1}
-    os.close(reader)
-    assert pipe.is_fifo()
-    assert list(tmp_path.iterdir()) == [pipe]
-
-
-def test_an_open_file_of_the_process_is_written_into(tmp_path: Path) -> None:
-    with (tmp_path / "a.json").open("w+") as stream:
-        before = (tmp_path / "a.json").stat().st_ino
-        write_json(output_file(f"/dev/fd/{stream.fileno()}"), {"a": 1})
-        assert json.loads(stream.read()) == {"a": 1}
-    assert (tmp_path / "a.json").stat().st_ino == before
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no files in memory")
-def test_a_file_in_memory_is_replaced_whole() -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        file = Path(folder) / "a.json"
-        write_json(output_file(file), {"a": 1})
-        with file.open() as before:
-            write_json(output_file(file), {"a": 2})
-            assert json.load(before) == {"a": 1}
-        assert json.loads(file.read_text()) == {"a": 2}
 
 
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
