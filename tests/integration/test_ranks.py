@@ -94,7 +94,7 @@ import os
 import runpy
 import sys
 import time
-from pycls_fast.data import FileImages
+from pycls_fast.data.sources.files import FileImages
 
 read = FileImages.read
 

@@ -399,7 +399,11 @@ def test_workers_leave_signals_to_the_main_process() -> None:
 
 LEFT_RUNNING = """
 import sys
-from pycls_fast.data import ImageDataset, SyntheticImages, TrainSampler, TrainTransform, make_loader
+from pycls_fast.data.dataset import ImageDataset
+from pycls_fast.data.loader import make_loader
+from pycls_fast.data.sampling import TrainSampler
+from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.transforms import TrainTransform
 
 dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)
 sampler = TrainSampler(20, seed=0, global_batch_size=6, total_steps=1000)
