@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,12 +14,12 @@ from typing import Any, TextIO
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, UserError
-from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
+from pycls_fast.train.folder import output_file
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
 
 _NAME = 60
@@ -55,9 +54,9 @@ def predict(
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images))
-    path = user_path(output or "predictions.png") if output or format == "sheet" else None
-    if path is not None:
-        check_output(path, is_sheet=format == "sheet")
+    path = None if output is None else output_file(output)
+    if format == "sheet":
+        path = png_file(output or "predictions.png")
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
     too_many = (
@@ -85,7 +84,7 @@ def predict(
         assert path is not None
         _write_sheets(path, source, found, upright=classifier.config.data.exif_orientation)
     elif format != "csv":
-        with _opened(path) as stream, _writing(path):
+        with _opened(path) as stream:
             if format == "json":
                 _write_json(stream, classifier, found, unreadable)
             else:
@@ -126,52 +125,26 @@ def collect(images: Sequence[str]) -> list[Path]:
     return [*named, *listed]
 
 
-def check_output(path: Path, *, is_sheet: bool) -> None:
-    """Check before the work that a file can be written, and make its folder; its contents are not changed.
+def png_file(output: str) -> Path:
+    """The path of a sheet to write; see `output_file`.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or is not called a PNG file.
     """
-    if is_sheet and path.suffix.lower() != ".png":
-        raise UserError(f"output: a sheet is a PNG file; call it {path.stem}.png")
-    try:
-        if path.is_dir():
-            raise UserError(f"output: {path} is a folder; give the path of a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            path.open("ab").close()
-        elif not path.exists():
-            # For a dangling link, test its target.
-            place = Path(os.path.realpath(path))
-            place.touch()
-            place.unlink()
-    except OSError as error:
-        raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
+    if not output.lower().endswith(".png"):
+        raise UserError(f"output: a sheet is a PNG file; call it {Path(output).stem}.png")
+    return output_file(output)
 
 
 @contextmanager
 def _opened(path: Path | None) -> Iterator[TextIO]:
+    """The file, or standard output; errors of whoever writes to it are left alone."""
     if path is None:
         yield sys.stdout
         return
-    with _writing(path):
-        # Parts of a class name that are not UTF-8 become escapes, which JSON readers decode.
-        stream = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
-    try:
+    # Parts of a class name that are not UTF-8 become escapes, which JSON readers decode.
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
         yield stream
-    finally:
-        with _writing(path):
-            stream.close()
-
-
-@contextmanager
-def _writing(path: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if path is None:
-            raise
-        raise UserError(f"output: {path} cannot be written ({error.strerror})") from error
 
 
 def _write_json(
@@ -200,10 +173,7 @@ def _write_csv(path: Path | None, predictions: Iterable[Prediction]) -> None:
     """Write row by row: millions of images take hours, and an error or a kill must not lose them all."""
     with _opened(path) as stream:
         table = csv.writer(stream, lineterminator="\n")
-        for row in _csv_rows(predictions):
-            # Not around the loop: reading images can fail, too.
-            with _writing(path):
-                table.writerow(row)
+        table.writerows(_csv_rows(predictions))
 
 
 def _csv_rows(found: Iterable[Prediction]) -> Iterator[list[Any]]:

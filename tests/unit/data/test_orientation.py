@@ -16,14 +16,13 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decode import DamagedImage, decode, jpeg_orientation
+from pycls_fast.data.decode import decode, jpeg_orientation
 from pycls_fast.data.decoders import (
     DECODERS,
     Decoder,
     PillowPicture,
     Upright,
     open_scaled_region,
-    open_with_pillow,
 )
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
@@ -58,46 +57,38 @@ def as_seen(data: bytes) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("orientation", EIGHT)
-def test_the_eight_orientations(photo: Image.Image, orientation: int, kind: str) -> None:
-    data = encode(photo, orientation, kind)
-    seen, found = as_seen(data), decode(data, upright=True)
-    assert found.size == seen.size == (photo.size if orientation <= 4 else photo.size[::-1])
-    np.testing.assert_array_equal(found, seen)
-    stored = decode(data)
-    assert stored.size == photo.size
-    assert (orientation == 1) == np.array_equal(stored, seen)
+def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
+    for orientation in EIGHT:
+        data = encode(photo, orientation, kind)
+        seen, found = as_seen(data), decode(data, upright=True)
+        assert found.size == seen.size == (photo.size if orientation <= 4 else photo.size[::-1])
+        np.testing.assert_array_equal(found, seen)
+        stored = decode(data)
+        assert stored.size == photo.size
+        assert (orientation == 1) == np.array_equal(stored, seen)
+        # Pillow turns TIFF files when it reads the pixels; nothing is turned twice.
+        tiff = encode(photo, orientation, "TIFF")
+        for upright in (False, True):
+            np.testing.assert_array_equal(decode(tiff, upright=upright), as_seen(tiff))
 
 
-@pytest.mark.parametrize("orientation", EIGHT)
-def test_tiffs_are_turned_in_any_case(photo: Image.Image, orientation: int) -> None:
-    """Pillow turns them when it reads the pixels; nothing is turned twice."""
-    data = encode(photo, orientation, "TIFF")
-    for upright in (False, True):
-        np.testing.assert_array_equal(decode(data, upright=upright), as_seen(data))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_DECODERS)
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("orientation", EIGHT)
-def test_random_crops_are_those_of_a_file_that_was_turned_before(
-    photo: Image.Image, orientation: int, kind: str, name: str
-) -> None:
+def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Image, kind: str, name: str) -> None:
     decoder = ALL_DECODERS[name]
-    data = encode(photo, orientation, kind)
-    is_fast = kind == "JPEG" and orientation == 1
-    before = data if is_fast else encode(as_seen(data), kind="PNG")
-    picture = Upright(decoder)(data)
-    assert type(picture) is type(decoder(before))
-    assert picture.size == as_seen(data).size[::-1]
-    training = TrainTransform(image_size=32, erase_probability=0.5)
-    for seed in range(5):
-        ours, wanted = training(Upright(decoder)(data), seed), training(decoder(before), seed)
-        np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
-        assert ours.erase == wanted.erase
-    scoring = EvalTransform(image_size=48)
-    np.testing.assert_array_equal(scoring(Upright(decoder)(data), 0).image_HWC, scoring(decoder(before), 0).image_HWC)
+    training, scoring = TrainTransform(image_size=32, erase_probability=0.5), EvalTransform(image_size=48)
+    for orientation in EIGHT if kind == "JPEG" else (1, 6):
+        data = encode(photo, orientation, kind)
+        is_fast = kind == "JPEG" and orientation == 1
+        before = data if is_fast else encode(as_seen(data), kind="PNG")
+        picture = Upright(decoder)(data)
+        assert type(picture) is type(decoder(before))
+        assert picture.size == as_seen(data).size[::-1]
+        for seed in range(2):
+            ours, wanted = training(Upright(decoder)(data), seed), training(decoder(before), seed)
+            np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
+            assert ours.erase == wanted.erase
+        np.testing.assert_array_equal(scoring(picture, 0).image_HWC, scoring(decoder(before), 0).image_HWC)
 
 
 @pytest.mark.parametrize("name", ALL_DECODERS)
@@ -124,17 +115,6 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
         np.testing.assert_array_equal(decode(data, upright=True), decode(data))
 
 
-def test_a_tag_of_the_wrong_type_needs_no_turn(photo: Image.Image) -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    # The tag as ASCII text instead of a 16-bit number.
-    wrong = exif.tobytes().replace(b"\x01\x12\x00\x03", b"\x01\x12\x00\x02")
-    data = encode(photo, exif=wrong)
-    assert wrong != exif.tobytes()
-    assert jpeg_orientation(data) == 1
-    np.testing.assert_array_equal(decode(data, upright=True), decode(data))
-
-
 def segment(marker: int, content: bytes) -> bytes:
     return b"\xff" + bytes([marker]) + (len(content) + 2).to_bytes(2, "big") + content
 
@@ -156,17 +136,6 @@ def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
     assert jpeg_orientation(plain[:2] + xmp + plain[2:]) == 1
 
 
-def test_damaged_files_are_refused_for_the_same_reason(photo: Image.Image) -> None:
-    whole = encode(photo, 6)
-    for data in (b"", b"\xff\xd8", whole[:40], whole[:200], whole[: len(whole) // 2], b"<html>", bytes(100)):
-        reasons = []
-        for decoder in (open_with_pillow, *(Upright(each) for each in ALL_DECODERS.values())):
-            with pytest.raises(DamagedImage) as caught:
-                EvalTransform(image_size=8)(decoder(data), 0)
-            reasons.append(caught.value.reason)
-        assert len(set(reasons)) == 1
-
-
 def test_arrays_are_never_turned(photo: Image.Image) -> None:
     pixels = np.asarray(photo)
     np.testing.assert_array_equal(decode(pixels, upright=True), pixels)
@@ -186,7 +155,6 @@ def turned_content(photo: Image.Image) -> dict[str, list[Sample]]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
 def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, kind: str) -> None:
     """By the decoder of the key; without the key they are not, and a worker gets a copy of the decoder."""
@@ -220,12 +188,6 @@ def test_the_key_chooses(name: str) -> None:
     assert opened_by_key(name, exif_orientation="true") == Upright(DECODERS[name])
 
 
-@pytest.mark.parametrize("experiment", ["finetune", "linear_probe"])
-def test_own_photographs_are_turned(experiment: str) -> None:
-    assert load_config(experiment, ["data.root=x", "weights=y"]).data.exif_orientation
-    assert not load_config("resnet50", ["data.root=x"]).data.exif_orientation
-
-
 def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str) -> list[bytes | np.ndarray]:
     """The eight orientations as a class folder, packed."""
     folder = tmp_path / "folders" / "class"
@@ -237,7 +199,7 @@ def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str
     return [source.read(index)[0] for index in range(8)]
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
 def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Image, tmp_path: Path, kind: str) -> None:
     for orientation, data in zip(EIGHT, packed(photo, tmp_path, PackSettings(64), kind), strict=True):
         assert isinstance(data, bytes)
@@ -248,13 +210,9 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
         assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("short_side", [None, 1000])
-def test_packing_copies_what_is_small_enough(
-    photo: Image.Image, tmp_path: Path, kind: str, short_side: int | None
-) -> None:
-    found = packed(photo, tmp_path, PackSettings(short_side), kind)
-    assert found == [encode(photo, orientation, kind) for orientation in EIGHT]
+def test_packing_copies_what_is_small_enough(photo: Image.Image, tmp_path: Path) -> None:
+    found = packed(photo, tmp_path, PackSettings(1000), "JPEG")
+    assert found == [encode(photo, orientation) for orientation in EIGHT]
 
 
 @pytest.mark.parametrize("upright", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
@@ -25,7 +24,7 @@ from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
 from pycls_fast.inference.contact_sheet import Cell
-from pycls_fast.inference.predict import check_output, percent
+from pycls_fast.inference.predict import percent
 from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
 
@@ -115,17 +114,6 @@ def test_rows_are_there_before_the_last_image(
         assert rows[3].keys() == {"image", "label", "class", "probability", "label_2", "class_2", "probability_2"}
 
 
-def test_an_error_of_the_loader_is_not_reported_as_one_of_the_output(
-    run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(network: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(VisionTransformer, "forward", failing)
-    with pytest.raises(OSError, match="Too many open files"):
-        run_tool("predict", run_dir, folder, "format=csv", f"output={tmp_path / 'x.csv'}")
-
-
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_rows(run_dir: Path, folder: Path) -> None:
     command = [sys.executable, str(TOOLS / "predict.py"), str(run_dir), str(folder), "format=csv"]
@@ -175,16 +163,6 @@ def test_each_picture_on_the_sheet_has_its_own_words(
     assert len({cell.title for cell in drawn}) == 3
 
 
-def test_a_listed_name_that_is_not_utf_8(
-    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (bad / "3.png").rename(bad / os.fsdecode(b"caf\xe9.png"))
-    listed = io.BytesIO(os.fsencode(bad) + b"/caf\xe9.png\n")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(listed, encoding="utf-8", errors="strict"))
-    assert run_tool("predict", run_dir, "-", "format=json") == 0
-    assert len(json.loads(capsys.readouterr().out)["images"]) == 1
-
-
 def test_a_list_on_standard_input(
     run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,13 +176,13 @@ def test_a_list_on_standard_input(
         run_tool("predict", run_dir, "-", "format=json")
 
 
-@pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])
 def test_when_nothing_can_be_read(
-    run_dir: Path, bad: Path, form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(bad)
-    assert run_tool("predict", run_dir, bad / "bad[[]red].png", f"format={form}") == 2
-    assert "1 of 1 images could not be read" in capsys.readouterr().err
+    for form in ("csv", "sheet"):
+        assert run_tool("predict", run_dir, bad / "bad[[]red].png", f"format={form}") == 2
+        assert "1 of 1 images could not be read" in capsys.readouterr().err
     assert not (bad / "predictions.png").exists()
 
 
@@ -215,20 +193,10 @@ def test_when_nothing_can_be_read(
         ("predict", ["RUN"], "images: none were given; give files, folders or patterns after the run"),
         ("predict", ["RUN", "nowhere.png"], "images: nowhere.png is not a file, a folder or a pattern"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
-        ("predict", ["RUN", "IMAGES", "format=xml"], 'format: must be one of table, json, csv, sheet; got "xml"'),
         ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
-        ("predict", ["RUN", "IMAGES", "--topk"], "cannot read '--topk' on the command line"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
         ("predict", ["nowhere", "IMAGES"], "weights: nowhere is neither a weights file nor a run folder"),
-        ("maps", ["RUN"], "images: none were given"),
         ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
-        (
-            "maps",
-            ["RUN", "IMAGES", "kind=x"],
-            'kind: must be one of attention, rollout, features, class; got "x"',
-        ),
-        ("maps", ["RUN", "IMAGES", "opacity=2"], "opacity: must be at most 1; got 2"),
-        ("maps", ["RUN", "IMAGES", "output=x.jpg"], "output: a sheet is a PNG file; call it x.png"),
         ("maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
@@ -253,27 +221,13 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(
     (tmp_path / "there.png").mkdir()
     with pytest.raises(UserError, match=r"^output: .*there\.png is a folder; give the path of a file$"):
         run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / 'there.png'}")
-    long = tmp_path / f"{'x' * 300}.png"
-    with pytest.raises(UserError, match=r"^output: .* cannot be written \(File name too long\); give another path$"):
-        run_tool(tool, "nowhere", folder, *arguments, f"output={long}")
     # What is there is not touched by looking, and nothing is left behind.
     (tmp_path / "kept.png").write_text("kept")
-    for name in ("kept.png", "new.png", "new/folder/new.png"):
+    for name in ("kept.png", "new/folder/new.png"):
         with pytest.raises(UserError, match=r"^weights: nowhere is neither a weights file"):
             run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
     assert (tmp_path / "kept.png").read_text() == "kept"
-    assert not (tmp_path / "new.png").exists()
-    assert (tmp_path / "new" / "folder").is_dir()
-    with pytest.raises(UserError, match=r"^output: .*kept\.png/x\.png cannot be written \(File exists\); give another"):
-        run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / 'kept.png' / 'x.png'}")
-
-
-def test_an_output_that_is_a_link_to_nothing_stays_one(tmp_path: Path) -> None:
-    link, target = tmp_path / "link.png", tmp_path / "target.png"
-    link.symlink_to(target)
-    check_output(link, is_sheet=True)
-    assert link.is_symlink()
-    assert not target.exists()
+    assert not list((tmp_path / "new" / "folder").iterdir())
 
 
 def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,9 +236,7 @@ def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["images"][0]["image"] == str(odd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["table", "json", "csv", "sheet"])
-@pytest.mark.parametrize("to_file", [True, False])
+@pytest.mark.parametrize(("form", "to_file"), [("table", False), ("json", True), ("sheet", True)])
 def test_names_that_are_no_utf_8(
     tmp_path: Path,
     folder: Path,
@@ -332,7 +284,6 @@ def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, n
     [
         ("vit_digits", "attention", 5),
         ("vit_digits", "rollout", 2),
-        ("vit_digits", "features", 2),
         ("resnet_digits", "features", 2),
         ("resnet_digits", "class", 2),
     ],
