@@ -88,12 +88,6 @@ def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     [
         # Refused because it is trained.
         ("finetune", ["data.root=/images"], "weights: not set; give what to fine-tune"),
-        (
-            "vit_digits",
-            ["data.source=folder", "data.eval_set=v2", "data.eval_root=."],
-            "data.eval_set: only pycls-fast test scores it; use data.eval_set=null",
-        ),
-        ("vit_digits", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
         ("vit_digit", [], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),
         ("vit_digits", "seed=1", "overrides: must be a list of key=value; got the text seed=1; write ['seed=1']"),
     ],

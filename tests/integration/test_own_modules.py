@@ -92,23 +92,16 @@ def of_own_model(here: Path, text: str) -> RunConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "words", "output"),
-    [
-        ("predict", ["net.safetensors", "image.png"], "told.json"),
-        ("export_net", ["weights=net.safetensors", "format=program"], "net.pt2"),
-    ],
-)
-def test_the_tools_take_the_modules_of_an_exported_file(here: Path, tool: str, words: list[str], output: str) -> None:
+def test_predict_takes_the_modules_of_an_exported_file(here: Path) -> None:
     config = of_own_model(here, MODEL)
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save("image.png")
     about = {"config": config.model_dump_json(), "classes": json.dumps(list("0123456789"))}
     save_file(
         build.model(config, 10, build.switches(config, torch.device("cpu"))).state_dict(), "net.safetensors", about
     )
-    arguments = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *words, f"output={output}"]
-    run_process([*arguments, "imports=my_nets"], cwd=here)
-    assert (here / output).stat().st_size > 0
+    arguments = [sys.executable, str(ROOT / "tools" / "predict.py"), "net.safetensors", "image.png"]
+    run_process([*arguments, "output=told.json", "imports=my_nets"], cwd=here)
+    assert (here / "told.json").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +115,6 @@ def test_the_tools_take_the_modules_of_an_exported_file(here: Path, tool: str, w
             "self.default_cfg = {'classifier': 'haed'}",
             r"no single linear classifier \(default_cfg\['classifier'\] is 'haed'\)",
         ),
-        ("self.default_cfg = {}", r"no single linear classifier \(default_cfg\['classifier'\] is None\)"),
     ],
 )
 def test_a_model_that_does_not_name_its_last_layer(here: Path, config: str, line: str) -> None:
@@ -149,8 +141,6 @@ def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> Non
             "x = 1\n\nraise ValueError('no such depth')",
             r"fails with ValueError: no such depth \(.*own_mod.py, line 3\)",
         ),
-        ("x = 1\ndef f(:", r"fails with SyntaxError: .* \(.*own_mod.py, line 2\)"),
-        ("import sys\nsys.exit('called')", r"fails with SystemExit: called \(.*own_mod.py, line 2\)"),
         # Something else is missing, which is not the name that the user gave.
         ("import of_nobody", r"fails with ModuleNotFoundError: No module named 'of_nobody' \(.*own_mod.py, line 1\)"),
     ],
@@ -165,8 +155,6 @@ def test_a_module_that_fails_is_one_line(here: Path, text: str, line: str) -> No
     ("name", "missing"),
     [
         ("of_nobody", "of_nobody"),
-        ("of_nobody.nets", "of_nobody"),
-        ("own_mod.py", "own_mod.py"),
         ("own_mod.nets", "own_mod.nets"),
     ],
 )
@@ -174,19 +162,6 @@ def test_a_module_that_is_missing_is_one_line(here: Path, name: str, missing: st
     (here / "own_mod.py").write_text("")
     with pytest.raises(UserError, match=f"^imports: there is no module {missing} in {here}"):
         import_modules([name])
-
-
-@pytest.mark.slow
-def test_the_command_reports_a_missing_module(here: Path) -> None:
-    done = run_process(command("imports=of_nobody"), cwd=here, expect=2)
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: imports: there is no module of_nobody in ")
-    assert not (here / "runs").exists()
-
-
-def test_a_relative_name_is_one_line(here: Path) -> None:
-    with pytest.raises(UserError, match=r"^imports: \.own_mod is relative, .* without leading dots$"):
-        import_modules([".own_mod"])
 
 
 def test_a_function_that_takes_no_options_is_one_line(here: Path) -> None:

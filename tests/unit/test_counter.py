@@ -62,29 +62,3 @@ def test_each_microbatch_of_each_rank_has_its_seed() -> None:
         for step, position, rank in itertools.product(range(2), repeat=3)
     }
     assert len(seeds) == 8
-
-
-def test_neighbours_do_not_collide() -> None:
-    """Epochs x samples, steps and ranks of a run, together with the streams of one and two counters."""
-    seeds = [counter_seed(epoch, index) for epoch in range(10) for index in range(10_000)]
-    seeds += [counter_seed(3, epoch, index) for epoch in range(10) for index in range(1_000)]
-    seeds += [counter_seed(index) for index in range(-5_000, 5_000)]
-    assert len(set(seeds)) == len(seeds) == 120_000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_order_and_number_of_counters_matter() -> None:
-    assert len({counter_seed(*p) for p in itertools.permutations((1, 2, 3))}) == 6
-    assert len({counter_seed(*[0] * n) for n in range(1, 9)}) == 8
-
-
-def test_every_bit_depends_on_every_counter() -> None:
-    """One step of any counter flips each of the 63 bits about half of the time."""
-    base = np.array([[counter_seed(i, j) >> b & 1 for b in range(63)] for i in range(40) for j in range(40)])
-    for step in ((1, 0), (0, 1)):
-        moved = np.array(
-            [[counter_seed(i + step[0], j + step[1]) >> b & 1 for b in range(63)] for i in range(40) for j in range(40)]
-        )
-        # 1,600 fair coins: five standard deviations are 0.0625.
-        flipped = (base != moved).mean(0)
-        assert np.abs(flipped - 0.5).max() < 0.0625

@@ -72,7 +72,6 @@ def test_threads_stay_within_the_limit(
 ) -> None:
     """Unless somebody chose their number."""
     monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
-    monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
     monkeypatch.setattr(build_device, "_threads_before", [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp is not None:

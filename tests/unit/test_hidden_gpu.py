@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import is_about_cuda
-from tests.integration.runs import ROOT, environment
+from tests.integration.runs import environment
 
 
 def test_neither_a_test_nor_its_processes_see_a_gpu(request: pytest.FixtureRequest) -> None:
@@ -24,10 +24,3 @@ def test_it_is_hidden(markers: str) -> None:
 @pytest.mark.parametrize("markers", ["cuda", "cuda and not slow", "cuda or slow", "slow or cuda"])
 def test_it_is_seen(markers: str) -> None:
     assert is_about_cuda(markers)
-
-
-def test_the_gate_measures_a_cpu() -> None:
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    measured = [line.strip() for line in lines if "ledger.py $(GATE)" in line]
-    assert len(measured) == 2
-    assert all(line.startswith("CUDA_VISIBLE_DEVICES= ") for line in measured)

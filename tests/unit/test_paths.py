@@ -24,15 +24,6 @@ def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch)
     assert user_path("~nobody_of_that_name/images") == Path("~nobody_of_that_name/images")
 
 
-def test_no_path_of_the_code_is_resolved_by_pathlib() -> None:
-    """Its `expanduser` and `home` raise a RuntimeError for a user that there is not: a traceback."""
-    root = Path(__file__).parents[2]
-    files = [file for folder in ("pycls_fast", "tools") for file in (root / folder).rglob("*.py")]
-    assert len(files) > 100
-    for call in (").expanduser(", "Path.home("):
-        assert [file for file in files if call in file.read_text(encoding="utf-8")] == []
-
-
 def _without_a_passwd_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
