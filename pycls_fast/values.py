@@ -79,7 +79,7 @@ Bytes = Annotated[
 ]
 
 AUTO = 0
-"""The value that stands for `auto` until the data and the device are known (`build.resolve_auto`)."""
+"""The value that stands for `auto` until the data and the device are known (`plan.resolve_auto`)."""
 
 
 def _or_auto(value: Any) -> Any:

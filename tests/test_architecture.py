@@ -1,6 +1,6 @@
 """Imports point one way, docstrings begin with what they describe, and no two public classes share a name.
 
-tools -> cli -> commands -> ledger -> inference -> train -> build -> {config, parallel, plan, speed, precision,
+tools -> cli -> commands -> ledger -> inference -> train -> plan -> build -> {config, parallel, speed, precision,
 strategies} -> {models, data, optim, losses} -> leaves.
 
 A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 _LEAVES = {"errors", "choice", "values", "counter", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
-_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel", "plan"}
-_TRAIN = _BUILD | {"build", "observers", "published"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
+_PLAN = _BUILD | {"build"}
+_TRAIN = _PLAN | {"plan", "observers", "published"}
 _INFERENCE = _TRAIN | {"train"}
 _LEDGER = _INFERENCE | {"inference"}
 
@@ -45,9 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": _LEAVES | {"observers", "optim", "speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
     "parallel": _LEAVES | {"strategies"} | _BOTTOM - {"models"},
-    # It measures a `Network` that it is given, and knows no configuration.
-    "plan": _LEAVES | {"strategies"},
     "build": _BUILD,
+    "plan": _PLAN,
     "train": _TRAIN,
     "inference": _INFERENCE,
     "ledger": _LEDGER,

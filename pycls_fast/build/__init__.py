@@ -27,7 +27,6 @@ from pycls_fast.build.device import (
     strategy,
     world,
 )
-from pycls_fast.build.memory import MemoryPlan, device_memory, gigabytes
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
@@ -48,7 +47,6 @@ from pycls_fast.build.optimization import (
     schedule,
 )
 from pycls_fast.build.race import Race, compile_if_it_pays, cuda_precision, race, shared_race
-from pycls_fast.build.sizes import resolve_auto
 from pycls_fast.build.sources import (
     class_counts,
     eval_set,
@@ -60,7 +58,6 @@ from pycls_fast.build.sources import (
 from pycls_fast.build.switch_values import compile_for_gpu, has_compiler, has_decoder, switches
 
 __all__ = [
-    "MemoryPlan",
     "Race",
     "apply_precision",
     "autocast",
@@ -74,7 +71,6 @@ __all__ = [
     "counted_model",
     "cuda_precision",
     "device_kind",
-    "device_memory",
     "draw_on_device",
     "ema",
     "eval_batches",
@@ -82,7 +78,6 @@ __all__ = [
     "eval_set",
     "for_scoring",
     "freeze",
-    "gigabytes",
     "has_compiler",
     "has_decoder",
     "imagenet_wnids",
@@ -103,7 +98,6 @@ __all__ = [
     "prepare_on_host",
     "preprocessing",
     "race",
-    "resolve_auto",
     "save_activation_memory",
     "schedule",
     "set_backend",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
 
-from pycls_fast import build
+from pycls_fast import plan
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
@@ -243,9 +243,9 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
 
 def _way_out(config: RunConfig, world: World) -> str:
     """What the memory plan says of a step that did not fit, and the smaller microbatches to try."""
-    made = build.MemoryPlan(config, world.device, world.size)
+    made = plan.MemoryPlan(config, world.device, world.size)
     try:
-        needs = f" (a step needs {build.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
+        needs = f" (a step needs {plan.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
     except UserError:
         # Whatever is computed can run out of memory, also what cannot be planned.
         needs = ""

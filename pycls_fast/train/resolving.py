@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from pycls_fast import build
+from pycls_fast import build, plan
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import Checkpoint
@@ -79,9 +79,9 @@ def after_data(
         note: reports weights whose mean and standard deviation are not known.
 
     Raises:
-        UserError: see `build.resolve_auto` and `resolve_normalization`.
+        UserError: see `plan.resolve_auto` and `resolve_normalization`.
     """
-    config = build.resolve_auto(config, images, world, classes=classes)
+    config = plan.resolve_auto(config, images, world, classes=classes)
     return resolve_normalization(config, world, resumed_from, note=note)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from pycls_fast import build
+from pycls_fast import build, plan
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
@@ -255,13 +255,13 @@ def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
 def _memory(run: Run) -> str:
     """What a rank's device has to hold, by the memory plan."""
     steps = run.config.optim.microbatches
-    made = build.MemoryPlan(run.config, run.world.device, run.world.size, len(run.classes))
+    made = plan.MemoryPlan(run.config, run.world.device, run.world.size, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
-    memory = build.device_memory(run.config, run.world)
+    memory = plan.device_memory(run.config, run.world)
     return text if memory is None else f"{text}; {_at_the_peak(made, steps)} of {human(memory, 'B')}"
 
 
-def _at_the_peak(made: build.MemoryPlan, steps: int) -> str:
+def _at_the_peak(made: plan.MemoryPlan, steps: int) -> str:
     try:
         return f"{human(made.peak(steps), 'B')} with activations"
     except UserError:

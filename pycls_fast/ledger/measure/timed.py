@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pycls_fast import build
+from pycls_fast import build, plan
 from pycls_fast.config import RunConfig
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Images
@@ -93,7 +93,7 @@ def build_variant(
     sources = same_data[0] if same_data else build.sources(config, world)
     train = sources["train"]
     classes = build.num_classes(config, train)
-    config = build.resolve_auto(config, len(train), world, classes=classes)
+    config = plan.resolve_auto(config, len(train), world, classes=classes)
     microbatch = build.microbatch_size(config, world)
     if {"loader", "both"} & set(parts):
         # Only these parts read images, and need at least one global batch.

@@ -9,7 +9,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pycls_fast import build, published
+from pycls_fast import build, plan, published
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.compose import is_global
@@ -69,7 +69,7 @@ def training_images(name: str) -> int:
 )
 def test_an_experiment_builds(name: str) -> None:
     images = training_images(name)
-    config = build.resolve_auto(load(name), images, ALONE)
+    config = plan.resolve_auto(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
     wrong = {key for key, _ in problems(config, Purpose(trains=True))}

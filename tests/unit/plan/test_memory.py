@@ -61,7 +61,7 @@ def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: in
         for index in range(2):
             memory.peak = memory.live
             step(index, [batch] * config.optim.microbatches, metrics)
-    made = build.MemoryPlan(config, CPU, world.size, 10)
+    made = plan.MemoryPlan(config, CPU, world.size, 10)
     assert made.peak(config.optim.microbatches) == pytest.approx(memory.peak, rel=within)
 
 
@@ -79,7 +79,7 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
     with tracker:
         step(1, [batch], metrics)
     counted = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert build.MemoryPlan(config, CPU, 1, 10).peak(1) == pytest.approx(counted, rel=0.05)
+    assert plan.MemoryPlan(config, CPU, 1, 10).peak(1) == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_one_rank_shards_nothing(name: str) -> None:
 
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides])
-    return build.resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
+    return plan.resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
 
 
 def test_the_fewest_microbatches_that_fit_are_taken() -> None:
     assert resolved().optim.accumulation_steps == 1
     config = resolved("runtime.device_memory=1GB")
     assert config.optim.accumulation_steps == 1
-    made = build.MemoryPlan(config, CPU, 1, 10)
+    made = plan.MemoryPlan(config, CPU, 1, 10)
     memory = made.peak(8) / 0.92
     config = resolved(f"runtime.device_memory={memory / 1e6 + 0.01}MB")
     assert config.optim.accumulation_steps == 8
@@ -215,7 +215,7 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
 def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given() -> None:
     full = resolved("data.global_batch_size=auto", "optim.accumulation_steps=1")
     assert full.data.global_batch_size == 64
-    memory = build.MemoryPlan(full, CPU, 1, 10).peak(1) / 2
+    memory = plan.MemoryPlan(full, CPU, 1, 10).peak(1) / 2
     config = resolved(
         "data.global_batch_size=auto", "optim.accumulation_steps=1", f"runtime.device_memory={memory / 1e6}MB"
     )
@@ -230,7 +230,7 @@ def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
 def test_mixing_gets_two_images() -> None:
     mixes = ("augment.mixup_alpha=0.8", "augment.mix_mode=pair", "data.global_batch_size=12")
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
-    assert build.MemoryPlan(config, CPU, 1, 10).parts() == [6, 3, 2, 1]
+    assert plan.MemoryPlan(config, CPU, 1, 10).parts() == [6, 3, 2, 1]
 
 
 @pytest.mark.parametrize("text", ["24", "0GB"])
@@ -243,7 +243,7 @@ def test_the_time_does_not_grow_with_the_depth() -> None:
     counts = []
     for depth in (2, 12):
         config = configured(VIT, 4, 1, f"model.depth={depth}", "model.drop_path=0.1")
-        made = build.MemoryPlan(config, CPU, 1, 10)
+        made = plan.MemoryPlan(config, CPU, 1, 10)
         activations = made.activations(4, 64, gradients_exist=False)
         assert len(activations.blocks) == depth
         # The first block drops nothing.
@@ -260,7 +260,7 @@ def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
         for index in range(3):
             with memory.counting(step):
                 step(index, [batch], metrics)
-        assert memory.bytes() == pytest.approx(build.MemoryPlan(config, CPU, 1, 10).peak(1), rel=0.05)
+        assert memory.bytes() == pytest.approx(plan.MemoryPlan(config, CPU, 1, 10).peak(1), rel=0.05)
         peaks.append(memory.bytes())
     assert peaks[1] < 0.7 * peaks[0]
     assert StepMemory(ALONE, compiled=True).counted is None

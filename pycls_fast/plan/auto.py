@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pycls_fast.build.memory import fitting_batch, with_accumulation
 from pycls_fast.build.network import counted_model
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import BATCH_NORM
 from pycls_fast.parallel import World
+from pycls_fast.plan.memory_plan import fitting_batch, with_accumulation
 from pycls_fast.values import AUTO, AUTO_EPOCHS
 
 # After the head was fitted, all layers of EfficientNet-Lite0 gained 5 to 16 points of top-1 in 160 steps of 32 images,

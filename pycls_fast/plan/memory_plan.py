@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast import plan
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name
 from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
@@ -23,6 +22,8 @@ from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.parallel.launch import degrees
+from pycls_fast.plan.activations import Activations, measure
+from pycls_fast.plan.memory import Copies, Sizes, divisors, largest, peak, state, update_transient
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.values import AUTO
@@ -71,13 +72,13 @@ class MemoryPlan:
         return self.config.data.global_batch_size // self.ranks
 
     @cached_property
-    def sizes(self) -> plan.Sizes:
+    def sizes(self) -> Sizes:
         """The network's."""
         network = self._network()
         freeze(self.config, network)
         parameters = list(network.parameters())
         trained = [p.numel() for p in parameters if p.requires_grad]
-        return plan.Sizes(
+        return Sizes(
             parameters=sum(p.numel() for p in parameters),
             trained=sum(trained),
             largest_unit=max((sum(p.numel() for p in unit.parameters()) for _, unit in network.units()), default=0),
@@ -85,14 +86,14 @@ class MemoryPlan:
             buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
         )
 
-    def copies(self, accumulation: int) -> plan.Copies:
+    def copies(self, accumulation: int) -> Copies:
         """What a rank holds of weights, gradients and state."""
         config, precision = self.config, level(self.config)
         is_half = precision.weights != "float32"
         name = strategy_name(config, self.ranks)
         # fsdp and hsdp gather weights in autocast's format.
         narrow = is_half or (STRATEGIES[name].has_dtensors and precision.autocast is not None and not precision.float8)
-        return plan.Copies(
+        return Copies(
             strategy=name,
             degree=self._degree(name),
             state_copies=config.optim.state_copies,
@@ -106,7 +107,7 @@ class MemoryPlan:
 
     def state(self, accumulation: int) -> float:
         """Bytes of weights, gradients, optimizer state and average, without activations."""
-        return plan.state(self.sizes, self.copies(accumulation)).updating
+        return state(self.sizes, self.copies(accumulation)).updating
 
     def peak(self, accumulation: int) -> float:
         """The most bytes of a rank in a step with so many microbatches.
@@ -131,7 +132,7 @@ class MemoryPlan:
             ) from error
         on_host = prepare_on_host(config, chosen) is not None
         batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
-        return plan.peak(
+        return peak(
             activations,
             self.sizes,
             copies,
@@ -139,8 +140,8 @@ class MemoryPlan:
             update=self._update,
         )
 
-    def activations(self, images: int, size: int, *, gradients_exist: bool) -> plan.Activations:
-        """Activations of a microbatch of square images; see `plan.measure`."""
+    def activations(self, images: int, size: int, *, gradients_exist: bool) -> Activations:
+        """Activations of a microbatch of square images; see `measure`."""
         config = self.config
         if level(config).float8:
             # torchao's layers keep what layers under autocast keep.
@@ -160,7 +161,7 @@ class MemoryPlan:
             mixes = config.augment.mixes
             return of_logits(logits_BK, Targets(labels_B, labels_B if mixes else None, 0.5 if mixes else 1.0))
 
-        activations = plan.measure(
+        activations = measure(
             network,
             whole_loss,
             images=lambda: torch.empty(
@@ -189,7 +190,7 @@ class MemoryPlan:
             group = {"params": parameters, "hidden": True}
             return settings.build([group], self.switches.optimizer)
 
-        return plan.update_transient(make)
+        return update_transient(make)
 
     def _degree(self, strategy: str) -> int:
         if STRATEGIES[strategy].shards == "nothing":
@@ -206,11 +207,11 @@ class MemoryPlan:
         augment = self.config.augment
         least = 2 if augment.mixes else 1
         pairs = 2 if augment.mixes and augment.mix_mode == "pair" else 1
-        return [self.per_rank // n for n in plan.divisors(self.per_rank) if n >= least and n % pairs == 0]
+        return [self.per_rank // n for n in divisors(self.per_rank) if n >= least and n % pairs == 0]
 
     def fitting(self, memory: float) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
-        return plan.largest(lambda parts: self.peak(parts) <= _USABLE * memory, self.parts())
+        return largest(lambda parts: self.peak(parts) <= _USABLE * memory, self.parts())
 
     def least(self) -> float:
         """The peak with the most microbatches."""
