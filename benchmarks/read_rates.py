@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from pycls_fast.data.choices import Source
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.splits import OpenOptions
 
 GROUP = 100
@@ -95,7 +95,7 @@ def main() -> None:
         opening = OpenOptions(cache=CachePolicy("off"))
         names = ("parquet, none", "parquet, snappy", "tar", "packed")
         sources = {"files": files} | {
-            name: open_splits(name.split(",")[0], str(folder / name), opening)["train"] for name in names
+            name: Source.members[name.split(",")[0]]().open(str(folder / name), opening)["train"] for name in names
         }
         rates: dict[str, list[float]] = {name: [] for name in sources}
         for number in range(chosen.rounds + 1):

@@ -11,11 +11,11 @@ import numpy as np
 
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.counter import counter_seed
+from pycls_fast.data.choices import Source
 from pycls_fast.data.sampling import Order, block_order, class_order
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.data.sources.synthetic import SyntheticImages
@@ -49,7 +49,9 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
     root = data.root if "://" in data.root else str(user_path(data.root))
     try:
-        return open_splits(data.source, root, _opening(config, world, index_all, whole))
+        return Source.members[data.source]().open(root, _opening(config, world, index_all, whole))
+    except PermissionError as error:
+        raise UserError(f"data.root: {root} cannot be read ({error.filename}: {error.strerror})") from error
     except UserError as error:
         raise UserError(*(_with_key(line) for line in error.lines)) from error
 

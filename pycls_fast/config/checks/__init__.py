@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pycls_fast.config.checks import data, execution, network, optimization
 from pycls_fast.config.schema import RunConfig
+from pycls_fast.data.choices import Source
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
     # Every evaluation set except ReaL has its own images.
     needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
-    if needs_root and config.data.source not in ("digits", "synthetic") and config.data.root is None:
+    if needs_root and Source.members[config.data.source].needs_root and config.data.root is None:
         yield (
             "data.root",
             "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",

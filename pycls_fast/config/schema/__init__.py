@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.choice import Section
-from pycls_fast.config.schema.data import Augment, Data, RandAugment
 from pycls_fast.config.schema.execution import Parallel, Precision, Runtime
 from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
+from pycls_fast.data.choices import Augment, Data, RandAugment
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule

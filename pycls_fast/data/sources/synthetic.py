@@ -11,6 +11,8 @@ from PIL import Image
 
 from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
 
 COUNT = 1797
@@ -92,3 +94,13 @@ def _write_images(folder: Path) -> None:
         (folder / str(digit)).mkdir()
     for number, (image_HW, digit) in enumerate(zip(images_BHW, digits.target, strict=True)):
         Image.fromarray(image_HW).save(folder / str(digit) / f"{number:04d}.png")
+
+
+def open_digits(root: str, options: OpenOptions) -> dict[str, Images]:
+    """The embedded digits, written to `root` if they are not there; the published results are of a split by position.
+
+    Raises:
+        UserError: see `write_digits`.
+    """
+    write_digits(root)
+    return as_splits({"all": scan_classes(Path(root), options.cache, numbered=True)}, options, where=root)

@@ -17,13 +17,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pycls_fast.data.choices import Source
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
+
+
+def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Images]:
+    """What `data.source` and `data.root` name."""
+    return Source.members[kind]().open(root, options)
+
 
 NO_CACHE = OpenOptions(cache=CachePolicy("off"))
 CLASSES = ("n01440764", "n02119789", "n09876543")

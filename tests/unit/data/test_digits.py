@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.data.sources.synthetic import write_digits
 from pycls_fast.errors import UserError
+from tests.unit.data.layouts import open_splits
 
 
 def test_pixels_and_labels(tmp_path: Path) -> None:

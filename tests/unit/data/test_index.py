@@ -20,11 +20,10 @@ from pycls_fast.data.sources import folders, index, tables
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
-from tests.unit.data.layouts import touch_older
+from tests.unit.data.layouts import open_splits, touch_older
 
 ALWAYS = CachePolicy("auto", smallest=0)
 

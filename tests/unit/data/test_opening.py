@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pycls_fast.data.sources.files import find_files
-from pycls_fast.data.sources.opening import recognise
 from pycls_fast.errors import UserError
-from tests.unit.data.layouts import LAYOUTS, make_content, mistake, write_cifar10, write_tars
+from tests.unit.data.layouts import LAYOUTS, make_content, mistake, opened
 
 CONTENT = make_content()
 
@@ -24,12 +22,10 @@ def touch(root: Path, *names: str) -> Path:
 
 def test_layouts_that_are_recognised(tmp_path: Path) -> None:
     for kind in ("folder", "packed"):
-        assert recognise(Path(LAYOUTS[kind](tmp_path / kind, CONTENT))) == kind
-    cifar = write_cifar10(tmp_path / "cifar", np.zeros((12, 32, 32, 3), np.uint8), [0] * 12, ["a"])
-    assert recognise(Path(cifar)) == "cifar"
+        assert len(opened("auto", LAYOUTS[kind](tmp_path / kind, CONTENT))["train"]) == 16
     # Kaggle's own tables, and archives that were left where they were unpacked.
     touch(tmp_path / "folder", "LOC_val_solution.csv", "ILSVRC2012_img_train.tar")
-    assert recognise(tmp_path / "folder") == "folder"
+    assert len(opened("auto", tmp_path / "folder")["train"]) == 16
 
 
 def test_what_is_no_folder_of_images(tmp_path: Path) -> None:
@@ -79,14 +75,3 @@ def test_files_that_are_refused(tmp_path: Path, names: list[str], says: str) -> 
     touch(tmp_path, *names)
     with pytest.raises(UserError, match=says):
         found(tmp_path)
-
-
-def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(write_tars(tmp_path, CONTENT))
-
-    def refuse(path: Path, **options: bool) -> object:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("os.scandir", refuse)
-    for kind in ("tar", "folder"):
-        assert mistake(kind, root) == f"{root} cannot be read ({root}: Permission denied)"

@@ -23,13 +23,20 @@ from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.sources.packed import PackedImages, open_packed, open_packed_split
 from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.started import Started
-from tests.unit.data.layouts import NO_CACHE, expected, make_content, samples_of, write_folder, write_packed
+from tests.unit.data.layouts import (
+    NO_CACHE,
+    expected,
+    make_content,
+    open_splits,
+    samples_of,
+    write_folder,
+    write_packed,
+)
 
 CONTENT = make_content()
 

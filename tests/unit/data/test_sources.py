@@ -17,7 +17,6 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, block_order
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.opening import open_splits
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from tests.unit.data.layouts import (
     CLASSES,
@@ -26,6 +25,7 @@ from tests.unit.data.layouts import (
     expected,
     make_content,
     open_layout,
+    open_splits,
     samples_of,
     write_cifar10,
 )

@@ -1,10 +1,11 @@
-"""Keys of the images: `data` and `augment`."""
+"""Keys of the images, `data` and `augment`, and the sources that `data.source` names."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from pycls_fast.choice import Section
 from pycls_fast.values import (
@@ -20,15 +21,161 @@ from pycls_fast.values import (
     Probability,
     Seed,
     Text,
+    Wording,
 )
+
+if TYPE_CHECKING:
+    from pycls_fast.data.sources.base import Images
+    from pycls_fast.data.sources.splits import OpenOptions
+
+
+class Source:
+    """How images are stored: a subclass with a name is what `data.source=NAME` opens, wherever it is defined.
+
+    Its `open` gives `as_splits` the parts that it finds, or returns splits of its own, "train" and "val" among them.
+    """
+
+    members: ClassVar[dict[str, type[Source]]] = {}
+    names_files: ClassVar[bool] = False
+    """Whether data.train and data.val say which files (or splits) of root belong to which split."""
+    is_split: ClassVar[bool] = False
+    """Whether there always is a validation split, so that data.folds cannot cut one."""
+    needs_root: ClassVar[bool] = True
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        super().__init_subclass__()
+        other = cls.members.setdefault(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"data.source: {name} is {other.__module__}.{other.__qualname__}, too; rename one")
+        cls.members[name] = cls
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        """The splits by name.
+
+        Args:
+            root: `data.root`, an absolute path unless it is an address or a name.
+
+        Raises:
+            UserError: no such dataset, one in another layout, or mistakes in it.
+        """
+        raise NotImplementedError
+
+
+class Auto(Source, name="auto"):
+    """Class folders, packed images or CIFAR, recognised by what is in root."""
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pathlib import Path
+
+        from pycls_fast.data.sources.cifar import find_cifar
+        from pycls_fast.data.sources.packed import is_packed
+
+        if any(is_packed(Path(root) / split) for split in ("train", "val", "test", "all")):
+            return Packed().open(root, options)
+        return (Folder if find_cifar(Path(root)) is None else Cifar)().open(root, options)
+
+
+class Folder(Source, name="folder"):
+    """One folder per class; ImageNet as downloaded."""
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.folders import open_folder
+
+        return open_folder(root, options)
+
+
+class Manifest(Source, name="manifest"):
+    """A CSV, TSV or Parquet table of paths and labels."""
+
+    names_files = True
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.tables import open_manifest
+
+        return open_manifest(root, options)
+
+
+class Parquet(Source, name="parquet"):
+    """Parquet files that contain the images."""
+
+    names_files = True
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.hub import open_parquet
+
+        return open_parquet(root, options)
+
+
+class Hub(Source, name="hub"):
+    """A dataset of the Hugging Face hub by name, or a folder written by `save_to_disk`."""
+
+    names_files = True
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.hub import open_hub
+
+        return open_hub(root, options)
+
+
+class Tar(Source, name="tar"):
+    """Shards as webdataset writes them, on disk or at a remote address."""
+
+    names_files = True
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.tars import open_tars
+
+        return open_tars(root, options)
+
+
+class Packed(Source, name="packed"):
+    """A few files per split, made by `pycls-fast prepare pack`."""
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.packed import open_packed
+
+        return open_packed(root, options)
+
+
+class Cifar(Source, name="cifar"):
+    """CIFAR-10 or CIFAR-100, unpacked."""
+
+    is_split = True
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.cifar import open_cifar
+
+        return open_cifar(root, options)
+
+
+class Digits(Source, name="digits"):
+    """scikit-learn's handwritten digits, written to root."""
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        from pycls_fast.data.sources.synthetic import open_digits
+
+        return open_digits(root, options)
+
+
+class Synthetic(Source, name="synthetic"):
+    """Noise of the numbers that synthetic_train_images, synthetic_val_images and synthetic_classes say."""
+
+    is_split = True
+    needs_root = False
+
+
+def _source(name: str) -> str:
+    # Looked up now, when the user's modules have been imported.
+    if name not in Source.members:
+        *most, last = (repr(known) for known in Source.members)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    return name
 
 
 class Data(Section):
     """Where images come from and how they are batched; `data/README.md` describes the layouts."""
 
-    source: Literal["auto", "folder", "manifest", "parquet", "hub", "tar", "packed", "cifar", "digits", "synthetic"] = (
-        "auto"
-    )
+    source: Annotated[str, AfterValidator(_source), Wording(f"one of {', '.join(Source.members)}")] = "auto"
     """The layout of the data; auto: class folders, packed images or CIFAR, by what is in root."""
     root: Text | None = None
     """A path; for tar possibly a URL, for hub the dataset's name."""
@@ -61,7 +208,7 @@ class Data(Section):
     often."""
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     """What pycls-fast test scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
-    eval_root: Text | None = None
+    eval_root: Text | None = Field(default=None, validate_default=True)
     """The folder with the files of eval_set."""
     wnids: Text | None = None
     """A file with ImageNet's 1,000 WordNet ids in the order of the outputs, if the classes are not named by them."""
@@ -104,6 +251,67 @@ class Data(Section):
     synthetic_classes: Annotated[int, Field(ge=2, lt=2**31)] = 1000
     """The number of classes of source=synthetic."""
 
+    @field_validator("train", "val")
+    @classmethod
+    def _files_have_names(cls, value: str | None, info: ValidationInfo) -> str | None:
+        source = info.data.get("source", "hub")
+        if value is not None and not Source.members[source].names_files:
+            raise ValueError(f"data.source={source} knows its splits; use data.{info.field_name}=null")
+        # A split of the hub has a usual name, files have none.
+        if info.field_name == "val" and value is not None and info.data.get("train") is None and source != "hub":
+            raise ValueError("given without data.train; give both, or neither")
+        return value
+
+    @field_validator("shard_cache_gib")
+    @classmethod
+    def _limits_a_folder(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("shard_cache") is None:
+            raise ValueError("limits a folder that is not set; give it as data.shard_cache=PATH")
+        return value
+
+    @field_validator("sampling")
+    @classmethod
+    def _visits_in_any_order(cls, value: str, info: ValidationInfo) -> str:
+        if value != "uniform" and info.data.get("shuffle") == "blocks":
+            raise ValueError(
+                "visits images in any order, but data.shuffle=blocks follows the order of shards; use "
+                "data.shuffle=full or loss.class_weights=balanced"
+            )
+        return value
+
+    @field_validator("eval_root")
+    @classmethod
+    def _has_the_set(cls, value: str | None, info: ValidationInfo) -> str | None:
+        name = info.data.get("eval_set")
+        if name is not None and value is None:
+            raise ValueError(f"not set; give the files of data.eval_set={name} as data.eval_root=PATH")
+        return value
+
+    @field_validator("image_size_schedule")
+    @classmethod
+    def _increases(cls, value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        epochs = [epoch for epoch, _ in value]
+        if epochs != sorted(set(epochs)):
+            raise ValueError("epochs must increase")
+        return value
+
+    @field_validator("folds")
+    @classmethod
+    def _has_no_split(cls, value: int | None, info: ValidationInfo) -> int | None:
+        source = info.data.get("source", "auto")
+        if value is not None and Source.members[source].is_split:
+            raise ValueError(f"data.source={source} has a validation split; use data.folds=null")
+        return value
+
+    @field_validator("fold")
+    @classmethod
+    def _is_one_of(cls, value: int, info: ValidationInfo) -> int:
+        folds = info.data.get("folds")
+        if value >= (folds or 1):
+            known = f"data.folds={folds}" if folds else "data.folds, which is not set (data.folds=5, say)"
+            raise ValueError(f"chooses one of {known}, counted from 0")
+        return value
+
     @property
     def training_image_sizes(self) -> dict[int, int]:
         """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
@@ -125,6 +333,20 @@ class RandAugment(Section):
     """timm: every operation's strength increases with the magnitude."""
     probability: Probability | None = None
     """timm: the probability of each operation; null: 0.5."""
+
+    @field_validator("magnitude")
+    @classmethod
+    def _at_most_10(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("library") == "timm" and value > 10:
+            raise ValueError("timm's goes up to 10")
+        return value
+
+    @field_validator("magnitude_std", "increasing", "probability")
+    @classmethod
+    def _is_timms(cls, value: float | bool | None, info: ValidationInfo) -> float | bool | None:
+        if value and info.data.get("library") == "torchvision":
+            raise ValueError("only timm's has it; use augment.rand_augment.library=timm")
+        return value
 
 
 class Augment(Section):
@@ -192,6 +414,15 @@ class Augment(Section):
     # The whole image is resized to the side of the crop divided by this: a tiny ratio would take all memory.
     eval_crop_ratio: Annotated[float, Field(ge=0.1, le=1.0)] = 0.875
     """Evaluation: the side of the centre crop as a share of the resized side."""
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def _is_a_range(cls, value: tuple[float, float], info: ValidationInfo) -> tuple[float, float]:
+        if value[0] > value[1]:
+            raise ValueError("the first value must not be larger than the second")
+        if info.field_name == "scale" and value[1] > 1:
+            raise ValueError("an area cannot be larger than the image's (1.0)")
+        return value
 
     @property
     def mixes(self) -> bool:
