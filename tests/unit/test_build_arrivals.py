@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,14 +14,13 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
+from pycls_fast.data.choices import Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.parallel import ALONE, StrategySettings, World
 from tests.unit.test_build import REFERENCE, record, vit, world
-
-# `build.sources` is the function.
-build_sources = import_module("pycls_fast.build.sources")
 
 
 def test_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,26 +96,33 @@ class TestStrategy:
         assert (alone["strategy"], alone["settings"]) == ("single", StrategySettings())
 
 
+class Seen(Source, name="seen"):
+    """A source of a user's own file."""
+
+    names_files = True
+    opened: ClassVar[list[tuple[str, OpenOptions]]] = []
+
+    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
+        self.opened.append((root, options))
+        return {}
+
+
 class TestSources:
-    def opened(self, monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType, *overrides: str) -> dict[str, Any]:
-        calls = record(monkeypatch, name, where)
-        build.sources(vit(*overrides), ALONE)
-        (call,) = calls
-        return call
+    def opened(self, *overrides: str, **how: bool) -> tuple[str, OpenOptions]:
+        build.sources(vit("data=auto", "data.source=seen", *overrides), ALONE, **how)
+        return Seen.opened.pop()
 
     def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        call = self.opened(
-            monkeypatch, "open_splits", build_sources, "data=auto", "data.source=hub", "data.root=somebody/birds",
+        root, opening = self.opened(
+            "data.root=s3://somebody/birds",
             "data.val_fraction=0.375", "data.split_seed=6", "data.train=most", "data.val=rest",
             "data.folds=7", "data.fold=3",
             "data.path_column=file", "data.image_column=photo", "data.label_column=species", "data.hub_config=small",
             f"data.index_cache={tmp_path / 'index'}", f"data.shard_cache={tmp_path / 'shards'}",
             "data.shard_cache_gib=1.5",
         )  # fmt: skip
-        opening = call["2"]
-        assert call["0"] == "hub"
-        assert call["1"].endswith("somebody/birds")
+        assert root == "s3://somebody/birds"
         assert isinstance(opening.shard_cache, ShardCache)
         made = ShardCache(tmp_path / "shards", 3 * 2**29)
         assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
@@ -129,6 +133,7 @@ class TestSources:
             hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
         )  # fmt: skip
 
-    def test_nothing_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        call = self.opened(monkeypatch, "open_splits", build_sources, "data=auto", "data.root=/birds")
-        assert call == {"0": "auto", "1": "/birds", "2": OpenOptions()}
+    def test_nothing_chosen(self) -> None:
+        assert self.opened("data.root=/birds") == ("/birds", OpenOptions())
+        assert self.opened("data.root=/birds", whole=True)[1].whole
+        assert self.opened("data.root=/birds", index_all=True)[1].cache == CachePolicy("auto", smallest=0)

@@ -189,7 +189,8 @@ def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> Non
 
 def test_every_source_has_its_row() -> None:
     table = (ROOT / "data" / "README.md").read_text().partition("| `data.source` | what |")[2].partition("\n\n")[0]
-    assert [name for name in Source.members if f"`{name}`" not in table] == []
+    ours = [name for name, source in Source.members.items() if source.__module__.startswith("pycls_fast.")]
+    assert [name for name in ours if f"`{name}`" not in table] == []
 
 
 def test_options_are_documented() -> None:
