@@ -220,9 +220,7 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     """
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
-    # A key that was added after the checkpoint was saved is not compared.
-    known = {key: pair for key, pair in changed.items() if key in before}
-    fixed = _fixed(known, state["order"], run.config.optim.state_keys)
+    fixed = _fixed(changed, state["order"], run.config.optim.state_keys)
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"

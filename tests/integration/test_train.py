@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from pycls_fast.errors import Finished, UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
-from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.train import checkpoint, train
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
@@ -176,16 +174,6 @@ def test_precisions_follow_float32(tmp_path: Path, digits: Path, float32_losses:
 
 
 @pytest.mark.slow
-def test_each_microbatch_is_added_to_the_masters(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32: two of them added up in the network would be rounded."""
-    calls = []
-    plain = MasterWeights.take_gradients
-    monkeypatch.setattr(MasterWeights, "take_gradients", lambda masters: (calls.append(1), plain(masters))[1])
-    run(tmp_path, digits, "precision=bf16_params", "optim.accumulation_steps=2", "schedule.max_steps=3")
-    assert len(calls) == 6
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16_master", "fp16", "bf16_params"])
 def test_half_precision_goes_on_with_the_same_bits(tmp_path: Path, digits: Path, name: str) -> None:
     common = ("optim.ema_decay=0.9", f"precision={name}", "runtime.checkpoint_every_steps=5")
@@ -203,16 +191,6 @@ def test_half_precision_goes_on_with_the_same_bits(tmp_path: Path, digits: Path,
 
 
 @pytest.mark.slow
-def test_scores_in_half_precision(tmp_path: Path, digits: Path) -> None:
-    """What was trained with float16 weights is scored with float16 weights, from float32 ones in the file."""
-    run(tmp_path, digits, "schedule.max_steps=3", "precision=fp16_master")
-    config = load_config("vit_digits", [*TINY, f"data.root={digits}", "precision=fp16_master", f"weights={tmp_path}"])
-    assert score(config, "val", str(tmp_path / "scores.json")) == 0
-    (evaluation,) = records(tmp_path, "eval")
-    assert json.loads((tmp_path / "scores.json").read_text())["loss"] == pytest.approx(evaluation["loss"], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Path) -> None:
     run(tmp_path, digits, "schedule.max_steps=5", "schedule.warmup_epochs=0", "optim.lr=0.01", "precision=amp_bf16")
     (evaluation,) = records(tmp_path, "eval")
@@ -225,20 +203,6 @@ def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Pat
         losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
     assert losses[0] == pytest.approx(evaluation["loss"], rel=1e-6)
     assert losses[1] != pytest.approx(losses[0], rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["amp_fp16", "fp16_master", "fp16"])
-def test_a_constant_loss_scale_that_is_too_high_stops_with_advice(tmp_path: Path, digits: Path, name: str) -> None:
-    overrides = [f"precision={name}", "precision.loss_scale=1e30", "runtime.watchdog=true"]
-    with pytest.raises(UserError) as caught:
-        run(tmp_path, digits, *overrides, "schedule.epochs=1")
-    scale, module = caught.value.lines
-    assert scale.startswith("precision.loss_scale: the 20 steps up to step 20 had gradients that are not finite at the")
-    assert re.match(r"runtime\.watchdog: the first value .* in the backward pass of step 20 is in the gradient", module)
-    assert all(record["loss_scale"] == pytest.approx(1e30) for record in records(tmp_path, "train"))
-    run(tmp_path / "lower", digits, f"precision={name}", "precision.loss_scale=128", "schedule.max_steps=2")
-    assert [record["skipped_steps"] for record in records(tmp_path / "lower", "train")] == [0, 0]
 
 
 def test_watchdog_names_the_module(tmp_path: Path, digits: Path) -> None:
@@ -297,17 +261,6 @@ def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(
         use(config, output=str(tmp_path / "out"))
 
 
-def test_scale_under_the_floor_stops_with_advice(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"precision.loss_scale_floor: the loss scale fell to .*; lower optim.lr"):
-        run(
-            tmp_path,
-            digits,
-            "precision=amp_fp16",
-            "precision.loss_scale_start=1e30",
-            "precision.loss_scale_floor=3e29",
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["amp_fp16", "fp16"])
 def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
@@ -323,19 +276,6 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     # The advice.
     assert run(tmp_path, digits, *common, "schedule.max_steps=18") == 0
     assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 19))
-
-
-@pytest.mark.slow
-def test_the_step_that_diverged_may_be_saved_and_a_line_names_the_one_before(tmp_path: Path, digits: Path) -> None:
-    common = ["precision=amp_fp16", "schedule.epochs=4", "runtime.checkpoint_every_steps=1"]
-    run(tmp_path, digits, *common, "schedule.max_steps=3")
-    with pytest.raises(UserError) as caught:
-        run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
-    line = next(line for line in caught.value.lines if line.startswith("resume: "))
-    before = line.partition("resume=")[2]
-    assert before == str(tmp_path / "checkpoints" / "step_000000003")
-    assert run(tmp_path, digits, *common, f"resume={before}", "schedule.max_steps=6") == 0
-    assert all(record["skipped_steps"] == 0 for record in records(tmp_path, "train"))
 
 
 def test_loss_that_is_no_number_stops_with_advice(tmp_path: Path, digits: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -53,49 +51,7 @@ def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]
     return step, network, batches
 
 
-@contextmanager
-def watched(network: nn.Module) -> Iterator[dict[str, list[tuple[int, Tensor]]]]:
-    """Address and copy of each gradient after each microbatch."""
-    seen: dict[str, list[tuple[int, Tensor]]] = {name: [] for name, _ in network.named_parameters()}
-
-    def record(name: str) -> object:
-        def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            seen[name].append((parameter.grad.data_ptr(), parameter.grad.clone()))
-
-        return hook
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(record(name))  # type: ignore[arg-type]
-        for name, parameter in network.named_parameters()
-    ]
-    yield seen
-    for hook in hooks:
-        hook.remove()
-
-
 SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["reference", "fast"])
-def test_gradients_stay_where_they_are_and_add_up(preset: str) -> None:
-    step, network, batches = made("vit_digits", f"speed={preset}", *SMALL)
-    with watched(network) as seen:
-        step(0, batches, TrainMetrics(CPU))
-    for name, records in seen.items():
-        assert len(records) == MICROBATCHES, name
-        assert len({address for address, _ in records}) == 1, name
-    # And what is there is a sum: each microbatch's own gradient on a fresh copy of the network.
-    for position in range(MICROBATCHES):
-        fresh, other, _ = made("vit_digits", f"speed={preset}", *SMALL)
-        with watched(other) as own:
-            replace(fresh, accumulation_steps=1)(0, [batches[position]], TrainMetrics(CPU))
-        for name, ((_, gradient),) in own.items():
-            assert gradient.any(), name
-            before = seen[name][position - 1][1] if position else 0.0
-            added = seen[name][position][1] - before
-            torch.testing.assert_close(added * MICROBATCHES, gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -158,21 +114,6 @@ def test_gradients_are_gone_after_the_step() -> None:
     step, network, batches = made("vit_digits", "speed=fast", *SMALL)
     step(0, batches, TrainMetrics(CPU))
     assert all(parameter.grad is None for parameter in network.parameters())
-
-
-def test_a_microbatch_is_taken_when_its_turn_comes() -> None:
-    """Not before the earlier ones are computed: the device need not wait for the data of the whole step."""
-    step, network, batches = made("vit_digits", "speed=reference", *SMALL)
-    events: list[str] = []
-    network.register_forward_pre_hook(lambda *_: events.append("forward"))
-
-    def source() -> Iterator[Batch]:
-        for batch in batches:
-            events.append("taken")
-            yield batch
-
-    step(0, source(), TrainMetrics(CPU))
-    assert events == ["taken", "forward"] * MICROBATCHES
 
 
 @pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])

@@ -83,14 +83,6 @@ def test_many_classes_need_no_matrix() -> None:
     assert rows[19_999]["taken_for"] is None
 
 
-def test_neighbouring_classes_share_a_cell() -> None:
-    counts_KK = np.array([[2, 0, 0, 1, 0], [1, 0, 0, 0, 4], [0, 0, 3, 0, 0], [0, 0, 0, 1, 0], [5, 0, 0, 0, 0]])
-    expected = [[3 / 8, 1 / 8, 4 / 8], [0, 1, 0], [1, 0, 0]]
-    assert _shares(sparse(counts_KK), 5, 2).tolist() == expected
-    of_one = counts_KK / counts_KK.sum(axis=1, keepdims=True)
-    assert np.array_equal(_shares(sparse(counts_KK), 5, 1), of_one)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "most_cells"), [(2, 1500), (30, 1500), (300, 1500), (300, 70)])
 def test_any_number_of_classes_of_any_name_is_drawn(

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import pickle
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
 
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
-from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.state import own_share
 from tests.factories import load_checkpoint, save_checkpoint
@@ -74,28 +69,6 @@ def test_the_state_of_an_optimizer_on_the_host_is_read_there(tmp_path: Path) -> 
     assert torch.equal(into[path], load_checkpoint(opened.path)["optimizer"]["blocks.0.weight"]["exp_avg"])
 
 
-def test_where_there_is_cuda_the_saving_thread_waits_for_no_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is on the host already is written as it is; its stream would be the one that the training queues on."""
-
-    def copy_ahead(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("it waits for a stream")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", copy_ahead)
-    values = {"a": torch.randn(3), "b": torch.randn(2, 2)}
-    checkpoint._write_tensors(values, tmp_path, ALONE)
-    read = {name: torch.zeros_like(value) for name, value in values.items()}
-    Checkpoint(tmp_path, {}, {}).read(read)
-    assert_equal(read, values)
-
-
-def test_a_path_of_python_3_13() -> None:
-    written = b"cpathlib._local\nPosixPath\n(S'checkpoints'\ntR."
-    assert checkpoint._Unpickler(io.BytesIO(written)).load() == Path("checkpoints")
-
-
 def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
     moment = subclass.zeros((16, 32), signed=False)
@@ -132,24 +105,6 @@ def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
     copied = Path(shutil.copytree(moved, tmp_path.with_name("copied"), symlinks=False))
     checkpoint.keep_as_best(save_checkpoint(state(5), copied, 5, keep=2))
     assert load_checkpoint(copied / "best")["step"] == 5
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
-def test_folders_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """VirtualBox's shared folders; an error of the disk is one."""
-    fsync = os.fsync
-
-    def of_files_alone(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", of_files_alone)
-    if number == errno.EIO:
-        with pytest.raises(UserError, match="could not be written"):
-            save_checkpoint(state(1), tmp_path, 1, keep=2)
-    else:
-        assert load_checkpoint(save_checkpoint(state(1), tmp_path, 1, keep=2))["step"] == 1
 
 
 def cut(path: Path) -> None:
@@ -208,28 +163,6 @@ def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(UserError, match=expected):
                 save_checkpoint(state(2), tmp_path, 2, keep=2)
         assert list(tmp_path.iterdir()) == [good]
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new one is complete by then."""
-
-    def stale(*arguments: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "retire", stale)
-        saved = [save_checkpoint(state(step), tmp_path, step, keep=2) for step in (1, 2, 3)]
-        assert list(checkpoint.checkpoints(tmp_path)) == saved[::-1]
-    save_checkpoint(state(4), tmp_path, 4, keep=2)
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [4, 3]
-
-
-def test_a_fault_of_ours_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_publish", None)
-    with pytest.raises(TypeError):
-        save_checkpoint(state(2), tmp_path, 2, keep=2)
 
 
 def test_leftovers_of_killed_saves_are_not_taken_and_go_away(tmp_path: Path) -> None:

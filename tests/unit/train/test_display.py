@@ -9,7 +9,6 @@ import re
 
 import pytest
 
-from pycls_fast.data.sources.progress import progress
 from pycls_fast.train.display import Display, plain_table, wide_console
 
 
@@ -67,24 +66,6 @@ def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     for text in ("[title]", "/data/[old]/:car:/x\\", "optim.trainable=[head]", "[images/s]"):
         assert text in out
-
-
-def test_a_plain_table(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [("a", "1"), ("b", "10")]
-    wide_console().print(plain_table(("name", "number"), rows, right=("number",)))
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "name  number",
-        "a          1",
-        "b         10",
-    ]
-
-
-def test_the_title_of_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("pycls_fast.data.sources.progress._PATIENCE", 0.0)
-    with progress("index /data/[old]", 2, "folders") as advance:
-        advance(2)
-    assert "index /data/[old]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["plain", "auto"])

@@ -106,11 +106,6 @@ def test_logits_that_are_no_numbers_are_wrong() -> None:
     assert result.top5 == pytest.approx(25)
 
 
-def test_fewer_than_five_classes() -> None:
-    result = score(torch.tensor([[1.0, 2.0], [5.0, 2.0]]), torch.tensor([0, 0]), [2])
-    assert (result.top1, result.top5) == (50, 100)
-
-
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
@@ -174,25 +169,3 @@ def test_predictions_that_cannot_be_read(content: bytes | None, tmp_path: Path) 
         file.write_bytes(content)
     with pytest.raises(UserError, match="predictions"):
         Predictions.load(file)
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "problem"),
-    [("labels", np.arange(2), "differ in length"), ("losses", np.array(["a"] * 3), "has the wrong type")],
-)
-def test_arrays_that_are_not_predictions(name: str, values: np.ndarray, problem: str, tmp_path: Path) -> None:
-    file, whole, shares = tmp_path / "predictions.npz", np.arange(3), np.zeros(3, np.float32)
-    arrays = {"indices": whole, "labels": whole, "predicted": whole, "losses": shares, "probabilities": shares}
-    np.savez(file, **arrays)
-    assert len(Predictions.load(file).labels_N) == 3
-    np.savez(file, **{**arrays, name: values})
-    with pytest.raises(UserError, match=f"{problem}.*; remove it$"):
-        Predictions.load(file)
-
-
-@pytest.mark.parametrize(("bad", "sigmoid"), [(-torch.inf, False), (torch.inf, True)])
-def test_no_probability_where_a_score_is_infinite(bad: float, sigmoid: bool) -> None:
-    logits = torch.tensor([[1.0, bad, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    made = score(logits, torch.tensor([0, 0]), [2], Criterion(sigmoid=sigmoid)).predictions.probabilities_N
-    assert made is not None
-    assert np.isnan(made).tolist() == [True, False]

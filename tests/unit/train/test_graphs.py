@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.train.building import make_step
-from pycls_fast.train.graphs import WARM_UP, Action, CudaRecorder, GraphedStep, Tape
+from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep, Tape
 from pycls_fast.train.metrics import TrainMetrics
 from tests.unit.train.test_host_reads import HostReads
 
@@ -178,50 +178,3 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     two = World(rank=0, size=2, device=CPU)
     with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* this run has 2; use speed\.cuda_graphs=off"):
         make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())
-
-
-class Capture:
-    """`torch.cuda.graph` on a machine without CUDA: whatever fails inside, its end fails with words of its own."""
-
-    def __init__(self, *arguments: object, **settings: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
-    for name in ("Stream", "CUDAGraph", "graph"):
-        monkeypatch.setattr(torch.cuda, name, Capture)
-    return CudaRecorder(torch.device("cuda", 0))
-
-
-def test_what_a_recording_failed_of_is_told(recorder: CudaRecorder) -> None:
-    def waits() -> None:
-        raise RuntimeError(
-            "CUDA error: operation not permitted when stream is capturing\nadvice of torch"
-        ) from OSError()
-
-    with pytest.raises(UserError) as told:
-        recorder.record(waits)
-    assert str(told.value) == (
-        "speed.cuda_graphs: this step cannot be recorded (CUDA error: operation not permitted when stream is capturing)"
-        "; use speed.cuda_graphs=off"
-    )
-
-
-@pytest.mark.parametrize(
-    "failure", [torch.OutOfMemoryError("20 GiB"), UserError("loss: not finite"), KeyboardInterrupt()], ids=type
-)
-def test_a_recording_hides_nothing_that_is_not_its_own(recorder: CudaRecorder, failure: BaseException) -> None:
-    def fails() -> None:
-        raise failure
-
-    with pytest.raises(type(failure)) as told:
-        recorder.record(fails)
-    assert told.value is failure

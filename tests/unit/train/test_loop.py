@@ -7,28 +7,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data import prepare as transfer
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run
 from pycls_fast.train.step_memory import StepMemory
-from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from pycls_fast.train.validation import objective as objective_of
 from tests.integration.runs import TINY
@@ -118,20 +112,6 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["step", "interval"])
-def test_the_numbers_are_read_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    found = []
-
-    def made(device: torch.device, **named: str) -> TrainMetrics:
-        found.append(named)
-        return TrainMetrics(device, **named)
-
-    monkeypatch.setattr("pycls_fast.train.loop.TrainMetrics", made)
-    run(tmp_path, "schedule.max_steps=1", f"speed.metrics={value}")
-    assert found == [{"read": value}]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
 def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) -> None:
     """Predictions have that of a softmax in any case. Probabilities are sigmoids after a training with them."""
@@ -170,45 +150,6 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best
 
 
-def test_the_best_is_linked_although_damaged_images_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoint was still being written."""
-    write, log, reported = checkpoint.write, Loop._log, threading.Event()
-
-    def slowly(*arguments: Any, **named: Any) -> Path:
-        reported.wait(60.0)
-        return write(*arguments, **named)
-
-    def damaged(self: Loop, done: int) -> None:
-        log(self, done)
-        if done == 4:
-            self.damaged.note([("1.png", "broken")])
-            reported.set()
-            self._report_damage(done)
-
-    monkeypatch.setattr(checkpoint, "write", slowly)
-    monkeypatch.setattr(Loop, "_log", damaged)
-    with pytest.raises(UserError, match=r"^data\.max_damaged"):
-        run(tmp_path, "data.max_damaged=0")
-    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
-
-
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_the_best_is_linked_although_damaged_images_end_its_evaluation(
-    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take = Evaluations.take
-
-    def damaged(self: Evaluations, done: int) -> dict[str, str]:
-        return {**take(self, done), "1.png": "broken"}
-
-    monkeypatch.setattr(Evaluations, "take", damaged)
-    with pytest.raises(UserError, match=r"^data\.max_damaged"):
-        run(tmp_path, "data.max_damaged=0", f"runtime.checkpoint_async={asynchronous}")
-    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
-
-
 def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint was still being written."""
     write, failed = checkpoint.write, threading.Event()
@@ -227,28 +168,6 @@ def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monke
     with pytest.raises(UserError, match="not finite"):
         run(tmp_path)
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", [UserError("no space left"), RuntimeError("a rank is lost")])
-def test_the_first_error_counts_if_the_last_checkpoint_fails(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = threading.Event()
-
-    def full(*arguments: Any, **named: Any) -> Path:
-        failed.wait(60.0)
-        raise failure
-
-    def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
-        if done == 4:
-            failed.set()
-            raise UserError("optim.lr: not finite")
-
-    monkeypatch.setattr(checkpoint, "write", full)
-    monkeypatch.setattr(DivergenceCheck, "check", check)
-    with pytest.raises(UserError, match="not finite"):
-        run(tmp_path)
 
 
 def test_a_stopped_run_is_saved_although_the_write_before_failed(
@@ -274,13 +193,6 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_best_is_announced_by_its_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = run(tmp_path, "schedule.best_metric=class_top1", "schedule.max_steps=1")
-    (score,) = (record["class_top1"] for record in records if record["kind"] == "eval")
-    assert f"(best class top-1 {score:.2f}% at epoch 0.33)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("metric", "value", "objective"),
     [
@@ -293,68 +205,3 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
 ) -> None:
     """None for a record without the number."""
     assert objective_of({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
-
-
-def test_other_ranks_end_after_the_summary_is_written() -> None:
-    """Their script may read it next."""
-    world = SimpleNamespace(is_main=False, device=ALONE.device, gather=lambda value: [value], from_main=lambda _: 12.5)
-    loop_of_rank: Any = SimpleNamespace(
-        run=SimpleNamespace(world=world, total_steps=1),
-        memory=SimpleNamespace(bytes=lambda: 10),
-        _finish_saving=lambda done: None,
-    )
-    assert Loop._finish(loop_of_rank) == 12.5
-
-
-def test_the_memory_of_a_run_is_that_of_the_rank_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    summarised: list[int] = []
-    monkeypatch.setattr(
-        "pycls_fast.train.loop.summarise", lambda run, evaluations, clock, peak: summarised.append(peak)
-    )
-    world = SimpleNamespace(
-        is_main=True,
-        device=ALONE.device,
-        gather=lambda value: [value - 3, value, value + 7],
-        from_main=lambda value: value,
-    )
-    loop: Any = SimpleNamespace(
-        run=SimpleNamespace(world=world, total_steps=1),
-        memory=SimpleNamespace(bytes=lambda: 10),
-        evaluations=None,
-        clock=None,
-        _finish_saving=lambda done: None,
-    )
-    Loop._finish(loop)
-    assert summarised == [17]
-
-
-def test_curves_are_not_drawn_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, drawn = 0.0, []
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def draw(self: Evaluations) -> None:
-        nonlocal now
-        drawn.append(now)
-        now += 0.5
-
-    monkeypatch.setattr(Evaluations, "draw", draw)
-    evaluations = Evaluations(SimpleNamespace(), Board(), lambda: None)  # type: ignore[arg-type]
-    for seconds in (0.0, 1.0, 48.0, 60.0):
-        now += seconds
-        evaluations.draw_if_due()
-    assert drawn == [0.0, 109.5]
-
-
-@pytest.mark.slow
-def test_evaluation_copies_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes, resolve = [], build.switches
-
-    def copied(batches: Any, device: Any, *, mode: str) -> Any:
-        modes.append(mode)
-        return transfer.to_device(batches, device, mode="blocking")
-
-    for module in ("train.loop", "build.data"):
-        monkeypatch.setattr(f"pycls_fast.{module}.to_device", copied)
-    monkeypatch.setattr(build, "switches", lambda *arguments: resolve(*arguments).replace(input_copy="prefetch"))
-    run(tmp_path, "schedule.max_steps=1")
-    assert modes == ["prefetch"] * 2

@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
-from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.config import load_config
 from pycls_fast.train.tasks import lr_range
-from pycls_fast.train.tasks.lr_range import interpret, lr_range_test, smooth
+from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
 
 RATES = np.geomspace(1e-6, 10, 141).tolist()
 
@@ -50,49 +46,6 @@ def test_a_loss_that_never_falls_suggests_nothing() -> None:
     assert verdict.suggested is None
     assert verdict.diverges is not None
     assert interpret(RATES[:1], [math.inf]).suggested is None
-
-
-def test_smoothing_of_a_constant_is_the_constant() -> None:
-    assert smooth([3.0] * 20) == pytest.approx(np.full(20, 3.0))
-    noisy = smooth([1.0, 3.0] * 50)
-    assert noisy[20:] == pytest.approx(np.full(80, 2.0), abs=0.2)
-
-
-def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
-    verdict = interpret(RATES, [curve(rate) for rate in RATES])
-    with pytest.raises(UserError, match=r"^output: .* could not be written \(Is a directory\)$"):
-        lr_range._draw(tmp_path, "title", verdict, RATES, [curve(rate) for rate in RATES])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "compiled", "training"),
-    [
-        ([], "off", "model"),
-        (["speed=reference"], "off", "off"),
-        (["speed.compile=blocks"], "blocks", "blocks"),
-        # Which is as good as asking for it.
-        (["speed.compile_mode=max-autotune-no-cudagraphs"], "model", "model"),
-        (["speed.gelu=polynomial"], "model", "model"),
-    ],
-)
-def test_a_sweep_compiles_what_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str, training: str
-) -> None:
-    class Built(Exception): ...
-
-    chosen: list[str] = []
-
-    def note(config: RunConfig, world: World, display: Any) -> None:
-        chosen.append(build.switches(config, world.device).compile)
-        raise Built
-
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
-    monkeypatch.setattr(lr_range, "build_parts", note)
-    config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
-    assert build.switches(config, torch.device("cpu")).compile == training
-    with pytest.raises(Built):
-        lr_range_test(config, steps=10, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path))
-    assert chosen == [compiled]
 
 
 @pytest.mark.slow

@@ -15,27 +15,19 @@ from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.observers import TensorBoard
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import start
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment, git_state
-from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.resume import choose_run_dir
-from pycls_fast.train.trackers import Board
-from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_evaluation import CPU
 
 
@@ -60,15 +52,6 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
-def test_lines_that_are_not_records_are_left_out(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text('null\n5\n{}\n["kind"]\n{"kind": "train", "step": 1}\n' + "\0" * 9)
-    assert list(folder.records()) == [{"kind": "train", "step": 1}]
-    folder.metrics.write_bytes(b'{"kind": "train"}\n\xff')
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \('utf-8' codec .*\); repair or remove it$"):
-        list(folder.records())
-
-
 def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,38 +68,6 @@ def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
         assert [record["step"] for record in folder.records()] == [1, 4]
 
 
-def test_the_file_of_records_is_closed_after_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only then do network file systems send it to the server."""
-    closed, close = [], os.close
-    monkeypatch.setattr("os.close", lambda file: closed.append(file) or close(file))
-    with RunFolder(tmp_path) as folder:
-        folder.add_record("train", 1, 0.5)
-        assert not closed
-        folder.add_record("eval", 1, 0.5)
-        assert len(closed) == 1
-
-
-def test_a_failing_close_of_the_records_is_one_line_and_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Network file systems report a full disk there."""
-    close, failed = os.close, []
-
-    def full(file: int) -> None:
-        close(file)
-        if not failed:
-            failed.append(file)
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    folder = RunFolder(tmp_path)
-    assert folder.occupy() is None
-    folder.add_record("train", 1, 0.5)
-    monkeypatch.setattr("os.close", full)
-    with pytest.raises(UserError, match=r"^run_dir: .*metrics.jsonl cannot be written \(Disk quota exceeded\)"), folder:
-        pass
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
@@ -124,19 +75,6 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     folder.add_record("event", 3, 1.5, event="damaged image")
     folder.forget_after(2)
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
-
-
-def test_records_are_rewritten_only_if_some_are_dropped(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for step in (1, 2):
-        folder.add_record("train", step, step / 3, loss=0.1, lr=1e-7)
-    before, text = folder.metrics.stat().st_ino, folder.metrics.read_text()
-    folder.forget_after(2)
-    assert folder.metrics.stat().st_ino == before
-    # A line cut off by a kill would swallow the next record.
-    folder.metrics.write_text(text + '{"kind": "tra')
-    folder.forget_after(2)
-    assert folder.metrics.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -155,66 +93,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path, write: Callable[[RunFolder], No
         write(RunFolder(tmp_path))
 
 
-def test_the_other_files_of_a_run_on_a_full_disk(tmp_path: Path) -> None:
-    full = tmp_path / f".predictions.npz.{os.getpid()}.tmp"
-    full.symlink_to("/dev/full")
-    folder: Any = RunFolder(tmp_path)
-    nobody = SimpleNamespace(folder=folder, classes=("a", "b"), config=SimpleNamespace(config_name="x"))
-    column = np.zeros(1)
-    result: Any = SimpleNamespace(predictions=Predictions(column, column, column, column, column))
-    evaluations = Evaluations(nobody, Board(), lambda: None)
-    with pytest.raises(UserError, match=r"predictions.npz cannot be written \(No space left"):
-        evaluations._write_down(1, "model", result)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "curves.png").mkdir()
-    with pytest.raises(UserError, match=r"curves.png cannot be written \(Is a directory"):
-        evaluations.draw()
-
-
-def test_environment_names_the_versions_and_the_machine() -> None:
-    values = environment(CPU, 1)
-    assert values["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert values["memory_bytes"] > 1e9
-    assert values["processor"]
-    assert json.loads(json.dumps(values)) == values
-
-
-def test_results_beside_the_code_do_not_change_it(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
-
-    def put(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    def changed() -> bool:
-        state = git_state(tmp_path)
-        assert state is not None
-        return state["changed"]
-
-    assert git_state(tmp_path) is None
-    git("init")
-    put("pycls_fast/network.py", "1")
-    put("README.md", "1")
-    git("add", ".")
-    git("commit", "-m", "first")
-    put("compared/index.html", "a result")
-    assert not changed()
-    # Untracked code computes as well as any other.
-    put("configs/mine.yaml", "new")
-    assert changed()
-    (tmp_path / "configs/mine.yaml").unlink()
-    assert not changed()
-    put("pycls_fast/network.py", "2")
-    assert changed()
-    # A package that is installed inside another project's checkout is none of its commits.
-    installed = tmp_path / ".venv" / "site-packages"
-    installed.joinpath("pycls_fast").mkdir(parents=True)
-    installed.joinpath("pycls_fast", "network.py").touch()
-    assert git_state(installed) is None
-
-
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
     draw_curves([], tmp_path / "empty.png", "an experiment called a$x_$")
     train = {"kind": "train", "epoch": 1.0, "loss": None, "lr": 0.1, "images_per_second": 5.0}
@@ -231,17 +109,6 @@ def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
     draw_curves([train, score], tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_tensorboard_has_the_mean_over_the_classes(tmp_path: Path) -> None:
-    record = {"kind": "eval", "step": 1, "split": "val", "weights": "model", "top1": 3.0, "top5": 9.0, "loss": 1.0}
-    added: dict[str, float] = {}
-    tensorboard = TensorBoard()
-    tensorboard.open(tmp_path, {}, None, 0)
-    tensorboard._writer.add_scalar = lambda name, value, step: added.update({name: value})  # type: ignore
-    with Board(tensorboard) as board:
-        board.add({**record, "class_top1": 2.0})
-    assert added == {"val_model/top1": 3, "val_model/top5": 9, "val_model/class_top1": 2, "val_model/loss": 1}
 
 
 def test_metrics_are_means_over_steps_and_skipped_steps_are_counted() -> None:
@@ -282,13 +149,6 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-
-
-def test_a_command_with_a_newline_is_one_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.orig_argv", ["python", "train_net.py", "data.root=/x\ny: 1"])
-    folder = RunFolder(tmp_path)
-    folder.write_config({"seed": 1})
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
 
 
 @pytest.mark.slow
@@ -383,15 +243,3 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
     assert [path.name for path in paths] == ["2026-01-02_03-04-05", "2026-01-02_03-04-05~2"]
     assert choose_run_dir(load_config("vit_digits", ["run_dir=mine"]), ALONE) == (Path("mine"), False)
     assert not Path("mine").exists()
-
-
-@pytest.mark.slow
-def test_who_waits_is_told_once_for_whom(tmp_path: Path) -> None:
-    with _hold(tmp_path) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "None\n"
-        lines: list[str] = []
-        assert RunFolder(tmp_path).occupy(wait_seconds=0.5, on_wait=lines.append) is not None
-        who = f"process {first.pid} on {platform.node()}"
-        assert lines == [f"run_dir: {tmp_path} is in use; waiting up to 0.5 s for {who}"]
-        first.communicate("\n", timeout=60)

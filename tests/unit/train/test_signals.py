@@ -51,18 +51,6 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
             send(signal.SIGINT)
 
 
-def test_a_handler_that_python_did_not_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that embeds Python has its own; Python cannot put it back."""
-    get = signal.getsignal
-    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else get(number))
-    with stop_requests() as stop:
-        stop.training = True
-        assert get(signal.SIGINT) is signal.default_int_handler
-        send(signal.SIGTERM)
-    assert stop.name == "SIGTERM"
-    assert get(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
     """The tools' own handler may end the process at once."""
     signal.signal(signal.SIGINT, end_import)
@@ -77,36 +65,6 @@ def test_a_finished_training_ends_only_by_ctrl_c(capfd: pytest.CaptureFixture[st
         assert (stop.name, capfd.readouterr().err) == (None, "")
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-
-
-def test_ctrl_c_before_the_training_calls_the_handler_of_a_calling_program() -> None:
-    seen = []
-    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    with stop_requests():
-        send(signal.SIGINT)
-    assert seen == [signal.SIGINT]
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_what_a_second_one_would_do(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    """torchrun takes it for a reason to wait until its time is over."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if not alone:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with stop_requests() as stop:
-        stop.training = True
-        send(signal.SIGINT)
-    assert ("Ctrl-C again" in capfd.readouterr().err) == alone
-
-
-def test_one_rank_of_a_node_answers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with stop_requests() as stop:
-        stop.training = True
-        send(signal.SIGINT)
-    assert (stop.name, capfd.readouterr().err) == ("SIGINT", "")
 
 
 def test_nohup() -> None:

@@ -13,7 +13,6 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.train import checkpoint, loop, train
 from pycls_fast.train.health import DivergenceCheck
-from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_loop import SMALL
 
@@ -46,20 +45,6 @@ def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous
     assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
 
 
-@pytest.mark.slow
-def test_buffers_are_averaged_before_a_step_without_a_checkpoint_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Saving averages them over the ranks as well, but after the evaluation here."""
-    done: list[str] = []
-    sync, take = Run.sync_buffers, Evaluations.take
-    monkeypatch.setattr(Run, "sync_buffers", lambda self: (done.append("sync"), sync(self))[1])
-    monkeypatch.setattr(Evaluations, "take", lambda self, step: (done.append(f"take {step}"), take(self, step))[1])
-    run(tmp_path)
-    # The last step is always saved, and before it is scored.
-    assert done == ["sync", "take 3", "sync", "sync", "take 6"]
-
-
 def test_a_step_whose_evaluation_is_stopped_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,20 +56,6 @@ def test_a_step_whose_evaluation_is_stopped_is_saved(
     monkeypatch.setattr(Evaluations, "_take", stopped)
     assert run(tmp_path, status=3) == [("checkpoint", 3)]
     assert "everything up to step 3 is saved" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_step_after_which_the_run_stops_early_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Evaluations._take
-
-    def diverged(self: Evaluations, done: int, weights: str) -> dict[str, Any]:
-        damaged = take(self, done, weights)
-        self.finite = False
-        return damaged
-
-    monkeypatch.setattr(Evaluations, "_take", diverged)
-    monkeypatch.setattr(Evaluations, "stop_early", lambda self, done: done == 3)
-    assert run(tmp_path) == [("eval", 3), ("checkpoint", 3)]
 
 
 @pytest.mark.slow

@@ -91,14 +91,3 @@ def test_gradient_of_a_weight() -> None:
     model.blocks[1].mlp.fc1.weight.register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[union-attr,index]
     with pytest.raises(UserError, match=r"the gradient of the weight blocks\.1\.mlp\.fc1\.weight; "):
         run(model, watchdog)
-
-
-def test_evaluation_is_not_watched() -> None:
-    model = vit()
-    watchdog = Watchdog(model, scaled=False)
-    with torch.no_grad():
-        model.head.bias.fill_(float("nan"))  # type: ignore[union-attr]
-        model.eval()(torch.randn(2, 3, 8, 8))
-        model.head.bias.fill_(0)  # type: ignore[union-attr]
-    run(model.train(), watchdog)
-    assert watchdog.last is None
