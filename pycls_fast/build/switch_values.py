@@ -13,8 +13,8 @@ import torch
 
 from pycls_fast import speed
 from pycls_fast.build.batches import microbatch_size
-from pycls_fast.build.conflicts import conflicts
 from pycls_fast.build.device import device_kind, level
+from pycls_fast.config.conflicts import switch_problems
 from pycls_fast.config.schema import RunConfig, ViTModel
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
@@ -49,13 +49,13 @@ def switches(config: RunConfig, device: torch.device) -> Speed:
     if "compile" not in config.speed.by_hand and resolved.compile != "off":
         # Explicit settings win over the preset's.
         uncompiled = resolved.replace(compile="off")
-        in_the_way = set(conflicts(config, resolved, kind)) - set(conflicts(config, uncompiled, kind))
+        in_the_way = set(switch_problems(config, resolved, kind)) - set(switch_problems(config, uncompiled, kind))
         if in_the_way or not (_compiles_once(config, kind) and has_compiler(kind)):
             resolved = uncompiled
     if "gelu" not in config.speed.by_hand and resolved.compile == "off":
         # The polynomial is for compiled code: the start table would name a switch that does nothing.
         resolved = resolved.replace(gelu="torch")
-    lines = list(conflicts(config, resolved, kind))
+    lines = [f"{key}: {message}" for key, message in switch_problems(config, resolved, kind)]
     if lines:
         raise UserError(*lines)
     return resolved
@@ -95,13 +95,12 @@ def has_decoder(name: str) -> bool:
 
 
 def _compiles_once(config: RunConfig, kind: Device) -> bool:
-    """Whether the run can be compiled: one image size, no watchdog hooks, no emulated float8, no wrappers of
+    """Whether the run can be compiled: one image size, no emulated float8, no wrappers of
     FairScale, and on a CPU, where it was not timed, no shards."""
     strategy = strategy_of(config.parallel.name)
     return (
         (strategy.shards == "nothing" or (strategy.has_dtensors and kind == "cuda"))
         and not config.data.image_size_schedule
-        and not config.runtime.watchdog
         and not (level(config).float8 and config.precision.fp8_emulate)
     )
 
@@ -118,12 +117,12 @@ def compile_for_gpu(config: RunConfig, chosen: Speed, world: World, *, images: i
         return chosen
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
         off = chosen.replace(compile="off", compile_mode="default")
-        return chosen if any(conflicts(config, off, "cuda")) else off
+        return chosen if any(switch_problems(config, off, "cuda")) else off
     step = 3 * flops * microbatch_size(config, world)
     if "compile_mode" in config.speed.by_hand or step > _GPU_SMALL_STEP:
         return chosen
     replayed = chosen.replace(compile="model", compile_mode="reduce-overhead")
-    return chosen if any(conflicts(config, replayed, "cuda")) else replayed
+    return chosen if any(switch_problems(config, replayed, "cuda")) else replayed
 
 
 def has_compiler(kind: Device) -> bool:

@@ -1,7 +1,7 @@
 """Configuration: Hydra composes, pydantic validates. Read `compose.py` first, then `launch.py`."""
 
-from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import load_config
+from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.launch import Command, NoOptions, command, command_line
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.config.schema import RunConfig, Section

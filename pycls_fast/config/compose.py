@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config import messages
-from pycls_fast.config.checks import Purpose, problems
+from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.model_names import OF_WEIGHTS, model_of_weights, timm_written_out

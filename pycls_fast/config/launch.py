@@ -26,8 +26,8 @@ from omegaconf import DictConfig
 
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config import saved
-from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import HYDRA_SETTINGS, Composed, as_hydra_overrides, check, notes, validate
+from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS

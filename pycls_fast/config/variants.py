@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from pycls_fast.config import launch
-from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed_overrides
+from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import COMPOSE_ERRORS, explain
 from pycls_fast.config.schema import RunConfig, Section

@@ -106,7 +106,7 @@ def _load_initial(
 def check_head(config: RunConfig, network: Network, world: World) -> None:
     """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
 
-    `config/checks/` refuses what the configuration shows: timm has models with such a head, and a head that
+    `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
 
     Args:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.checks import Purpose
 from pycls_fast.config.compose import check, compose, notes
+from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path

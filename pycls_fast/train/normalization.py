@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.checks.helpers import default_of
 from pycls_fast.config.schema import RunConfig, TimmModel
 from pycls_fast.models import foreign
 from pycls_fast.models.foreign.preprocessing import rgb_triple
@@ -44,7 +43,7 @@ def resolve_normalization(
             note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {config.weights}")
         update |= {"mean": found[0], "std": found[1]}
     elif config.weights is not None and all(
-        getattr(config.data, key) == default_of(config.data, key) for key in ("mean", "std")
+        getattr(config.data, key) == type(config.data).model_fields[key].default for key in ("mean", "std")
     ):
         note(
             f"data.normalization: {config.weights} does not say how its images were normalised, so ImageNet's mean and "

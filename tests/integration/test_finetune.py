@@ -296,9 +296,9 @@ def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weig
     [
         (["weights=nothing.pth"], "weights: nothing.pth is neither a weights file"),
         (["optim.trainable=[head,bloks]"], "optim.trainable: bloks names nothing in this network"),
-        (["optim.trainable=[all,head]"], "optim.trainable: all includes everything; remove head or all"),
-        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: frozen parts do not work with"),
-        (["optim.trainable=head", "parallel=fairscale_sharded_ddp"], "optim.trainable: frozen parts do not work with"),
+        (["optim.trainable=[all,head]"], "optim.trainable: all includes everything; use all alone"),
+        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: [head] conflicts with"),
+        (["optim.trainable=head", "parallel=fairscale_sharded_ddp"], "optim.trainable: [head] conflicts with"),
         (["schedule.epochs=soon"], 'schedule.epochs: must be auto or a whole number greater than 0; got "soon"'),
         (["schedule.warmup_epochs=60"], "schedule.warmup_epochs: 60 is longer than the training of 27 epochs"),
         (["schedule.early_stopping_evals=0"], "schedule.early_stopping_evals: must be greater than 0"),

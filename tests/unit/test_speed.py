@@ -213,6 +213,8 @@ def test_what_a_gpu_compiles_depends_on_its_work(
     [
         ("vit_digits", ["precision=fp8"], {"qkv": "separate", "linear": "torch"}),
         ("vit_digits", ["precision=bf16"], {"linear": "products"}),
+        ("vit_digits", ["parallel=fsdp", "optim=sgd"], {"optimizer": "fused"}),
+        ("vit_digits", ["parallel=fsdp", "optim=lamb"], {"optimizer": "loop"}),
         ("vit_digits", ["precision=amp_bf16", "speed.compile=off"], {"gelu": "torch"}),
         ("vit_digits", ["precision=amp_bf16", "speed.compile=model"], {"gelu": "polynomial"}),
         ("resnet_digits", ["precision=amp_bf16", "speed.memory_format=contiguous"], {"convolution": "torch"}),
@@ -222,3 +224,9 @@ def test_what_a_gpu_compiles_depends_on_its_work(
 def test_the_fast_preset_gives_way_to_what_is_set(experiment: str, overrides: list[str], found: dict[str, str]) -> None:
     config = load_config(experiment, ["speed=fast", *overrides])
     assert found.items() <= build.switches(config, torch.device("cpu")).values().items()
+
+
+@pytest.mark.parametrize("overrides", [["parallel=fsdp", "optim=muon"], ["parallel=hsdp", "optim=adamw8bit"]])
+def test_an_optimizer_of_whole_weights_is_not_sharded(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^optim\.name: \w+ needs whole weights.*use optim=adamw or parallel=ddp"):
+        build.switches(load_config("vit_digits", overrides), torch.device("cpu"))

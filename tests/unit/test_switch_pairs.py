@@ -1,7 +1,7 @@
-"""Pairs of switches: a sample of those that a CPU runs trains and agrees with the plain twin; the refused are listed.
+"""Pairs of switches: a sample of those that a CPU runs trains and agrees with the plain twin.
 
-Pairs are drawn from the catalogue, of values that run alone and that nothing refuses together. A new value is drawn as
-soon as it is there; a new refusal fails until it is in a list below. Images are made, not read: decoders have tests of
+Pairs are drawn from all switches, of values that run alone and that no row of `config/conflicts.py` refuses together. A
+new value is drawn as soon as it is there. Images are made, not read: decoders have tests of
 their own.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.checks import Purpose, problems
+from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.counter import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
@@ -64,16 +64,9 @@ COMMON = [
 ]
 # What a value cannot be without, unless the pair says otherwise.
 WITH: Mapping[Choice, Mapping[str, str]] = {
-    ("convolution", "products"): {"memory_format": "channels_last"},
-    ("decode_scale", "dct"): {"decode": "region"},
-    ("normalize_on", "device"): {"erase_on": "device", "mix_on": "device"},
-    ("erase_on", "device"): {"mix_on": "device"},
-    ("gelu", "polynomial"): {"compile": "model"},
-    ("recompute", "budget"): {"compile": "model"},
-    ("compile_mode", "reduce-overhead"): {"compile": "model"},
-    ("compile_mode", "max-autotune-no-cudagraphs"): {"compile": "blocks"},
-    ("compile_mode", "max-autotune"): {"compile": "model"},
-    ("cuda_graphs", "on"): {"optimizer": "fused", "metrics": "interval"},
+    (switch.name, value): dict(one.removeprefix("speed.").split("=") for one in needs.split())
+    for switch in SWITCHES.values()
+    for value, needs in switch.needs.items()
 }
 # In float32 they are the reference's, to the bit.
 IN_16_BITS = {("attention", "products"), ("linear", "products"), ("gelu", "polynomial")}
@@ -84,27 +77,6 @@ COMPILED = {"compile", "compile_mode", "optimizer_compile", "cross_entropy"}
 # Values that a kind of model does not have, on any device.
 REFUSED_ALONE = {
     ("timm", ("attention", value)) for value in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products")
-}
-# Values that are refused together, whatever the model.
-REFUSED = {
-    "compile=blocks": "activation_compression=8bit drop_path_compute=skip",
-    "compile=model": "activation_compression=8bit drop_path_compute=skip activation_offload=cpu",
-    "compile_mode=max-autotune-no-cudagraphs": "activation_compression=8bit drop_path_compute=skip",
-    "gelu=polynomial": "activation_compression=8bit drop_path_compute=skip activation_offload=cpu",
-    "optimizer=fused": "optimizer_compile=on",
-    "decode=simplejpeg": "decode_scale=dct",
-    "recompute=full": "activation_compression=8bit",
-    "recompute=selective": "activation_compression=8bit activation_offload=cpu",
-    "recompute=budget": "activation_compression=8bit activation_offload=cpu drop_path_compute=skip",
-}
-REFUSED_ON_CUDA = {
-    **REFUSED,
-    "compile_mode=reduce-overhead": "activation_compression=8bit drop_path_compute=skip compile=blocks "
-    "activation_offload=cpu",
-    "compile_mode=max-autotune": "activation_compression=8bit drop_path_compute=skip compile=blocks "
-    "activation_offload=cpu",
-    "cuda_graphs=on": "compile_mode=reduce-overhead compile_mode=max-autotune optimizer=foreach optimizer_compile=on "
-    "recompute=full recompute=selective activation_offload=cpu param_offload=cpu drop_path_compute=skip",
 }
 
 
@@ -319,10 +291,9 @@ def test_every_value_that_a_cpu_runs_is_in_a_pair() -> None:
     assert not {*UNCOMPILED_PAIRS} & {*MORE_PAIRS}
 
 
-def assert_each_is_one_clear_line(refused: Mapping[Any, tuple[str, ...]]) -> None:
-    for what, told in refused.items():
-        assert len(told) == 1, what
-        assert re.fullmatch(r"speed\.\w+: .+; use speed\.\w+=\w.*", told[0]), told
+def assert_clear(refused: Mapping[Any, tuple[str, ...]]) -> None:
+    for line in itertools.chain.from_iterable(refused.values()):
+        assert re.fullmatch(r"speed\.\w+: .+; use \w+\.\w+=\w.*", line), line
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -337,15 +308,12 @@ def test_a_value_alone_is_refused_where_it_cannot_run(device: Device) -> None:
     }
     refused = {value: told for value, told in alone(device).items() if told}
     assert refused.keys() ^ (elsewhere | REFUSED_ALONE) == set()
-    assert_each_is_one_clear_line(refused)
+    assert_clear(refused)
 
 
-@pytest.mark.parametrize(("device", "listed"), [("cpu", REFUSED), ("cuda", REFUSED_ON_CUDA)])
-def test_the_pairs_that_are_refused_are_these(device: Device, listed: Mapping[str, str]) -> None:
-    apart = {frozenset([one, two]) for one, others in listed.items() for two in others.split()}
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pair_that_is_refused_is_told_why(device: Device) -> None:
+    """The rows are in `config/conflicts.py`."""
     refused = {pair: told for pair, told in together(device).items() if told}
-    expected = {pair for pair in together(device) if frozenset(map(describe, pair[1:])) in apart}
-    assert refused.keys() ^ expected == set()
-    # None of them is misspelt.
-    assert {frozenset(map(describe, pair[1:])) for pair in refused} == apart
-    assert_each_is_one_clear_line(refused)
+    assert 20 < len(refused) < len(together(device)) / 5
+    assert_clear(refused)

@@ -1,8 +1,7 @@
 """The typed configuration of a run: strict, frozen, and the only list of keys that exist.
 
 YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
-refused (`extra="forbid"`, `strict=True`); checks that involve several keys are in `checks/`, by the same
-subjects as the modules here.
+refused (`extra="forbid"`, `strict=True`); what cannot be together is a row in `conflicts.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast import build, plan, published
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.checks import Purpose, problems
 from pycls_fast.config.compose import is_global
+from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.models import complexity

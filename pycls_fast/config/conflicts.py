@@ -1,0 +1,410 @@
+"""Settings that cannot be together: rows of one table, and what is said of them.
+
+A row is (a, b, why, use): two settings, why they cannot be together, and the ways out of it. Rows with a switch are
+looked at when its value on this machine is known (`switch_problems`), the others before anything is built (`problems`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pycls_fast.config.keys import as_typed
+from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.data.choices import Source
+from pycls_fast.precision import LEVELS, Level
+from pycls_fast.speed import SWITCHES, Device, Speed
+from pycls_fast.strategies import Strategy, strategy_of
+from pycls_fast.values import AUTO
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a configuration is used for, on which depends what it must and must not contain."""
+
+    needs_data: bool = True
+    """False if no image is read, so that `data.root` may be missing."""
+    trains: bool = False
+    """Whether the network is trained, so that its initial weights matter: fine-tuning needs `weights`."""
+    scores_sets: bool = False
+    """Whether `data.eval_set` is read; it is refused otherwise."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a condition may look at; the switches have their values in force."""
+
+    config: RunConfig
+    speed: Speed
+    device: Device
+    purpose: Purpose
+
+    @property
+    def level(self) -> Level:
+        """The precision level."""
+        return LEVELS[self.config.precision.name]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; that of several ranks, if it is chosen by their number."""
+        return strategy_of(self.config.parallel.name)
+
+    def shown(self, key: str) -> str:
+        """The value of a key as it is typed; null if this configuration does not have it."""
+        section, *rest = key.split(".")
+        value: Any = self.speed if section == "speed" else getattr(self.config, section)
+        for part in rest:
+            value = getattr(value, part, None)
+        return as_typed(value)
+
+
+class Fact(NamedTuple):
+    """A condition that no single value of a key is: the key to show, and settings that make it true."""
+
+    key: str
+    holds: Callable[[Situation], bool]
+    example: str
+
+
+class Conflict(NamedTuple):
+    """A row; a condition is a Fact, or `key=value|value` or `key!=value`."""
+
+    a: str | Fact
+    b: str | Fact
+    why: str
+    use: str
+
+    @property
+    def has_switch(self) -> bool:
+        """Whether it can be seen only when the switches have their values."""
+        return any(_key(condition).startswith("speed.") for condition in (self.a, self.b))
+
+    def holds(self, now: Situation) -> bool:
+        """Whether both conditions are met, by a network that has the switches they name."""
+        return all(_applies(_key(each), now) and _holds(each, now) for each in (self.a, self.b))
+
+    def line(self, now: Situation) -> tuple[str, str]:
+        """The key, and what is wrong with its value and what to do."""
+        one, other = _key(self.a), _key(self.b)
+        with_it = f"{other}={now.shown(other)}"
+        return one, f"{now.shown(one)} conflicts with {with_it}: {self.why}; use {self.use}"
+
+
+def _key(condition: str | Fact) -> str:
+    return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
+
+
+def _applies(key: str, now: Situation) -> bool:
+    switch = SWITCHES.get(key.removeprefix("speed."))
+    return switch is None or not key.startswith("speed.") or now.config.model.kind in switch.models
+
+
+def _holds(condition: str | Fact, now: Situation) -> bool:
+    if isinstance(condition, Fact):
+        return condition.holds(now)
+    name, _, values = condition.partition("=")
+    return (now.shown(name.removesuffix("!")) in values.split("|")) != name.endswith("!")
+
+
+def _erases(now: Situation) -> bool:
+    return now.config.augment.erase_probability > 0
+
+
+# fmt: off
+MICROBATCHES = Fact(
+    "optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1, "optim.accumulation_steps=2")
+SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights, "parallel=fsdp")
+FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens, "parallel=fairscale_fsdp")
+ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state", "parallel=fairscale_sharded_ddp")
+NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates, "parallel=fsdp")
+FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes, "parallel=fairscale_fsdp")
+KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights, "parallel=ddp")
+NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups, "parallel=fsdp")
+UNSCALED = Fact("precision.name", lambda now: not now.level.scaled, "precision=amp_bf16")
+HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32", "precision=bf16_params")
+NO_MASTERS = Fact(
+    "precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none", "precision=bf16")
+SKIPS_OR_HALF = Fact(
+    "precision.name", lambda now: now.level.scaled or now.level.weights != "float32", "precision=amp_fp16")
+WIDE_ON_CUDA = Fact(
+    "precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32", "precision=fp32")
+FLATTENED_HALF = Fact(
+    "precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32",
+    "parallel=fairscale_fsdp precision=bf16_params")
+NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise, "optim=lamb")
+KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state, "optim=adamw8bit")
+NOT_CAPTURABLE = Fact(
+    "speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable, "speed.optimizer=foreach")
+# LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
+# elsewhere are rarely zero; `train/building.py` looks at the head.
+TRUST_RATIO = Fact(
+    "optim.name",
+    lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0
+    and now.config.weights is None,
+    "optim=lamb optim.weight_decay=0.1")
+POWERSGD_IN_PARTS = Fact(
+    "parallel.compression",
+    lambda now: now.config.parallel.compression == "powersgd" and now.config.optim.microbatches > 1,
+    "parallel.compression=powersgd optim.accumulation_steps=2")
+ERASED_BY_WORKERS = Fact(
+    "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and _erases(now),
+    "speed.erase_on=cpu augment.erase_probability=0.5")
+ERASED_ON_DEVICE = Fact(
+    "speed.erase_on", lambda now: now.speed.erase_on == "device" and _erases(now),
+    "speed.erase_on=device augment.erase_probability=0.5")
+MIXED_BY_WORKERS = Fact(
+    "speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes,
+    "speed.mix_on=cpu augment.mixup_alpha=0.2")
+
+_GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"
+_NOT_GRAPHS = "speed.compile_mode=default"
+_NO_RECORDING = "speed.cuda_graphs=off"
+
+# What asks the host within a step, why, and the value to use in a recorded one.
+_ASKS_THE_HOST = (
+    ("speed.metrics=step", "the host reads every loss", "speed.metrics=interval"),
+    ("speed.drop_path_compute=skip", "shapes change in every step", "speed.drop_path_compute=multiply"),
+    ("speed.recompute=full|selective", "it reads the state of random generators", "speed.recompute=off"),
+    ("speed.activation_offload=cpu", "activations go through the host", "speed.activation_offload=none"),
+    ("speed.param_offload=cpu", "the host updates the weights", "speed.param_offload=none"),
+    ("runtime.watchdog=true", "it asks the host in every step", "runtime.watchdog=false"),
+    (_GRAPHS, "it records graphs of its own", _NOT_GRAPHS),
+)
+
+_ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
+    # What is compiled.
+    (f"{_GRAPHS}|max-autotune-no-cudagraphs", "speed.compile=off", "nothing is compiled", "speed.compile=model"),
+    ("speed.gelu=polynomial", "speed.compile=off", "it is for compiled code", "speed.compile=model"),
+    ("speed.recompute=budget", "speed.compile=off",
+     "compiled code keeps it", "speed.compile=blocks or speed.recompute=full"),
+    # Blocks share their code, and a graph the addresses of one block's weights.
+    (_GRAPHS, "speed.compile=blocks", "it would record a graph for each block", "speed.compile=model"),
+    (_GRAPHS,
+     MICROBATCHES,
+     "gradients are in memory of CUDA graphs, which the next microbatch overwrites",
+     f"optim.accumulation_steps=1 or {_NOT_GRAPHS}"),
+    (_GRAPHS, SHARDED, "weights are gathered into new memory, and graphs need them where they were", _NOT_GRAPHS),
+    ("speed.activation_compression=8bit", "speed.compile=blocks|model",
+     "it does not work inside compiled code", "speed.compile=off"),
+    ("speed.activation_offload=cpu", "speed.compile=model",
+     "it does not work inside compiled code", "speed.compile=blocks"),
+    ("speed.drop_path_compute=skip",
+     "speed.compile=blocks|model",
+     "shapes change in every step, and compiled code needs constant ones",
+     "speed.compile=off or speed.drop_path_compute=multiply"),
+    ("runtime.watchdog=true", "speed.compile=blocks|model", "it cannot see inside compiled code", "speed.compile=off"),
+    # What is recorded as a CUDA graph.
+    *(("speed.cuda_graphs=on", other, why, use) for other, why, use in _ASKS_THE_HOST),
+    ("speed.cuda_graphs=on", NOT_CAPTURABLE,
+     "its lr is on the host (on the device with optim=adamw or sgd and speed.optimizer=fused)", _NO_RECORDING),
+    ("speed.cuda_graphs=on",
+     MICROBATCHES,
+     "one microbatch a step is recorded, and the host draws for each",
+     f"optim.accumulation_steps=1 or {_NO_RECORDING}"),
+    ("speed.cuda_graphs=on", "data.image_size_schedule!=[]",
+     "images of one size are recorded", f"data.image_size_schedule=[] or {_NO_RECORDING}"),
+    ("speed.cuda_graphs=on", NO_MASTERS,
+     "the optimizer's weights have new memory in every step", f"precision=amp_bf16 or {_NO_RECORDING}"),
+    # Less memory.
+    ("speed.activation_compression=8bit", "speed.recompute=full|selective|budget",
+     "blocks would run again from rounded inputs", "speed.activation_compression=none or speed.recompute=off"),
+    ("speed.activation_offload=cpu", "speed.recompute=selective|budget",
+     "what recomputation keeps cannot be offloaded", "speed.recompute=full or speed.activation_offload=none"),
+    ("parallel.recompute_every!=1", "speed.recompute=off|budget",
+     "it is for blocks that run again", "speed.recompute=full or parallel.recompute_every=1"),
+    # Images: decoded, normalised, erased, mixed.
+    ("speed.decode_scale=dct", "speed.decode=pillow|simplejpeg",
+     "only region decodes at a smaller size", "speed.decode=region or speed.decode_scale=full"),
+    (ERASED_BY_WORKERS, "speed.normalize_on=device",
+     "images are normalised before they are erased", "speed.erase_on=device or speed.normalize_on=cpu"),
+    (MIXED_BY_WORKERS, ERASED_ON_DEVICE, "images are erased before they are mixed", "speed.mix_on=device"),
+    (MIXED_BY_WORKERS, "speed.normalize_on=device",
+     "images are normalised before they are mixed", "speed.mix_on=device"),
+    # Within the network.
+    ("speed.qkv=fused", "precision.name=fp8", "one product bypasses the float8 layers", "speed.qkv=separate"),
+    ("speed.linear=products", "precision.name=fp8", "they bypass the float8 layers", "speed.linear=torch"),
+    ("speed.attention=sdpa_flash|sdpa_cudnn", WIDE_ON_CUDA,
+     "on CUDA it needs 16 bits", "speed.attention=sdpa or precision=amp_bf16"),
+    ("speed.attention=sdpa_math|sdpa_flash|sdpa_efficient|sdpa_cudnn|products", "model.kind=timm",
+     "timm's models choose between reference and sdpa", "speed.attention=sdpa"),
+    ("speed.patches=product", "model.stem=conv", "there are no patches", "speed.patches=convolution"),
+    ("speed.convolution=products", "speed.memory_format=contiguous",
+     "it is for channels-last maps", "speed.memory_format=channels_last"),
+    ("precision.name=fp8", "model.kind=resnet", "it is for linear layers", "precision=amp_bf16"),
+    ("model.class_token=false", "model.classifier=token",
+     "the classifier reads it", "model.class_token=true or model.classifier=pooled"),
+    *(
+        (key, "model.depth=18|34", "its blocks have no bottleneck to group or widen", "model.depth=50")
+        for key in ("model.groups!=1|null", "model.width_per_group!=64|null")
+    ),
+    ("data.image_size_schedule!=[]", "model.kind=vit",
+     "a ViT has positions for one image size", "data.image_size_schedule=[]"),
+    # Several ranks.
+    *(
+        (key, NO_GROUPS, "it is for groups of ranks", f"parallel=hsdp or {key.removesuffix('!=null')}=null")
+        for key in ("parallel.shard_degree!=null", "parallel.replicate_degree!=null")
+    ),
+    ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
+     "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
+    ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
+    ("parallel.compression=powersgd",
+     SKIPS_OR_HALF,
+     "its error travels from step to step, and an overflow or a half format would corrupt it",
+     "precision=amp_bf16 or parallel.compression=bf16"),
+    ("parallel.compression=fp16",
+     UNSCALED,
+     "without a scaled loss small gradients become 0 and large ones infinite",
+     "parallel.compression=bf16 or precision=amp_fp16"),
+    ("parallel.static_graph=true", NOT_DDP, "it is for ddp", "parallel.static_graph=false"),
+    ("parallel.static_graph=true", POWERSGD_IN_PARTS,
+     "one more exchange is made than powersgd counts", "parallel.static_graph=false"),
+    *(
+        ("parallel.sync_batchnorm=true", other, why, "parallel.sync_batchnorm=false")
+        for other, why in (
+            ("model.kind=timm", "timm's batch norms may include an activation, which would be lost"),
+            ("model.stem=patch", "the network has no batch norm"),
+            ("optim.trainable!=[all]", "frozen statistics would be replaced"),
+        )
+    ),
+    ("optim.trainable!=[all]", FREEZES_NOTHING,
+     "it flattens or exchanges all weights alike", "parallel=ddp or parallel=fsdp"),
+    (NO_MASTERS, SHARDED, "shards are float32", "precision=bf16_params or parallel=ddp"),
+    (NOT_ELEMENTWISE, FLATTENED, "it needs the shapes of weights", "optim=adamw or parallel=ddp"),
+    ("precision.name=fp8", FLATTENED, "it needs the shapes of weights", "precision=amp_bf16 or parallel=fsdp"),
+    ("speed.compile=blocks|model",
+     FLATTENED_HALF,
+     "it cannot see inside FairScale's wrappers around norms that stay float32",
+     "speed.compile=off or parallel=fsdp"),
+    (HALF_WEIGHTS, ONE_OWNER, "it shards the network's own weights", "precision=amp_bf16 or parallel=ddp"),
+    (KEEPS_STATE, ONE_OWNER, "state is sent from rank to rank to be saved", "optim=adamw or parallel=ddp"),
+    # What is learned.
+    *(
+        (key, TRUST_RATIO, "parameters that begin with zeros hardly change", use)
+        for key, use in (
+            ("optim.decay_norms=true", "optim.decay_norms=false"),
+            ("optim.decay_biases=true", "optim.decay_biases=false"),
+            ("model.init=jax", "model.init=trunc_normal"),
+        )
+    ),
+    ("loss.class_weights!=none", "data.sampling!=uniform",
+     "rare classes are already shown more often", "loss.class_weights=none or data.sampling=uniform"),
+)
+# fmt: on
+CONFLICTS = tuple(Conflict(*row) for row in _ROWS)
+
+
+def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong and what to do) for every impossible combination that involves no switch."""
+    now = Situation(config, config.speed, "cpu", purpose)
+    yield from _missing(config, purpose)
+    yield from _sizes(config)
+    for conflict in CONFLICTS:
+        if not conflict.has_switch and conflict.holds(now):
+            yield conflict.line(now)
+
+
+def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator[tuple[str, str]]:
+    """The same for the switches, whose values in force are given."""
+    kind = config.model.kind
+    for name, value in config.speed.by_hand.items():
+        switch = SWITCHES[name]
+        if kind not in switch.models and value != switch.reference:
+            yield (
+                f"speed.{name}",
+                f"{value} is for model.kind={' and '.join(switch.models)} and has no effect with model.kind={kind}; "
+                f"use speed.{name}={switch.reference}",
+            )
+    now = Situation(config, speed, device, Purpose())
+    for conflict in CONFLICTS:
+        if conflict.has_switch and conflict.holds(now):
+            yield conflict.line(now)
+
+
+def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
+    fine_tunes = config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
+    # A resumed run has its weights in its checkpoint.
+    if purpose.trains and config.weights is None and config.resume in ("auto", "never") and fine_tunes:
+        yield "weights", "not set; give what to fine-tune as weights=SOURCE"
+    if not purpose.scores_sets and config.data.eval_set is not None:
+        yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
+    # Every evaluation set except ReaL has its own images.
+    needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
+    if needs_root and Source.members[config.data.source].needs_root and config.data.root is None:
+        yield (
+            "data.root",
+            "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
+        )
+
+
+def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Numbers that do not fit each other."""
+    model, data, augment, schedule = config.model, config.data, config.augment, config.schedule
+    batch, parts = data.global_batch_size, config.optim.microbatches
+    sizes = [data.image_size, *(size for _, size in data.image_size_schedule)]
+    if isinstance(model, ViTModel):
+        if data.image_size % model.patch_size:
+            why = _not_divisible(data.image_size, model.patch_size, f"model.patch_size={model.patch_size}")
+            yield "data.image_size", why
+        if model.width % model.heads:
+            yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
+        if model.positions == "sincos2d" and model.width % 4:
+            yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
+        strides = model.stem_strides
+        if model.stem == "conv" and (not strides or len(model.stem_widths) != len(strides)):
+            yield "model.stem_strides", "needs one stride for each of model.stem_widths, one at least"
+        elif model.stem == "conv" and math.prod(strides) != model.patch_size:
+            yield (
+                "model.stem_strides",
+                f"must multiply to model.patch_size={model.patch_size}; got {math.prod(strides)}",
+            )
+    if isinstance(model, ResNetModel) and model.stem != "small" and min(sizes) < 32:
+        yield "data.image_size", f"{min(sizes)} is too small for model.stem={model.stem}; use model.stem=small"
+    if isinstance(model, TimmModel):
+        for name in model.options.keys() & _INSTEAD_OF_TIMM_OPTIONS.keys():
+            yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
+    if model.num_classes == 1:
+        yield "model.num_classes", "classification needs at least 2 classes; got 1"
+    if batch % parts:
+        yield "data.global_batch_size", _not_divisible(batch, parts, f"optim.accumulation_steps={parts}")
+    # On any number of ranks; `build.check_mixing` knows how many there are.
+    elif augment.mixes and batch == parts:
+        yield (
+            "data.global_batch_size",
+            f"{batch} leaves one image in a microbatch, and mixing needs two; use data.global_batch_size={2 * batch} "
+            "or augment.mix_probability=0",
+        )
+    elif augment.mixes and augment.mix_mode == "pair" and batch // parts % 2:
+        yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
+    if "all" in config.optim.trainable and len(config.optim.trainable) > 1:
+        yield "optim.trainable", "all includes everything; use all alone, or what is to be trained"
+    precision = config.precision
+    scales = LEVELS[precision.name].scaled and precision.loss_scale == "dynamic"
+    if scales and precision.loss_scale_floor > precision.loss_scale_start:
+        yield (
+            "precision.loss_scale_floor",
+            f"must not be larger than precision.loss_scale_start={precision.loss_scale_start:g}",
+        )
+    if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
+        yield (
+            "schedule.warmup_epochs",
+            f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
+            f"use schedule.warmup_epochs={schedule.epochs} or less",
+        )
+
+
+# Our settings that replace options of timm's models.
+_INSTEAD_OF_TIMM_OPTIONS = {
+    "num_classes": "the classes of the data, or model.num_classes, decide it",
+    "in_chans": "images are read as RGB, so it is 3",
+    "drop_path_rate": "model.drop_path sets it",
+    "features_only": "models here end in a classification head",
+    **dict.fromkeys(("pretrained", "pretrained_cfg", "checkpoint_path"), "weights=timm:NAME brings weights"),
+}
+
+
+def _not_divisible(value: int, divisor: int, of: str) -> str:
+    """What to say of a value that `of` does not divide, with the nearest ones that it does."""
+    below = max(value // divisor, 1) * divisor
+    return f"{value} is not divisible by {of}; use {below} or {below + divisor}"

@@ -1,0 +1,160 @@
+"""Every row of the table of conflicts refuses, and each way out that it names composes and passes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pycls_fast import build
+from pycls_fast.config import Purpose, RunConfig, load_config
+from pycls_fast.config.compose import check, compose
+from pycls_fast.config.conflicts import CONFLICTS, Conflict, Fact
+from pycls_fast.config.keys import CONFIGS
+from pycls_fast.errors import UserError
+from pycls_fast.speed import MODEL_KINDS, SWITCHES
+
+# A value for each condition that excludes some.
+OTHER = {
+    "data.image_size_schedule": "[[2,32]]",
+    "data.sampling": "balanced",
+    "loss.class_weights": "balanced",
+    "model.groups": "2",
+    "model.width_per_group": "32",
+    "optim.trainable": "[head]",
+    "parallel.recompute_every": "2",
+    "parallel.shard_degree": "2",
+    "parallel.replicate_degree": "2",
+    "parallel.compression": "bf16",
+}
+
+
+def checked(name: str, overrides: list[str], purpose: Purpose) -> RunConfig:
+    return check(compose(name, overrides, [CONFIGS]), purpose)
+
+
+EXPERIMENTS = {
+    "vit": ["vit_digits"],
+    "resnet": ["resnet_digits"],
+    "timm": ["vit_digits", "model=timm", "model.name=vit_tiny_patch16_224"],
+}
+CONV = "model.stem=conv model.stem_widths=[8,16] model.stem_strides=[2,2] model.patch_size=4"
+CUDA = torch.device("cuda")
+
+
+def example(condition: str | Fact) -> str:
+    """Settings that meet it."""
+    if isinstance(condition, Fact):
+        return condition.example
+    key, _, values = condition.partition("=")
+    if key.endswith("!"):
+        return f"{key[:-1]}={OTHER[key[:-1]]}"
+    value = values.partition("|")[0]
+    if key == "model.kind":
+        return ""
+    if condition == "model.stem=conv":
+        return CONV
+    # A group brings what it needs; fairscale's and others' names are those of their files.
+    return f"precision={value}" if key == "precision.name" else f"{key}={value}"
+
+
+def kind_of(conflict: Conflict) -> str:
+    text = f"{conflict.a} {conflict.b}"
+    named = [kind for kind in MODEL_KINDS if f"model.kind={kind}" in text]
+    if "model.depth" in text or ("image_size_schedule" in text and not named) or "speed.convolution" in text:
+        return "resnet"
+    return named[0] if named else "vit"
+
+
+def told(conflict: Conflict, *also: str) -> tuple[str, ...]:
+    """The lines that somebody who types both settings gets."""
+    name, *model = EXPERIMENTS[kind_of(conflict)]
+    needs = [SWITCHES["cuda_graphs"].needs["on"]] if "cuda_graphs" in str(conflict) else []
+    given = [*needs, example(conflict.a), example(conflict.b), *also]
+    weights = ["weights=some.safetensors"] if "trainable" in str(conflict) else []
+    overrides = [*model, *weights, *(one for text in given for one in text.split())]
+    # The last one of a key counts.
+    typed = {override.partition("=")[0]: override for override in overrides}
+    purpose = Purpose(trains=True, scores_sets=True)
+    try:
+        build.switches(checked(name, ["speed=reference", *typed.values()], purpose), CUDA)
+    except UserError as error:
+        return error.lines
+    return ()
+
+
+def key(condition: str | Fact) -> str:
+    return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda row: "-".join(map(example, (row.a, row.b))))
+def test_a_row_refuses_and_each_way_out_passes(conflict: Conflict) -> None:
+    def of_this_row(*also: str) -> list[str]:
+        line = re.compile(rf"{re.escape(key(conflict.a))}: .* conflicts with {re.escape(key(conflict.b))}=")
+        return [one for one in told(conflict, *also) if line.match(one) and conflict.why in one]
+
+    (line,) = of_this_row()
+    assert f"; use {conflict.use}" in line
+    for way_out in conflict.use.split(" or "):
+        assert of_this_row(way_out) == [], way_out
+
+
+def test_no_row_is_there_twice() -> None:
+    pairs = [frozenset(map(str, (row.a, row.b))) for row in CONFLICTS]
+    assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize("kind", EXPERIMENTS)
+def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
+    name, *overrides = EXPERIMENTS[kind]
+    config = load_config(name, ["speed=reference", *overrides])
+    for switch in SWITCHES.values():
+        for value in switch.values:
+            if kind in switch.models or switch.device.get(value, "cuda") != "cuda":
+                continue
+            by_hand = config.with_values(speed={switch.name: value})
+            if value == switch.reference:
+                build.switches(by_hand, CUDA)
+                continue
+            with pytest.raises(UserError, match=rf"^speed\.{switch.name}: {value} is for model\.kind=.*; use speed\."):
+                build.switches(by_hand, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "key"),
+    [
+        ("vit_digits", ["data.image_size=9"], "data.image_size"),
+        ("vit_digits", ["model.heads=3"], "model.width"),
+        ("vit_digits", ["model.positions=sincos2d", "model.width=6", "model.heads=2"], "model.width"),
+        ("vit_digits", ["model.stem=conv"], "model.stem_strides"),
+        ("vit_digits", ["model.stem=conv", "model.stem_widths=[8]", "model.stem_strides=[3]"], "model.stem_strides"),
+        ("vit_digits", ["model=timm", "model.name=vit_tiny_patch16_224", "+model.options.pretrained=true"],
+         "model.options.pretrained"),
+        ("vit_digits", ["model.num_classes=1"], "model.num_classes"),
+        ("vit_digits", ["data.global_batch_size=31", "optim.accumulation_steps=2"], "data.global_batch_size"),
+        ("vit_digits", ["data.global_batch_size=1", "augment.mixup_alpha=0.2"], "data.global_batch_size"),
+        ("vit_digits", ["data.global_batch_size=3", "augment.mixup_alpha=0.2", "augment.mix_mode=pair"],
+         "augment.mix_mode"),
+        ("vit_digits", ["schedule.epochs=1", "schedule.warmup_epochs=2"], "schedule.warmup_epochs"),
+        ("vit_digits", ["precision=amp_fp16", "precision.loss_scale_floor=1e9"], "precision.loss_scale_floor"),
+        ("resnet_digits", ["model.stem=imagenet", "data.image_size=24"], "data.image_size"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_fit(experiment: str, overrides: list[str], key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{key}: "):
+        load_config(experiment, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "purpose", "key"),
+    [
+        (["data.source=folder", "data.root=null"], Purpose(), "data.root"),
+        (["optim.trainable=[head]"], Purpose(trains=True), "weights"),
+        (["data.eval_set=v2", "data.eval_root=there"], Purpose(), "data.eval_set"),
+    ],
+)
+def test_what_a_purpose_needs(overrides: list[str], purpose: Purpose, key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{key}: "):
+        checked("vit_digits", overrides, purpose)
+    checked("vit_digits", overrides, Purpose(needs_data=False, scores_sets=True))
