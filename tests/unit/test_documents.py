@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.config import Purpose, RunConfig, command_line
+from tests.integration.runs import run_process
 from tools import model_zoo
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +81,13 @@ def test_a_command_composes(
     (tmp_path / own[0]).write_text(own[1])
     # Nothing is to be queued.
     arguments = [part.replace("...", "/x") for part in shlex.split(typed) if not part.startswith("hydra")]
+    if "imports=" in typed:
+        # In a process of its own: what registers itself stays.
+        for name, block in (("my_optim", text("README.md")), ("my_models", text("docs/running.md"))):
+            (module,) = re.findall(rf"^```python\n# {name}.py\n(.*?)^```", block, flags=re.MULTILINE | re.DOTALL)
+            (tmp_path / f"{name}.py").write_text(module)
+        run_process([sys.executable, str(ROOT / TRAIN), *arguments, "--cfg", "job"], cwd=tmp_path)
+        return
     status, configs = run(arguments, monkeypatch)
     # No mistake, and no note of values that were meant for another optimizer.
     assert (status, capsys.readouterr().err) == (0, "")
