@@ -200,7 +200,6 @@ def resolved(config: RunConfig) -> Facts:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTS)
 def test_a_recipe_is_its_source(name: str) -> None:
     found = resolved(load(name))
@@ -226,7 +225,7 @@ def test_every_published_number_has_facts() -> None:
     assert told - FACTS.keys() == set()
 
 
-TIMM_CURVES = ("deit_s16", "deit3_s16", "deit3_l16", "deit3_b16_224", "rsb_a1", "rsb_a3")
+TIMM_CURVES = ("deit_s16", "deit3_l16", "rsb_a3")
 
 
 @pytest.mark.parametrize("name", TIMM_CURVES)
@@ -245,7 +244,7 @@ def test_the_rate_is_timms(name: str) -> None:
         assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-4), step
 
 
-@pytest.mark.parametrize("name", ["resnet50", "regnety_4gf", "vit_c_4gf", "vit_p_36gf"])
+@pytest.mark.parametrize("name", ["resnet50", "vit_p_36gf"])
 def test_the_rate_is_pycls(name: str) -> None:
     """core/optimizer.py: a cosine over all epochs, times a factor that grows during the warm-up."""
     facts = FACTS[name]
@@ -357,9 +356,7 @@ def test_layers_learn_as_fast_as_in_mae(name: str, blocks: int) -> None:
     ("name", "policy"),
     [
         ("deit_s16", "rand-m9-mstd0.5-inc1"),
-        ("deit3_b16_224", "rand-m9-mstd0.5-inc1"),
         ("mae_finetune_h14", "rand-m9-mstd0.5-inc1"),
-        ("rsb_a1", "rand-m7-mstd0.5-inc1"),
         ("rsb_a3", "rand-m6-mstd0.5-inc1"),
     ],
 )
@@ -394,9 +391,8 @@ def test_the_augmentation_is_timms(name: str, policy: str) -> None:
         assert ours._erasing.scale == (0.02, pytest.approx(erasing[0].max_area, abs=0.01))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deit_s16", "deit3_s16", "deit3_l16_224", "mae_finetune_b16", "rsb_a1", "rsb_a2"])
-@pytest.mark.parametrize("lam", [1.0, 0.93, 0.5, 0.1])
+@pytest.mark.parametrize("name", ["deit_s16", "deit3_s16", "rsb_a1"])
+@pytest.mark.parametrize("lam", [1.0, 0.93, 0.5])
 def test_the_target_and_loss_are_timms(name: str, lam: float) -> None:
     config, facts = load(name), FACTS[name]
     generator = torch.Generator().manual_seed(1)
