@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_LEAVES = {"errors", "choice", "values", "counter", "network", "files"}
+_LEAVES = {"errors", "choice", "values", "seeds", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
 _PLAN = _BUILD | {"build"}
@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "choice": set(),
     "values": set(),
     "observers": {"choice", "errors", "values"},
-    "counter": set(),
+    "seeds": set(),
     "files": set(),
     "network": {"errors"},
     "published": set(),
@@ -206,7 +206,7 @@ def test_the_order_has_no_cycle() -> None:
         ("ledger/timing.py", "from tools.train_net import main", "1: ledger imports tools"),
         ("config/schema/network.py", "from pycls_fast.models import ResNet", "1: config imports models"),
         ("speed.py", "from pycls_fast.config import RunConfig", "1: speed imports config"),
-        ("errors.py", "from pycls_fast.counter import counter_seed", "1: errors imports counter"),
+        ("errors.py", "from pycls_fast.seeds import counter_seed", "1: errors imports seeds"),
         ("data/mix.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
         ("__init__.py", "from pycls_fast.ledger import spread", "1: pycls_fast imports ledger"),
         ("../tools/x.py", "import hydra", "1: only config imports hydra"),
@@ -225,7 +225,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
 def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
     for file, text in {
         "pycls_fast/models/vit.py": "import torch\nfrom pycls_fast.models.layers import Mlp\nfrom . import layers",
-        "pycls_fast/data/mix.py": "from pycls_fast.errors import UserError\nfrom ..counter import counter_seed",
+        "pycls_fast/data/mix.py": "from pycls_fast.errors import UserError\nfrom ..seeds import counter_seed",
         "pycls_fast/config/compose.py": "import hydra\nfrom omegaconf import OmegaConf\nfrom pycls_fast import speed",
         "pycls_fast/train/run.py": "from pycls_fast import __version__, build\nfrom pycls_fast.config import RunConfig",
         "pycls_fast/parallel/wrap.py": "from pycls_fast.optim import Ema",

@@ -13,7 +13,6 @@ from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.build.switch_values import need_compiler
 from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer
@@ -22,6 +21,7 @@ from pycls_fast.optim import freeze as freezing
 from pycls_fast.optim.groups import by_name
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
+from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 

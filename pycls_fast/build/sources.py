@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.choices import Source
 from pycls_fast.data.sampling import Order, block_order, class_order
 from pycls_fast.data.sources.base import Images
@@ -22,6 +21,7 @@ from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.parallel import World
+from pycls_fast.seeds import counter_seed
 
 # Random streams that must not repeat each other's draws, nor that of the initial weights (1).
 _SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3

@@ -10,7 +10,6 @@ from copy import copy
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
 from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.decoders import Decoder, open_with_pillow
@@ -18,6 +17,7 @@ from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import Transform, TransformByEpoch
 from pycls_fast.errors import UserError
+from pycls_fast.seeds import counter_seed
 
 # Damaged images in a row after which training gives up.
 _MOST_REPLACED = 16

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from pycls_fast.data.draws import frozen_generator
+from pycls_fast.seeds import frozen_generator
 
 
 class Mixed(NamedTuple):

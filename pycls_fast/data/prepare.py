@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixed, MixedElements, Mixer, box_mask
 from pycls_fast.errors import UserError
+from pycls_fast.seeds import counter_seed
 
 # The noise's random stream among those derived from a microbatch's seed.
 _NOISE = 1

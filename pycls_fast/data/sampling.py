@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from pycls_fast.counter import counter_seed, microbatch_seed
-from pycls_fast.data.draws import frozen_generator
+from pycls_fast.seeds import counter_seed, frozen_generator, microbatch_seed
 
 Key = tuple[int, int]
 """(epoch, index): all that a worker needs to know to make a sample."""

@@ -17,8 +17,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from pycls_fast.data.decoders import Box, Crop, Interpolation, Picture
-from pycls_fast.data.draws import seeded_torch
 from pycls_fast.data.policies import Step
+from pycls_fast.seeds import seeded_torch
 
 CropMode = Literal["random_resized", "pad", "none"]
 EvalCrop = Literal["center", "squash", "border"]

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from pycls_fast.counter import counter_seed
+from pycls_fast.seeds import counter_seed
 
 
 class PowerSGD:

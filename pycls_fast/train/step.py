@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast.counter import microbatch_seed
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.draws import seed_generators
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.losses import LossFunction, Targets
@@ -20,6 +18,7 @@ from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import ParallelModel
+from pycls_fast.seeds import microbatch_seed, seed_generators
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 

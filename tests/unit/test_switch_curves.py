@@ -24,10 +24,10 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.counter import microbatch_seed
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, place_model
+from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import SWITCHES, Speed, resolve
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics

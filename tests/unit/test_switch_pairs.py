@@ -20,7 +20,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.counter import microbatch_seed
+from pycls_fast.seeds import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pycls_fast.counter import counter_seed, mixed
-from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.base import Images, Subset, like_train
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.seeds import counter_seed, frozen_generator, mixed
 
 
 def as_splits(opened: Mapping[str, Images], options: OpenOptions, *, where: str) -> dict[str, Images]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
+from pycls_fast.seeds import counter_seed
 
 COUNT = 1797
 """Images in `sklearn.datasets.load_digits`, the test set of Alpaydin and Kaynak's Optical Recognition of

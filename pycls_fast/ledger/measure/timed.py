@@ -10,7 +10,6 @@ import torch
 
 from pycls_fast import build, plan
 from pycls_fast.config import RunConfig
-from pycls_fast.counter import counter_seed
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.measure.workloads import (
@@ -27,6 +26,7 @@ from pycls_fast.ledger.measure.workloads import (
 from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
 from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
+from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.building import make_step
 from pycls_fast.train.resolving import with_precision

@@ -310,18 +310,3 @@ class TestCompiling:
         with pytest.raises(UserError, match=r"^speed\.decode: .*no-such-compiler.*; install .*simplejpeg$"):
             native.library()
         assert not native.available()
-
-    def test_without_the_header(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        compiler = tmp_path / "cc"
-        compiler.write_text("#!/bin/sh\necho 'jpeg_region.c:20:10: fatal error: jpeglib.h: No such file' >&2\nexit 1\n")
-        compiler.chmod(0o755)
-        monkeypatch.setenv("CC", str(compiler))
-        with pytest.raises(UserError, match=r"cannot be compiled here \(.*jpeglib\.h: No such file\); install"):
-            native.library()
-        assert not list((tmp_path / "cache" / "pycls_fast").iterdir())
-
-    def test_where_nothing_can_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with pytest.raises(UserError, match=r"cannot be compiled here \(.*Not a directory.*\); install"):
-            native.library()

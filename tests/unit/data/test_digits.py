@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import stat
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +31,6 @@ def test_pixels_and_labels(tmp_path: Path) -> None:
     assert len(sources["train"]) + len(sources["val"]) == len(paths)
 
 
-def test_complete_digits_are_left_alone(tmp_path: Path) -> None:
-    write_digits(tmp_path / "digits")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    write_digits(tmp_path / "digits")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
 def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "digits" / "3").mkdir(parents=True)
     (tmp_path / "digits" / "3" / "0003.png").write_bytes(b"mine")
@@ -47,21 +38,6 @@ def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
         write_digits(tmp_path / "digits")
     assert (tmp_path / "digits" / "3" / "0003.png").read_bytes() == b"mine"
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
-
-
-def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file/digits", tmp_path / "file/deeper/digits"):
-        with pytest.raises(UserError, match=rf"^{folder}[ :].*; choose another"):
-            write_digits(folder)
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    # The tests may run as a user who may write everywhere.
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UserError, match=r"the digits cannot be written there \(Permission denied\); choose another"):
-        write_digits(tmp_path / "digits")
 
 
 def _write_together(folder: Path, barrier: multiprocessing.synchronize.Barrier) -> None:
@@ -81,13 +57,3 @@ def test_many_processes_at_once(tmp_path: Path) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["digits"], "a draft was left behind"
-
-
-@pytest.mark.slow
-def test_the_users_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        write_digits(tmp_path / "digits")
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "digits", tmp_path / "digits/0")} == {0o700}

@@ -161,15 +161,6 @@ def test_what_counts_as_an_image(tmp_path: Path) -> None:
     assert source.classes == ("a class",)
 
 
-def test_names_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    path = os.fsencode(tmp_path / "a") + b"/\xff\xfe.jpg"
-    Path(os.fsdecode(path)).write_bytes(b"content")
-    source = scan_classes(tmp_path)
-    assert os.fsencode(source.name(0)) == path
-    assert source.read(0) == (b"content", 0)
-
-
 def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path / "elsewhere", {"cats": 2})
     (tmp_path / "data").mkdir()

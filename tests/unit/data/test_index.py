@@ -9,14 +9,13 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from pycls_fast.data.sources import folders, index, tables
+from pycls_fast.data.sources import folders, tables
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
@@ -74,12 +73,6 @@ def test_the_second_time_nothing_is_listed(tree: Path, monkeypatch: pytest.Monke
 def test_other_programs_do_not_see_it(tree: Path) -> None:
     scan_classes(tree, ALWAYS)
     assert ImageFolder(tree).classes == ["a", "b"]
-
-
-def test_small_datasets_are_not_kept(tree: Path) -> None:
-    scan_classes(tree)
-    scan_classes(tree, CachePolicy("off", smallest=0))
-    assert not list(tree.parent.rglob(".pycls_fast_index"))
 
 
 def add_file(tree: Path) -> None:
@@ -218,42 +211,6 @@ def test_the_index_before_stays_for_those_who_have_mapped_it(tree: Path) -> None
     remove_file(tree)
     scan_classes(tree, ALWAYS)
     assert {old.name for old in kept if old.exists()} == {list(kept)[2].name}
-
-
-def test_the_index_that_another_machine_saved_first_is_kept(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes have mapped it, and its lock is not seen here."""
-    about = tree.parent / ".pycls_fast_index" / tree.name / "class_folders/about.json"
-    inodes: list[int] = []
-    real = folders._list_class
-
-    def another_is_faster(root: Path, name: str) -> object:
-        if not inodes:
-            inodes.append(0)
-            with monkeypatch.context() as patch:
-                # The lock of another machine.
-                patch.setattr(index, "_lock", lambda what: nullcontext())
-                scan_classes(tree, ALWAYS)
-            inodes[0] = about.stat().st_ino
-        return real(root, name)
-
-    monkeypatch.setattr(folders, "_list_class", another_is_faster)
-    assert len(scan_classes(tree, ALWAYS)) == 9
-    assert inodes == [about.stat().st_ino]
-    assert not list(about.parent.parent.glob("class_folders-*"))
-
-
-def test_drafts_of_killed_processes_are_removed(tree: Path) -> None:
-    """But not one that another machine may be writing, nor that of another index."""
-    place = tree.parent / ".pycls_fast_index" / tree.name
-    dead, live = (place / f"class_folders-{number}-old" for number in ("0a1b2c3d", "4e5f6071"))
-    other = place / "manifest-0a1b2c3d-old"
-    for draft in (dead, live, other):
-        draft.mkdir(parents=True)
-        (draft / "labels.npy").touch()
-    for draft in (dead, other):
-        os.utime(draft, (0, time.time() - 2 * 24 * 3600))
-    scan_classes(tree, ALWAYS)
-    assert {path.name for path in place.iterdir()} == {"class_folders", live.name, other.name}
 
 
 def test_two_label_columns_have_two_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

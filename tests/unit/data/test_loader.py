@@ -11,14 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from pycls_fast.data import dataset
 from pycls_fast.data.batch import Batch
@@ -261,17 +259,6 @@ def test_a_disk_that_stays_away_is_waited_for_once(monkeypatch: pytest.MonkeyPat
     assert len(paused) == 6
 
 
-def test_programming_errors_are_not_hidden() -> None:
-    def wrong(index: int) -> None:
-        raise TypeError("a bug")
-
-    for num_workers in (0, 1):
-        with pytest.raises(TypeError, match="a bug"):
-            list(train_loader(HookedImages(20, wrong), num_workers))
-    with pytest.raises(IndexError):
-        ImageDataset(SyntheticImages(3, 20, 1, seed=0), TRAIN, training=True)[(0, 3)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "advice"),
@@ -301,35 +288,6 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
     time.sleep(0.1)
     with pytest.raises(UserError, match=r"^DataLoader worker .* exited unexpectedly \(killed\)"):
         list(batches)
-
-
-@pytest.mark.parametrize(("exit_code", "kind"), [(-9, UserError), (None, RuntimeError), (0, RuntimeError)])
-def test_a_worker_that_ends_the_thread_that_pins_its_batch(
-    monkeypatch: pytest.MonkeyPatch, exit_code: int | None, kind: type[Exception]
-) -> None:
-    """Anything else that ends the thread is a bug."""
-
-    class Batches:
-        _workers = (SimpleNamespace(exitcode=exit_code),)
-
-        def __iter__(self) -> Iterator[Batch]:
-            raise RuntimeError("Pin memory thread exited unexpectedly")
-
-    monkeypatch.setattr(DataLoader, "__iter__", lambda self: Batches())
-    with pytest.raises(kind, match="exited unexpectedly") as caught:
-        list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
-    if kind is UserError:
-        assert str(caught.value).startswith("DataLoader worker exited unexpectedly (killed); usually out of memory")
-
-
-def test_full_shared_memory_is_told_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing to a full /dev/shm would end the worker by a signal."""
-    full = os.statvfs_result((4096, 4096, 1000, 1, 1, 10, 10, 10, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    source = SyntheticImages(40, 20, 3, seed=1)
-    with pytest.raises(UserError, match=r"^shared memory is full: /dev/shm has 0 MiB free.*--shm-size=8g.*num_workers"):
-        list(train_loader(source, 2))
-    assert list(train_loader(source, 0)), "without workers nothing is shared"
 
 
 def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,32 +398,6 @@ def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileImages) ->
     image_HWC = dataset[(1, 3)].image_HWC
     assert image_HWC is not None
     np.testing.assert_array_equal(copy[(1, 3)].image_HWC, image_HWC)
-
-
-def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch(
-        images_BHWC=torch.randint(0, 256, (2, 4, 4, 3), dtype=torch.uint8),
-        labels_B=torch.tensor([4, 5]),
-        indices_B=torch.tensor([7, 8]),
-        erase_B4=torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0]]),
-        damaged=(("name", "reason"),),
-    )
-    pinned: list[torch.Tensor] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    assert_same([batch.pin_memory()], [batch])
-    assert len(pinned) == 4
-
-
-def test_pinning_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    dataset = ImageDataset(SyntheticImages(3, 20, 1, seed=0), EVAL, training=False)
-    with pytest.raises(UserError, match="pinned memory needs a CUDA device"):
-        make_loader(dataset, EvalSampler(3, batch_size=1), num_workers=0, pin_memory=True)
 
 
 @pytest.mark.cuda

@@ -75,10 +75,3 @@ def test_losses_take_a_share_of_each_image(loss: Any) -> None:
         loss(logits_BK[i : i + 1], Targets(LABELS[i : i + 1], other_B[i : i + 1], float(lam_B[i]))) for i in range(8)
     ]
     torch.testing.assert_close(whole, torch.stack(parts).mean())
-
-
-def test_values_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="mode 'batch'"):
-        ElementMixer(mode="batch", mixup_alpha=1, cutmix_alpha=0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="alpha 0 and 0"):
-        ElementMixer(mode="elem", mixup_alpha=0, cutmix_alpha=0)

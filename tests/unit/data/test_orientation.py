@@ -136,13 +136,6 @@ def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
     assert jpeg_orientation(plain[:2] + xmp + plain[2:]) == 1
 
 
-def test_arrays_are_never_turned(photo: Image.Image) -> None:
-    pixels = np.asarray(photo)
-    np.testing.assert_array_equal(decode(pixels, upright=True), pixels)
-    for decoder in ALL_DECODERS.values():
-        assert Upright(decoder)(pixels).size == pixels.shape[:2]
-
-
 def turned_content(photo: Image.Image) -> dict[str, list[Sample]]:
     small = photo.resize((24, 16))
     return {
@@ -208,11 +201,6 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
         wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
         assert min(seen.size) == 64
         assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
-
-
-def test_packing_copies_what_is_small_enough(photo: Image.Image, tmp_path: Path) -> None:
-    found = packed(photo, tmp_path, PackSettings(1000), "JPEG")
-    assert found == [encode(photo, orientation) for orientation in EIGHT]
 
 
 @pytest.mark.parametrize("upright", [False, True])

@@ -19,12 +19,9 @@ from PIL import Image
 
 from pycls_fast.data import pack as packing
 from pycls_fast.data.pack import PackSettings, pack, verify
-from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import FileImages
+from pycls_fast.data.sources.base import Images, Relabelled
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages, open_packed, open_packed_split
-from pycls_fast.data.sources.splits import Relabelled
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.started import Started
@@ -32,7 +29,6 @@ from tests.unit.data.layouts import (
     NO_CACHE,
     expected,
     make_content,
-    open_splits,
     samples_of,
     write_folder,
     write_packed,
@@ -108,19 +104,6 @@ def test_raw_pixels_are_the_decoded_ones(tmp_path: Path, folder: Path) -> None:
         np.testing.assert_array_equal(pixels, np.asarray(Image.open(io.BytesIO(sample.data)).convert("RGB")))
         assert label == sample.label
         assert not pixels.flags.owndata, "a copy"
-
-
-def test_the_images_are_not_mapped(tmp_path: Path) -> None:
-    """The page tables of every process would grow with them, and a disk's error would be a SIGBUS."""
-    packed = split(Path(write_packed(tmp_path / "packed", CONTENT)))
-    assert samples_of(packed) == expected(CONTENT["train"])
-    maps = Path("/proc/self/maps").read_text()
-    assert f"{packed.folder}/table.npy" in maps
-    assert f"{packed.folder}/00000.bin" not in maps
-    os.truncate(packed.folder / "00000.bin", 0)
-    for read in (packed.read, packed.checksum_holds):
-        with pytest.raises(OSError, match=r"00000.bin ends before the image does"):
-            read(3)
 
 
 @pytest.mark.slow
@@ -250,37 +233,6 @@ def test_another_packing_is_not_gone_on_with(tmp_path: Path, folder: Path) -> No
         pack(source, tmp_path / "full", PackSettings(), workers=0, title="")
 
 
-def test_one_other_label_or_name_is_another_packing(tmp_path: Path, folder: Path) -> None:
-    source = scan_classes(folder / "train")
-    labels = source.labels.copy()
-    labels[9] = 0
-    names = [source._names[index].encode() for index in range(len(source))]
-    relabelled = FileImages(source.root, source.classes, Texts.of(names), labels)
-    renamed = FileImages(source.root, source.classes, Texts.of([*names[:-1], b"new.jpg"]), source.labels)
-    interrupt_at(9, source, tmp_path / "begun")
-    pack(source, tmp_path / "done", PackSettings(), workers=0, title="")
-    for other in (relabelled, renamed):
-        with pytest.raises(UserError, match=r"beginning of another packing: names, labels or settings differ; remove"):
-            pack(other, tmp_path / "begun", PackSettings(), workers=0, title="")
-        with pytest.raises(UserError, match=r"already holds other packed .*: names, labels or settings differ; remove"):
-            pack(other, tmp_path / "done", PackSettings(), workers=0, title="")
-
-
-def test_a_table_of_relative_and_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = [sample.data for sample in CONTENT["train"][:2]]
-    monkeypatch.chdir(tmp_path)
-    for place, image in zip((Path("data/near"), tmp_path / "far"), data, strict=True):
-        place.mkdir(parents=True)
-        (place / "x.jpg").write_bytes(image)
-    Path("data/table.csv").write_text(f"path,label\nnear/x.jpg,cat\n{tmp_path}/far/x.jpg,dog\n")
-    options = replace(NO_CACHE, train="table.csv", val="table.csv")
-    pack(open_splits("manifest", "data", options)["train"], tmp_path / "out/train", PackSettings(), workers=0, title="")
-    packed = open_packed_split(tmp_path / "out/train")
-    assert samples_of(packed) == [(data[0], "cat"), (data[1], "dog")]
-    names = [packed.name(index).partition(": ")[2].rstrip("]") for index in range(2)]
-    assert names == ["data/near/x.jpg", f"{tmp_path}/far/x.jpg"]
-
-
 def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> None:
     source = scan_classes(folder / "train")
     bad = [Path(source.name(index)) for index in (0, 5, 11)]
@@ -299,20 +251,6 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     for path, sample in zip(bad, (CONTENT["train"][i] for i in (0, 5, 11)), strict=True):
         path.write_bytes(sample.data)
     assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
-
-
-def test_nothing_could_be_read_at_first(tmp_path: Path, folder: Path) -> None:
-    """As from a disk that is not mounted: the same command reads everything again."""
-    source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
-    (folder / "train").rename(folder / "away")
-    for _ in range(2):
-        with pytest.raises(UserError, match="no image can be read") as caught:
-            pack(source, out, PackSettings(), workers=0, title="")
-        assert "cannot be read: No such file" in str(caught.value)
-    assert list(out.iterdir()) == []
-    (folder / "away").rename(folder / "train")
-    assert pack(source, out, PackSettings(), workers=0, title="").damaged == []
-    assert samples_of(open_packed_split(out)) == expected(CONTENT["train"])
 
 
 def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
@@ -356,14 +294,6 @@ def as_reversed(source: Any) -> Images:
     """The same images with the classes in reverse order."""
     count = len(source.classes)
     return Relabelled(source, source.classes[::-1], np.arange(count)[::-1])
-
-
-@pytest.mark.parametrize("name", ["table.npy", "names.npy", "name_ends.npy"])
-def test_a_file_that_is_empty(tmp_path: Path, name: str) -> None:
-    root = Path(write_packed(tmp_path / "packed", CONTENT))
-    os.truncate(root / "train" / name, 0)
-    with pytest.raises(UserError, match="not a complete packed split"):
-        open_packed(root, NO_CACHE)
 
 
 @pytest.mark.parametrize(

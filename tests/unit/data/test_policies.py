@@ -20,9 +20,9 @@ from torchvision.transforms import InterpolationMode, v2
 from pycls_fast.build.data import train_transform
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, PillowPicture
-from pycls_fast.data.draws import seeded_torch
 from pycls_fast.data.policies import Step, timm_rand_augment
 from pycls_fast.data.transforms import TrainTransform
+from pycls_fast.seeds import seeded_torch
 
 MEAN = (0.485, 0.456, 0.406)
 SEEDS = range(60)

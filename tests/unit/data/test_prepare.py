@@ -9,7 +9,6 @@ import torch
 from torchvision.transforms.v2 import functional as F
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.mix import box_mask
 from pycls_fast.data.prepare import Prepare
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
@@ -83,10 +82,6 @@ def test_the_batch_is_left_alone() -> None:
     assert torch.equal(batch.images_BHWC, before)
 
 
-def test_box_mask() -> None:
-    assert torch.equal(box_mask(torch.tensor(BOXES), 6, 7), plain_mask())
-
-
 def test_erased_boxes_become_the_mean() -> None:
     images_BCHW = Prepare(MEAN, STD)(random_batch(erase=True))
     untouched_BCHW = Prepare(MEAN, STD)(random_batch())
@@ -116,25 +111,6 @@ def test_erased_boxes_become_noise_of_the_default_generator() -> None:
     assert abs(noise.std().item() - 1) < 5 / (2 * noise.numel()) ** 0.5
     plain = Prepare(MEAN, STD)(Batch(batch.images_BHWC, batch.labels_B, batch.indices_B, None))
     assert torch.equal(first[3], plain[3])
-
-
-def test_empty_batch() -> None:
-    empty = Batch(
-        images_BHWC=torch.empty(0, 6, 7, 3, dtype=torch.uint8),
-        labels_B=torch.empty(0, dtype=torch.int64),
-        indices_B=torch.empty(0, dtype=torch.int64),
-        erase_B4=torch.empty(0, 4, dtype=torch.int64),
-    )
-    assert Prepare(MEAN, STD)(empty).shape == (0, 3, 6, 7)
-
-
-def test_nothing_to_save_in_checkpoints() -> None:
-    assert Prepare(MEAN, STD).state_dict() == {}
-
-
-def test_unknown_erase_value() -> None:
-    with pytest.raises(ValueError, match="unknown erase_value 'gray'"):
-        Prepare(MEAN, STD, erase_value="gray")  # type: ignore[arg-type]
 
 
 @pytest.mark.cuda

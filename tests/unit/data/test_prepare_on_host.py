@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.counter import microbatch_seed
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost
@@ -22,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets
 from pycls_fast.parallel import World
+from pycls_fast.seeds import microbatch_seed
 from pycls_fast.train.step import Step
 
 CPU = torch.device("cpu")
@@ -109,12 +109,6 @@ def test_the_batch_is_left_alone() -> None:
     assert normalised.erase_B4 is not None
     Prepare(MEAN, STD)(normalised, 1)
     assert torch.equal(normalised.images_BHWC, before)
-
-
-def test_evaluation_is_not_mixed() -> None:
-    host = PrepareOnHost(Prepare(MEAN, STD), erase=True, mixer=Mixer(mixup_alpha=1.0))
-    assert host(raw(), None).mixed is None
-    assert host(raw(), 1).mixed is not None
 
 
 @pytest.mark.slow
@@ -207,10 +201,3 @@ def test_an_order_that_cannot_be_is_refused_with_a_way_out(overrides: tuple[str,
     (line,) = caught.value.lines
     assert line.startswith(begins)
     build.switches(load_config("vit_digits", [*base, *overrides, line.rpartition("use ")[2].partition(" ")[0]]), CPU)
-
-
-def test_what_is_not_done_has_no_order() -> None:
-    off = ["augment.erase_probability=0", "augment.mixup_alpha=0", "augment.cutmix_alpha=0"]
-    config = load_config("vit_digits", ["speed=reference", "speed.normalize_on=device", *off])
-    assert build.switches(config, CPU).mix_on == "cpu"
-    assert build.prepare_on_host(config, build.switches(config, CPU)) is None

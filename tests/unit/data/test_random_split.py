@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycls_fast.counter import counter_seed
-from pycls_fast.data.draws import frozen_generator
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.splits import OpenOptions, split_at_random
+from pycls_fast.seeds import counter_seed, frozen_generator
 from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, open_layout, opened
 

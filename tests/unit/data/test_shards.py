@@ -175,12 +175,6 @@ def test_addresses_that_are_nowhere(memory: str) -> None:
         opened("tar", "nonsense://bucket")
 
 
-def test_two_servers_are_two_file_systems() -> None:
-    first, second = (remote.file_system(f"memory://{host}/x.tar")[0] for host in "ab")
-    assert first is not second
-    assert remote.file_system("memory://a/y.tar")[0] is first
-
-
 # Copies
 
 
@@ -199,15 +193,6 @@ def test_images_come_from_whole_copies_only(address: str, tmp_path: Path, monkey
     assert source.read(0)[0] == IMAGES[0]
     fetch(source, (0,))
     assert place(source, 0).stat().st_size == copied(source).sizes[0]
-
-
-def test_a_shard_that_changed_is_fetched_anew(tmp_path: Path) -> None:
-    root = tmp_path / "remote"
-    for content in (CONTENT, make_content(train=(5, 6, 5))):
-        source = source_of(f"file://{write_tars(root, content, shards=SHARDS)}", tmp_path)
-        fetch(source, (0,))
-        assert source.read(0)[0] == content["train"][0].data
-    assert len(list(copied(source).cache.folder.glob("*.tar"))) == 2
 
 
 def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Path) -> None:
@@ -264,12 +249,6 @@ def test_downloads_that_fail_are_told_once(
     monkeypatch.undo()
     step(fetcher, 1)
     assert there(source) == []
-
-
-def test_a_folder_that_cannot_be_written(address: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=r"^data.shard_cache: .* cannot be written"):
-        source_of(address, tmp_path / "file")
 
 
 # What comes next

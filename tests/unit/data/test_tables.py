@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pycls_fast.data.choices import Source
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.labels import name_classes
-from pycls_fast.data.sources.splits import OpenOptions
 from tests.unit.data.layouts import (
     expected,
     make_content,
@@ -165,16 +162,6 @@ def test_manifests_with_mistakes(tmp_path: Path, text: str, says: str) -> None:
     assert says in mistake("manifest", tmp_path / "list.csv")
 
 
-def test_blanks_around_names(tmp_path: Path) -> None:
-    rows = ["0.jpg,a ,train ", "1.jpg,a,val", "2.jpg,b,train", "3.jpg, b ,val"]
-    (tmp_path / "all.csv").write_text("\n".join(["path,label,split", *rows]))
-    splits = opened("manifest", tmp_path)
-    assert splits["train"].classes == ("a", "b")
-    assert splits["val"].labels.tolist() == [0, 1]  # type: ignore[attr-defined]
-    assert name_classes(["cat", "cat ", "1"], names=None, where="")[0] == ("1", "cat")
-    assert name_classes(["1 ", "0"], names=None, where="")[1].tolist() == [1, 0]
-
-
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
     options = {"cache": CachePolicy(str(tmp_path / "index"), smallest=0), "val_fraction": 0.5}
     (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\n")
@@ -191,10 +178,3 @@ def test_every_source_has_its_row() -> None:
     table = (ROOT / "data" / "README.md").read_text().partition("| `data.source` | what |")[2].partition("\n\n")[0]
     ours = [name for name, source in Source.members.items() if source.__module__.startswith("pycls_fast.")]
     assert [name for name in ours if f"`{name}`" not in table] == []
-
-
-def test_options_are_documented() -> None:
-    readme = (ROOT / "data" / "README.md").read_text()
-    # `whole` is what `split=all` of `tools/test_net.py` sets.
-    keys = {"index_cache" if field.name == "cache" else field.name for field in fields(OpenOptions)} - {"whole"}
-    assert [key for key in sorted(keys) if f"data.{key}" not in readme] == []

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from pycls_fast.data.sampling import block_order
-from pycls_fast.data.sources import tars
-from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
@@ -124,13 +122,6 @@ def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
         opened("tar", tmp_path)
 
 
-def test_compressed_tars_are_not_shards(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "train.tar", "w:gz") as tar:
-        add_member(tar, "x.jpg", JPEG)
-    with pytest.raises(UserError, match=r"train.tar is damaged after 0 samples"):
-        opened("tar", tmp_path)
-
-
 def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
     write_tars(tmp_path, CONTENT)
     source = opened("tar", tmp_path)["train"]
@@ -140,14 +131,6 @@ def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
     (tmp_path / "set-train-000000.tar").unlink()
     with pytest.raises(FileNotFoundError):
         source.read(1)
-
-
-def test_indexes_of_very_few_samples_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_tars(tmp_path / "tars", CONTENT)
-    for smallest, kept in ((1_000, 0), (10, 1)):
-        monkeypatch.setattr(tars, "_SMALLEST", smallest)
-        opened("tar", root, cache=CachePolicy(str(tmp_path / "index")))
-        assert len(list((tmp_path / "index").rglob("about.json"))) == kept
 
 
 def test_block_order_reads_few_shards_at_a_time() -> None:
@@ -174,12 +157,6 @@ def test_block_order_reads_few_shards_at_a_time() -> None:
     # Within a lane the shard's own order is gone.
     lane = order[: steps * batch].reshape(steps, batch)[:, :4].reshape(-1)
     assert np.mean(np.diff(lane) == 1) < 0.3
-
-
-def test_block_order_with_one_block_or_odd_batches() -> None:
-    for ends, batch in (([7], 3), ([1, 2, 3], 1), ([5, 5, 9], 9), ([40], 32)):
-        order = block_order(0, 0, np.array(ends), buffer=4, global_batch_size=batch)
-        np.testing.assert_array_equal(np.sort(order), np.arange(ends[-1]))
 
 
 def test_members_beside_the_samples_are_passed_over(tmp_path: Path) -> None:

@@ -63,11 +63,6 @@ def test_prefetch_needs_cuda() -> None:
         to_device(make_batches(1), "cpu", mode="prefetch")
 
 
-def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="unknown mode 'fast'"):
-        to_device([], "cpu", mode="fast")  # type: ignore[arg-type]
-
-
 class FakeStream:
     """Writes down what is asked of it."""
 

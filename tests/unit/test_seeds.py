@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 
 import numpy as np
 import pytest
+import torch
 
-from pycls_fast.counter import counter_seed, microbatch_seed
+from pycls_fast.seeds import counter_seed, microbatch_seed, seed_generators
 
 MASK = 2**64 - 1
 
@@ -62,3 +64,11 @@ def test_each_microbatch_of_each_rank_has_its_seed() -> None:
         for step, position, rank in itertools.product(range(2), repeat=3)
     }
     assert len(seeds) == 8
+
+
+def test_a_seeded_step_draws_as_after_manual_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(5)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("torch formats the Python stack"))
+    seed_generators(7, torch.device("cpu"))
+    assert torch.equal(torch.rand(5), expected)
