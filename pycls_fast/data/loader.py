@@ -143,11 +143,8 @@ def make_loader(
         prefetch_factor: batches that each worker has ready or in progress.
 
     Raises:
-        UserError: `pin_memory` without a CUDA device; while iterating, broken data, a dead worker or full shared
-        memory.
+        UserError: while iterating, broken data, a dead worker or full shared memory.
     """
-    if pin_memory and not torch.cuda.is_available():
-        raise UserError("pinned memory needs a CUDA device; switch it off on this machine")
     # Each would be forked from a process with the device's memory mapped, and get nothing to do.
     num_workers = min(num_workers, max(len(sampler), 1))
     with _workers_as_chosen():

@@ -37,6 +37,7 @@ from pycls_fast.data.sources.packed import (
     RAW,
     TABLE,
     is_packed,
+    open_packed_split,
     shard_file,
     write_about,
 )
@@ -175,31 +176,21 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
             raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
         draft.write_text(json.dumps(plan), encoding="utf-8")
         draft.rename(file)
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))["digest"]
-    except (ValueError, KeyError, TypeError):
-        before = None
-    if before != plan["digest"]:
-        raise UserError(
-            f"output: {folder} holds the beginning of another packing: names, labels or settings differ; remove it, or "
-            "choose another output"
-        )
+    _check_plan(folder, json.loads(file.read_text(encoding="utf-8"))["digest"], plan)
 
 
 def _finished(folder: Path, plan: dict[str, Any]) -> PackedSplit:
-    try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        damaged = [(name, reason) for name, reason in about["damaged"]]
-        digest, count, shards = about["plan"], about["count"], about["shards"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"output: {folder / ABOUT} is damaged ({error}); remove {folder} and pack it again") from error
+    about = open_packed_split(folder).about
+    _check_plan(folder, about["plan"], plan)
+    size = sum(shard_file(folder, number).stat().st_size for number in range(len(about["shards"])))
+    return PackedSplit(about["count"], size, [(name, reason) for name, reason in about["damaged"]], is_new=False)
+
+
+def _check_plan(folder: Path, digest: str, plan: dict[str, Any]) -> None:
     if digest != plan["digest"]:
         raise UserError(
-            f"output: {folder} already holds other packed images ({about['how']}, {count:,}): names, labels or "
-            "settings differ; remove it, or choose another output"
+            f"output: {folder} holds another packing: names, labels or settings differ; remove it, or choose another"
         )
-    size = sum(shard_file(folder, number).stat().st_size for number in range(len(shards)))
-    return PackedSplit(count, size, damaged, is_new=False)
 
 
 def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:

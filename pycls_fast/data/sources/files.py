@@ -114,8 +114,8 @@ def find_files(
             raise UserError(f"{root}: {name} is in {times} folders; choose one of them as data.root, or use data.train")
     if set(splits) == {""}:
         return {"all": tuple(splits[""])}
-    if "" in splits or "train" not in splits:
-        example = first_few(splits.get("", found), 1)
+    if "" in splits:
+        example = first_few(splits[""], 1)
         raise UserError(f"{root}: no name or folder says that {example} is train, val or test; use data.train=NAME")
     return {name: tuple(files) for name, files in splits.items()}
 
@@ -187,10 +187,8 @@ def _split_of(root: str, file: str) -> str:
     # The file's own name takes precedence; `test/train-000.tar` is training data.
     for part in reversed(below):
         said = {SPLIT_OF[word] for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_OF}
-        if len(said) > 1:
-            raise UserError(f"{file}: the name says {' and '.join(sorted(said))}; use data.train and data.val")
         if said:
-            return said.pop()
+            return said.pop() if len(said) == 1 else ""
     return ""
 
 

@@ -108,17 +108,13 @@ def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Images]:
         UserError: no packed split there, a half-written or damaged one.
     """
     root = Path(root)
-    if is_packed(root):
-        raise UserError(f"{root} is one packed split; give the folder above it, {root.absolute().parent}")
     folders = {split: root / split for split in ("train", "val", "test", "all") if is_packed(root / split)}
     if not folders:
-        unfinished = next(iter(root.glob("*/plan.json")), None)
-        if unfinished is not None:
-            raise UserError(f"{unfinished.parent} is unfinished; run pycls-fast prepare pack again to resume")
-        raise UserError(f"{root} holds no packed images; make them with pycls-fast prepare pack (data/README.md)")
-    opened = {split: open_packed_split(folder) for split, folder in folders.items()}
-    if "all" not in opened and "train" not in opened:
-        raise UserError(f"{root} holds {', '.join(opened)} but no train; pack the training split there too")
+        raise UserError(
+            f"{root} is no folder above packed splits; make them with pycls-fast prepare pack, which resumes an "
+            "unfinished one (data/README.md)"
+        )
+    opened: dict[str, Images] = {split: open_packed_split(folder) for split, folder in folders.items()}
     return as_splits(opened, options, where=str(root))
 
 
@@ -130,24 +126,20 @@ def open_packed_split(folder: Path) -> PackedImages:
     """
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        if about.get("format") != FORMAT or about.get("version") != VERSION:
-            raise UserError(
-                f"{folder}: {about.get('format')!r} version {about.get('version')}; this program reads {FORMAT!r} "
-                f"version {VERSION}"
-            )
+        if about["format"] != FORMAT or about["version"] != VERSION:
+            raise ValueError(f"{about['format']!r} version {about['version']} instead of {VERSION}")
         table = map_array(folder / TABLE)
         names = Texts(map_array(folder / NAMES), map_array(folder / NAME_ENDS))
-        held = [shard_file(folder, number).stat().st_size for number in range(len(about["shards"]))]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder} is not a complete packed split ({error}); pack it again") from error
-    counts = {len(table), len(names), about["count"], sum(about["shards"])}
-    if table.dtype != ENTRY or len(counts) > 1 or not len(table):
-        raise UserError(f"{folder}: the table does not fit {ABOUT}; pack it again")
-    for number, end in enumerate(np.cumsum(about["shards"]).tolist()):
-        needed = int(table[end - 1]["offset"]) + int(table[end - 1]["size"]) if about["shards"][number] else 0
-        if held[number] != needed:
-            file = shard_file(folder, number)
-            raise UserError(f"{file} has {held[number]:,} bytes and should have {needed:,}; copy or pack it again")
+        counts = {len(table), len(names), about["count"], sum(about["shards"])}
+        if table.dtype != ENTRY or len(counts) > 1 or not len(table):
+            raise ValueError(f"{TABLE} does not fit {ABOUT}")
+        for number, end in enumerate(np.cumsum(about["shards"]).tolist()):
+            file, last = shard_file(folder, number), table[end - 1]
+            needed = int(last["offset"]) + int(last["size"]) if about["shards"][number] else 0
+            if file.stat().st_size != needed:
+                raise ValueError(f"{file.name} should have {needed:,} bytes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder} is not a complete packed split ({error}); copy or pack it again") from error
     return PackedImages(folder, about, table, names)
 
 

@@ -23,13 +23,15 @@ def as_splits(opened: Mapping[str, Images], options: OpenOptions, *, where: str)
     without other parts is split at random, or is "all" if `options.whole` says so. Labels are those of "train".
 
     Raises:
-        UserError: see `split_at_random` and `like_train`.
+        UserError: no training images; see `split_at_random` and `like_train`.
     """
     parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
     if "val" not in parts and "test" in parts:
         parts["val"] = parts.pop("test")
     if "all" in parts:
         parts = {"train": parts["all"]}
+    if "train" not in parts:
+        raise UserError(f"{where}: no training images, only {', '.join(opened)}")
     train = parts.pop("train")
     if not parts:
         return undivided(train, options, where=where)

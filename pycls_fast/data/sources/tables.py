@@ -52,8 +52,6 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Images]:
         if splits is not None and len(files) == 1:
             parts = ((name, np.flatnonzero(splits == number)) for number, name in enumerate(_SPLITS))
             opened = {name: Subset(source, rows) for name, rows in parts if len(rows)}
-            if "train" not in opened:
-                raise UserError(f"{file}: no row whose column split says train")
     return as_splits(opened, options, where=str(place))
 
 

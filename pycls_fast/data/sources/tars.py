@@ -200,10 +200,8 @@ def _scan(shard: str, label_field: str, may_lack: bool) -> list[_Found]:
         with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
             for key, members in _samples(file):
                 found.append(_read_sample(shard, key, members, label_field, may_lack))
-    except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{shard} is damaged after {len(found):,} samples ({error}); download it again") from error
-    except OSError as error:
-        raise UserError(f"{shard} cannot be read: {error.strerror or error}") from error
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"{shard} cannot be read after {len(found):,} samples ({error}); download it again") from error
     return found
 
 

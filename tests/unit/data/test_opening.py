@@ -62,9 +62,7 @@ def test_files_that_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["train_and_val.tar"], "the name says train and val; use data.train and data.val"),
         (["train.tar", "x.tar"], "no name or folder says that .*/x.tar is train, val or test"),
-        (["val.tar"], "no name or folder says that .*/val.tar is train"),
         (["train-00000-of-00003.tar"], "train-00001-of-00003, .*train-00002-of-00003: missing, of 3 files"),
         # A clone of a hub repository has a folder for each configuration, with the same images.
         (["160px/train/0.tar", "full/train/0.tar"], "0.tar is in 2 folders; choose one of them as data.root"),

@@ -73,7 +73,7 @@ def test_a_column_that_says_train_and_test(tmp_path: Path, word: str) -> None:
     (tmp_path / "all.csv").write_text("path,label,split\na,x,train\nc,x,train\n")
     assert {split: len(source) for split, source in opened("manifest", tmp_path).items()} == {"train": 1, "val": 1}
     (tmp_path / "all.csv").write_text(f"path,label,split\na,x,{word}\n")
-    assert "no row whose column split says train" in mistake("manifest", tmp_path)
+    assert "no training images, only" in mistake("manifest", tmp_path)
 
 
 @pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n", "id,x\n1,2\n"])
