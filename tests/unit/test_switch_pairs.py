@@ -20,10 +20,10 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.seeds import microbatch_seed
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
+from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
 from pycls_fast.train.building import make_step
 from pycls_fast.train.metrics import TrainMetrics
