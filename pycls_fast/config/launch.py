@@ -107,7 +107,7 @@ def _run(command: Command, arguments: list[str]) -> int:
         modules = [override.partition("=")[2] for override in flags.overrides if override.startswith("imports=")]
         import_modules_of({"imports": yaml.safe_load(",".join(modules))})
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
-        print(help_text(command.about, command.options, folders, words))
+        print(help_text(command.about, command.options, folders, [] if command.words else words))
         return DONE
     for folder in folders:
         if not folder.is_dir():
