@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,9 +39,6 @@ _OWN = (
 )
 # Lines of an error: another experiment differs in many settings.
 _MOST = 5
-# Seconds until a file that another node made is visible: NFS clients may believe for 60 s (acdirmax in nfs(5)) that
-# its folder does not exist.
-_PATIENCE = 70.0
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
@@ -95,9 +91,10 @@ def check_same_folder(path: Path, world: World) -> None:
     if world.is_main:
         with writing(sign):
             sign.touch()
-    # Rank 0 must not take the others for hanging.
-    patience = _PATIENCE if world.timeout is None else min(_PATIENCE, world.timeout.total_seconds() / 3)
-    seen = world.gather((_appears(sign, patience), platform.node()))
+    world.barrier()
+    # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
+    # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
+    seen = world.gather((os.path.exists(sign), platform.node()))  # noqa: PTH110
     if world.is_main:
         sign.unlink(missing_ok=True)
     for rank, (is_seen, host) in enumerate(seen):
@@ -106,16 +103,6 @@ def check_same_folder(path: Path, world: World) -> None:
                 f"run_dir: {path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an absolute "
                 "path to a folder that all nodes share"
             )
-
-
-def _appears(file: Path, patience: float) -> bool:
-    deadline = time.monotonic() + patience
-    # Never raises, unlike the method of `Path`.
-    while not os.path.exists(file):  # noqa: PTH110
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _differences(values: dict[str, Any], world: World) -> list[str]:

@@ -124,7 +124,7 @@ def find_start(
     if restarted or setting == "auto":
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
     # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
-    elif setting == "never" and world.from_main(folder.has_run):
+    elif setting == "never" and world.from_main(world.is_main and folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
     elif named is not None and _was_resumed_from(folder, world, named):
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)

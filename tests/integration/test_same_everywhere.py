@@ -46,8 +46,6 @@ def test_ranks_with_other_labels_end_with_one_line(tmp_path: Path) -> None:
 
 FOLDERS = """
 import os, runpy, sys
-from pycls_fast.train import agreement
-agreement._PATIENCE = 1.0
 os.chdir({folders!r}[int(os.environ["RANK"])])
 sys.argv = [{tool!r}, *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")

@@ -13,7 +13,6 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import agreement
 from pycls_fast.train.agreement import check_same_data, check_same_folder, check_same_settings
 
 
@@ -44,10 +43,9 @@ def rank_of_two(rank: int) -> Any:
     def gather(own: Any) -> list[Any]:
         return [(True, "here"), own] if rank else [own, (True, "far")]
 
-    return SimpleNamespace(size=2, is_main=rank == 0, gather=gather, from_main=lambda _: "token", timeout=None)
+    return SimpleNamespace(size=2, is_main=rank == 0, gather=gather, from_main=lambda _: "token", barrier=lambda: None)
 
 
-def test_a_folder_that_another_rank_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_PATIENCE", 0.3)
+def test_a_folder_that_another_rank_does_not_see(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^run_dir: .* on rank 1 \(.*\) is not the folder of rank 0 \(here\); give "):
         check_same_folder(tmp_path, rank_of_two(1))
