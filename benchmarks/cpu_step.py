@@ -33,7 +33,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.ledger.report.statistics import Ratio, paired_ratio, spread
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import environment, versions
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -29,7 +29,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import place_model
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.metrics import TrainMetrics
 

@@ -138,7 +138,7 @@ KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state, "
 NOT_CAPTURABLE = Fact(
     "speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable, "speed.optimizer=foreach")
 # LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
-# elsewhere are rarely zero; `train/building.py` looks at the head.
+# elsewhere are rarely zero; `train/assemble.py` looks at the head.
 TRUST_RATIO = Fact(
     "optim.name",
     lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0

@@ -15,7 +15,7 @@ from pycls_fast.parallel import World
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
 from pycls_fast.train.agreement import check_same_folder, check_same_settings
-from pycls_fast.train.building import build_parts, check_head
+from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display, epochs, human
 from pycls_fast.train.environment import device_name, environment
 from pycls_fast.train.folder import RunFolder

@@ -16,7 +16,7 @@ from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.precision import LEVELS
 from pycls_fast.train import train
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics

@@ -24,7 +24,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import Mixed
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from tests.factories import Convert, from_resnet, from_timm_vit, randomise
 

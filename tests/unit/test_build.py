@@ -23,7 +23,7 @@ from pycls_fast.models import DropPath
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed, resolve
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 
 CPU = torch.device("cpu")
 REFERENCE = Speed()

@@ -29,7 +29,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import SWITCHES, Speed, resolve
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")

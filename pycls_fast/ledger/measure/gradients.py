@@ -28,7 +28,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import output_file, write_json

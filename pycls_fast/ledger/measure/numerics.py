@@ -26,7 +26,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
-from pycls_fast.train.building import build_parts
+from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import output_file, write_json

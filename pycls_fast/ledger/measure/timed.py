@@ -28,7 +28,7 @@ from pycls_fast.models import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.resolving import with_precision
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2

@@ -19,7 +19,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.network import Network
-from pycls_fast.train.building import load_network
+from pycls_fast.train.assemble import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.features import collect_features

@@ -20,7 +20,7 @@ from pycls_fast.config.schema import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp, user_path
-from pycls_fast.train.building import build_parts, check_head
+from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import atomic_write, output_file, write_json

@@ -17,7 +17,7 @@ from pycls_fast.files import user_path
 from pycls_fast.models import foreign
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
-from pycls_fast.train.building import load_network
+from pycls_fast.train.assemble import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress

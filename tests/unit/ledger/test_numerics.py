@@ -18,7 +18,7 @@ from pycls_fast.ledger.measure import numerics
 from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from tests.factories import randomise
 
 SMALL = (

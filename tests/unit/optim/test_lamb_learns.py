@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import train
-from pycls_fast.train.building import check_head
+from pycls_fast.train.assemble import check_head
 from pycls_fast.train.tasks.lr_range import lr_range_test
 
 TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width=64"]

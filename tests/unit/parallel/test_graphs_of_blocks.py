@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.parallel.compile import _WithBudget
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

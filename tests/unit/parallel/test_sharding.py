@@ -23,7 +23,7 @@ from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import degrees
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]

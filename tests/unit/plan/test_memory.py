@@ -20,7 +20,7 @@ from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.strategies import STRATEGIES
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 from pycls_fast.train.step_memory import StepMemory

@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.parallel import ALONE, place_model
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 

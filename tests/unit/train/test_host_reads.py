@@ -18,7 +18,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.speed import SWITCHES
-from pycls_fast.train.building import make_step
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 
 CPU = torch.device("cpu")
