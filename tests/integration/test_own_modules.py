@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -23,7 +24,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
-from tests.factories import load_run_config
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
 
 MODEL = """
@@ -70,7 +70,7 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
         "schedule.epochs=1", "schedule.warmup_epochs=0", "trackers=[]", "speed.compile=off",
     )  # fmt: skip
     run_process(under_torchrun(arguments, 2), cwd=here)
-    assert load_run_config(Path("run")).imports == ("my_package.nets",)
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["imports"] == ["my_package.nets"]
     # A file names no modules: nothing is imported when somebody else loads it.
     export("run", "net.safetensors", which="auto", dtype=None, overwrite=False)
     assert not timm.is_model("tiny_of_this_test")
