@@ -45,7 +45,7 @@ class Variant:
 def main() -> None:
     """Measure and print tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="vit_s16", help="a file of configs/model/ (default: vit_s16)")
+    parser.add_argument("--model", default="vit_s16", help="the name of a model (default: vit_s16)")
     parser.add_argument("--optimizers", default="adamw,sgd,lamb,lion", help=f"any of {','.join(Chosen.choices())}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)

@@ -24,7 +24,7 @@ from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
-from pycls_fast.config.model_names import OF_WEIGHTS, model_of_weights, timm_written_out
+from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, model_of_weights, options, timm_written_out
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError
 from pycls_fast.precision import LEVELS
@@ -77,7 +77,7 @@ class Composed:
             raise messages.interpolation_mistake(error, composed.where) from error
         values = {str(key): value for key, value in found.items()}
         if composed.choices.get("model") == OF_WEIGHTS:
-            values["model"] = model_of_weights(values, composed)
+            values["model"] = model_of_weights(values, composed.overrides)
         return dataclasses.replace(composed, values=values)
 
     def where(self, key: str) -> str:
@@ -101,7 +101,11 @@ class Composed:
             file = self.file(name)
             if file is not None and _has_key(file, key_there):
                 return shown_path(file)
-        file = self.file(names[-1][0])
+        # What every experiment begins with is no place for one's own values.
+        file = self.file(next((name for name, _ in reversed(names) if name != "base"), "base"))
+        if file is None and group in self.choices:
+            preset = PRESETS.get(group, {}).get(self.choices[group], {})
+            return f"{group}={self.choices[group]}{'' if rest in preset else ' or the command line'}"
         return f"{shown_path(file)} or the command line" if file is not None else "the command line"
 
     def file(self, name: str) -> Path | None:
@@ -213,8 +217,8 @@ def is_global(file: Path) -> bool:
 
 
 def groups(folders: Sequence[Path]) -> set[str]:
-    """The names of groups, which choose a file (`model=vit_b16`) rather than set a value."""
-    return {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")} - {LADDERS}
+    """The names of groups, which choose an option (`model=vit_b16`) rather than set a value."""
+    return {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))} - {LADDERS}
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -236,10 +240,10 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 
 
 def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
-    """`optim=NAME` without such a file as the class of this name with its defaults; else the override."""
+    """`optim=NAME` without such an option as the class of this name with its defaults; else the override."""
     key, _, name = override.partition("=")
     is_name = name.isidentifier() and name.lower() not in _VALUES
-    if key not in FAMILIES or not is_name or any((folder / key / f"{name}.yaml").is_file() for folder in folders):
+    if key not in FAMILIES or not is_name or name in options(key, folders):
         return [override]
     return [f"~{key}", f"{key}={{{FAMILIES[key].tag}: {name}}}"]
 

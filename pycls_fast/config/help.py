@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
+from pycls_fast.config.presets import PRESETS
+from pycls_fast.config.presets import options as options_of
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.values import Wording
@@ -44,6 +46,7 @@ def help_text(
     """
     width = min(shutil.get_terminal_size((120, 24)).columns, 120) if width is None else width
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+    experiments.pop("base", None)  # What they begin with.
     if not words:
         return "\n".join(_page(about, options, folders, experiments, width))
     texts: list[str] = []
@@ -68,10 +71,9 @@ def _page(
         yield "\nexperiments, --config-name NAME (--help NAME describes one):"
         yield filled(", ".join(experiments), width, "  ", "  ")
         yield "\ngroups, GROUP=NAME (--help GROUP or --help GROUP.KEY describes keys):"
-        for group in sorted({entry for folder in folders for entry in folder.glob("*") if entry.is_dir()}):
-            names = [file.stem for file in sorted(group.glob("*.yaml"))]
-            if names:
-                yield filled(", ".join(names), width, f"  {group.name:<10} ", " " * 13)
+        found = {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))}
+        for group in sorted(found):
+            yield filled(", ".join(options_of(group, folders)), width, f"  {group:<10} ", " " * 13)
         yield "\nof every run: GROUP.KEY=VALUE run_dir=PATH seed=N resume=auto|never|PATH"
         yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME|hf:ORG/NAME[@REVISION]"
         yield "--cfg job prints the configuration; --multirun all combinations of key=a,b; --config-dir adds a folder"

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.keys import shown_path
+from pycls_fast.config.presets import options
 from pycls_fast.errors import UserError
 
 # Raised by composing when a file or an override is wrong.
@@ -107,7 +108,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> UserError:
         where = re.match(r"In '(.*?)'", str(error))
         if not group and where:
             return UserError(f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {where[1]})")
-        return UserError(f"{group}={name}: no such file in configs/{group}{_near(name, group, folders)}")
+        return UserError(f"{group}={name}: no such option{_near(name, group, folders)}")
     if isinstance(error, OverrideParseException):
         return unreadable(error.override.removeprefix("++"), folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -141,7 +142,7 @@ def interpolation_mistake(error: OmegaConfBaseException, where: Where) -> UserEr
 
 
 def _available(group: str, folders: Sequence[Path]) -> list[str]:
-    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    return options(group, folders)
 
 
 def _near(name: str, group: str, folders: Sequence[Path]) -> str:
@@ -172,11 +173,11 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         return f"{key}: {_unknown(key, section, schema, also, origin)} ({origin})"
     if kind == "missing" and not short:
         several = len(section_keys(schema).get(key, ())) > 1
-        way_out = f"choose one of configs/{key}/ with {key}=NAME" if several else f"set it with {key}=VALUE"
+        way_out = f"choose one with {key}=NAME, --help lists them" if several else f"set it with {key}=VALUE"
         return f"{key}: missing; {way_out} ({origin})"
     if kind == "union_tag_not_found":
         tag = context["discriminator"].strip("'")
-        return f"{key}.{tag}: missing; choose one of configs/{key}/ with {key}=NAME ({origin})"
+        return f"{key}.{tag}: missing; choose one with {key}=NAME, --help lists them ({origin})"
     if kind == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
         return f"{key}.{tag}: {_no_choice(context['tag'], context['expected_tags'])} ({where(f'{key}.{tag}')})"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.model_overrides import model_overrides
+from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm

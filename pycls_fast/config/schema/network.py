@@ -21,7 +21,7 @@ class _Model(Section):
 
 
 class ViTModel(_Model):
-    """Vision Transformer (Dosovitskiy et al., 2021); sizes are in `configs/model/vit_*.yaml`.
+    """Vision Transformer (Dosovitskiy et al., 2021); sizes have names, such as model=vit_b16.
 
     `models.VisionTransformer` documents the network in more detail.
     """

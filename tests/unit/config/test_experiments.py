@@ -11,43 +11,22 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast import build, plan, published
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.compose import is_global
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
+from pycls_fast.config.presets import PRESETS, options
 from pycls_fast.models import complexity
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import Speed, resolve
 
-EXPERIMENTS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+EXPERIMENTS = sorted({file.stem for file in CONFIGS.glob("*.yaml")} - {"base"})
 # Those that the README shows; the others are built by the slow tests.
 SHOWN = ("vit_digits", "vit_h16", "resnet50", "finetune", "linear_probe")
-# `ladder` holds ladders of switches for the ledger, no group.
-GROUP_FILES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder")
-HEADER = ("Command", "Hardware", "Time", "Result", "Source")
 
 # DeiT begins as timm does, DeiT III as its own models_v2.py, which is the same; every other ViT as google-research's.
 AS_DEIT = {f"{kind}_{size}16" for kind in ("deit", "vit") for size in ("ti", "s", "b")} | {
     f"deit3_{size}" for size in ("s16", "b16", "l16", "h14", "b16_224", "l16_224", "h14_224")
-}
-
-# Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
-PARAMETERS = {
-    "resnet200": 64.7,  # as timm builds it
-    "vit_ti16": 5.7,  # DeiT, Touvron et al. 2021, Table 1: 5M, 22M, 86M
-    "vit_s16": 22.1,
-    "vit_b16": 86.6,
-    "deit_ti16": 5.7,
-    "deit_s16": 22.1,
-    "deit_b16": 86.6,
-    "vit_l16": 304.3,  # Dosovitskiy et al. 2021, Table 1: 307M with the larger head of its pre-training
-    "vit_h16": 632.2,
-    "resnet18": 11.7,
-    "resnet34": 21.8,
-    "resnet50": 25.6,
-    "resnet101": 44.5,
-    "resnet152": 60.2,
 }
 
 
@@ -106,51 +85,35 @@ def test_an_experiment_builds(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "name"), GROUP_FILES)
-def test_a_group_file_holds_known_keys_and_can_be_chosen(group: str, name: str) -> None:
-    values = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    if is_global(CONFIGS / group / f"{name}.yaml"):
-        # Its keys are those of the whole configuration; what it chooses has tests of its own.
-        values = values[group]
-    # A ViT at 224 and an optimizer whose keys no experiment sets, so that nothing but the group is in question.
-    # fp8 is for linear layers, which a ResNet does not have.
-    wants_vit = (group == "model" and not name.endswith("_digits")) or (group, name) in (
-        ("precision", "fp8"),
-        ("speed", "meta2022"),
-    )
-    base = "vit_ti16" if wants_vit else "resnet_digits"
-    also = ["parallel=single"] if group == "speed" else []
-    also += ["model.name=resnet18"] if (group, name) == ("model", "timm") else []
-    config = load_config(base, ["data.root=/nowhere", f"{group}={name}", *also])
-    chosen = getattr(config, group).model_dump(mode="json")
-    own = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8")).get(group, {})
-    for key, value in values.items():
-        if key not in own and (group, key) != ("data", "root"):
-            assert_within(value, chosen[key])
+def test_every_option_can_be_chosen_and_sets_its_values() -> None:
+    found = {(file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml") if file.parent.name != "ladder"}
+    found |= {(group, name) for group in PRESETS for name in options(group, [CONFIGS])}
+    for group, name in sorted(found):
+        # A ViT at 224, so that nothing but the option is in question; images of its own size for the small models.
+        base = name if name in ("vit_digits", "resnet_digits") else "vit_ti16"
+        also = ["parallel=single"] if group == "speed" else ["model.name=resnet18"] if name == "timm" else []
+        config = load(base, f"{group}={name}", *also)
+        file = CONFIGS / group / f"{name}.yaml"
+        values = PRESETS.get(group, {}).get(name) or yaml.safe_load(file.read_text(encoding="utf-8"))
+        # A file for the whole configuration has its values under the group.
+        values = values.get(group, values)
+        own = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8")).get(group, {})
+        chosen = getattr(config, group).model_dump(mode="json")
+        for key, value in values.items():
+            if key not in own and (group, key) != ("data", "root"):
+                assert chosen[key] == merged(value, chosen[key]), (group, name, key)
 
 
-def assert_within(configured: object, built: object) -> None:
-    if isinstance(configured, dict):
-        assert isinstance(built, dict)
-        for key, value in configured.items():
-            assert_within(value, built[key])
-    else:
-        assert configured == built
-
-
-@pytest.mark.parametrize("name", sorted({name for group, name in GROUP_FILES if group == "model"} & set(PARAMETERS)))
-def test_a_model_file_has_the_published_size(name: str) -> None:
-    config = load_config("resnet50", ["data.root=/nowhere", f"model={name}"])
-    with torch.device("meta"):
-        model = build.model(config, 1000, Speed(), empty=True)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], abs=0.06)
+def merged(value: object, chosen: object) -> object:
+    """A section with the keys that the option leaves open."""
+    return {**chosen, **value} if isinstance(value, dict) and isinstance(chosen, dict) else value
 
 
 def chosen_data(name: str) -> str:
     """The data of an experiment, or of the one that it is based on."""
     defaults = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
     own = [entry[key] for entry in defaults if isinstance(entry, dict) for key in entry if key.endswith("data")]
-    return str(own[0]) if own else chosen_data(defaults[0])
+    return str(own[0]) if own else "imagenet" if name == "base" else chosen_data(defaults[0])
 
 
 def sections(schema: type[BaseModel]) -> set[type[BaseModel]]:
@@ -161,25 +124,24 @@ def sections(schema: type[BaseModel]) -> set[type[BaseModel]]:
     return found
 
 
-SECTIONS = sorted(sections(RunConfig), key=lambda section: section.__name__)
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_the_default_of_every_key_is_valid(section: type[BaseModel]) -> None:
+def test_the_default_of_every_key_is_valid() -> None:
     """pydantic does not check defaults by itself."""
-    defaults = {
-        name: field.get_default(call_default_factory=True)
-        for name, field in section.model_fields.items()
-        if not field.is_required()
-    }
-    assert set(defaults) | {n for n, f in section.model_fields.items() if f.is_required()} == set(section.model_fields)
-    plain = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in defaults.items()}
-    # Strict mode takes a tuple for a tuple, so this is what JSON would give.
-    try:
-        section.model_validate(plain)
-    except ValidationError as error:
-        wrong = [e for e in error.errors() if e["type"] != "missing"]
-        assert wrong == []
+    for section in sections(RunConfig):
+        defaults = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in section.model_fields.items()
+            if not field.is_required()
+        }
+        assert set(defaults) | {n for n, f in section.model_fields.items() if f.is_required()} == set(
+            section.model_fields
+        )
+        plain = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in defaults.items()}
+        # Strict mode takes a tuple for a tuple, so this is what JSON would give.
+        try:
+            section.model_validate(plain)
+        except ValidationError as error:
+            wrong = [e for e in error.errors() if e["type"] != "missing"]
+            assert wrong == []
 
 
 def test_every_key_is_read_by_the_code() -> None:
@@ -196,6 +158,25 @@ def test_every_key_is_read_by_the_code() -> None:
         and key.rpartition(".")[2] not in ("scale", "ratio")
     }
     assert unread == set()
+
+
+# Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
+PARAMETERS = {
+    "resnet200": 64.7,  # as timm builds it
+    "vit_ti16": 5.7,  # DeiT, Touvron et al. 2021, Table 1: 5M, 22M, 86M
+    "vit_s16": 22.1,
+    "vit_b16": 86.6,
+    "deit_ti16": 5.7,
+    "deit_s16": 22.1,
+    "deit_b16": 86.6,
+    "vit_l16": 304.3,  # Dosovitskiy et al. 2021, Table 1: 307M with the larger head of its pre-training
+    "vit_h16": 632.2,
+    "resnet18": 11.7,
+    "resnet34": 21.8,
+    "resnet50": 25.6,
+    "resnet101": 44.5,
+    "resnet152": 60.2,
+}
 
 
 # Millions of parameters with 1,000 classes, billions of multiply-adds at 224 px, as published: Xiao et al. 2021, Table
@@ -230,10 +211,15 @@ FAMILY = {
 }
 
 
+def test_models_have_their_published_sizes() -> None:
+    for name, millions in PARAMETERS.items():
+        assert size_of(f"model={name}")[0] == pytest.approx(millions, abs=0.06), name
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILY)
-def test_a_model_file_is_the_published_model(name: str) -> None:
-    assert_has_size(f"model={name}", *FAMILY[name])
+def test_models_have_their_published_sizes_and_operations() -> None:
+    for name, size in FAMILY.items():
+        assert_has_size(f"model={name}", *size)
 
 
 @pytest.mark.slow
@@ -243,11 +229,15 @@ def test_vit_g14_with_timms_class_token_is_timms() -> None:
 
 
 def assert_has_size(overrides: str, parameters: float, billions: float) -> None:
-    """Compare parameters in millions and multiply-adds at 224 px in billions."""
-    config = load_config("vit_ti16", ["data.root=/nowhere", *overrides.split()])
-    with torch.device("meta"):
-        model = build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=True)
-    counted = complexity(model, image_size=224)
-    assert counted.parameters / 1e6 == pytest.approx(parameters, abs=0.11)
+    found, operations = size_of(overrides)
+    assert found == pytest.approx(parameters, abs=0.11), overrides
     # Some sources cut decimals off, some count norms (a thousandth).
-    assert 0.999 * billions - 0.06 <= counted.forward_flops / 2e9 < billions + 0.1
+    assert 0.999 * billions - 0.06 <= operations < billions + 0.1, overrides
+
+
+def size_of(overrides: str) -> tuple[float, float]:
+    """Parameters in millions and multiply-adds at 224 px in billions."""
+    config = load("vit_ti16", *overrides.split())
+    model = build.model(config, 1000, Speed(), empty=True)
+    counted = complexity(model, image_size=224)
+    return counted.parameters / 1e6, counted.forward_flops / 2e9

@@ -17,7 +17,7 @@ from pycls_fast.config.launch import NoOptions
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.speed import MODEL_KINDS
-from tests.integration.runs import ROOT, command, environment, run_process
+from tests.integration.runs import command, environment, run_process
 from tests.unit.config.conftest import Tool
 
 TOOLS = ["knn", "ledger", "lr-find", "prepare", "test", "time"]
@@ -25,11 +25,8 @@ TOOLS = ["knn", "ledger", "lr-find", "prepare", "test", "time"]
 
 def test_help_lists_experiments_groups_and_the_tools_own_keys(tmp_path: Path) -> None:
     text = run_process(command("--help", tool="test_net", config_name=None), cwd=tmp_path).stdout
-    for file in (ROOT / "configs").glob("*.yaml"):
-        assert file.stem in text
-    for group in (ROOT / "configs").iterdir():
-        if group.is_dir():
-            assert group.name in text
+    for name in ("vit_digits", "vit_h16", "augment", "adamw", "resnext50_32x4d", "fp16_master"):
+        assert name in text
     assert "split=val" in text
     assert "Evaluate a checkpoint" in text
     # The tool's own keys are what remains on the screen.

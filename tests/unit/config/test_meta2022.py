@@ -10,7 +10,6 @@ import yaml
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from tests.factories import load_run_config
 
@@ -33,17 +32,6 @@ def test_the_command_line_wins_over_it(order: int) -> None:
     assert (config.precision.name, config.model.classifier, config.speed.layout) == ("amp_bf16", "token", "batch_first")  # type: ignore[union-attr]
     assert build.switches(config, torch.device("cpu")).optimizer == "foreach"
     assert load_config("vit_h16", [*HERE, "precision.name=fp32"]).precision.name == "fp32"
-
-
-def test_without_a_choice_of_ranks_it_asks_for_fairscale_in_one_line() -> None:
-    overrides = ["data=synthetic", "speed=meta2022"]
-    if (CONFIGS / "parallel" / "fairscale_fsdp.yaml").is_file():
-        assert load_config("vit_b16", overrides).parallel.name == "fairscale_fsdp"
-        return
-    with pytest.raises(UserError) as caught:
-        load_config("vit_b16", overrides)
-    (line,) = caught.value.lines
-    assert line.startswith("parallel=fairscale_fsdp: no such file in configs/parallel")
 
 
 def test_a_resnet_is_told_where_the_classifier_was_set() -> None:

@@ -38,11 +38,11 @@ ONE_MISTAKE = [
     ),
     (["optim=sgd", "optim.betas=[0.9,0.95]"], "optim.betas: unknown key for optim.name=sgd; it belongs to optim..."),
     # Files that do not exist.
-    (["model=vit_s17"], "model=vit_s17: no such file in configs/model; did you mean vit_s16?"),
-    (["precision=bf16_amp"], "precision=bf16_amp: no such file in configs/precision; did you mean amp_bf16?"),
+    (["model=vit_s17"], "model=vit_s17: no such option; did you mean vit_s16?"),
+    (["precision=bf16_amp"], "precision=bf16_amp: no such option; did you mean amp_bf16?"),
     (["schedule=zzz"], f'schedule.name: must be one of cosine, linear, step, constant; got "zzz" {HERE}'),
-    (["optim=3"], "optim=3: no such file in configs/optim; there is ..."),
-    (["optim=null"], "optim=null: no such file in configs/optim; there is ..."),
+    (["optim=3"], "optim=3: no such option; there is ..."),
+    (["optim=null"], "optim=null: no such option; there is ..."),
     # Types.
     (["optim.lr=fast"], f'optim.lr: must be a number; got "fast" {HERE}'),
     (["optim.lr=[1"], f'optim.lr: must be a number; got "[1" {HERE}'),
@@ -73,9 +73,9 @@ ONE_MISTAKE = [
     (["model.kind=vitt"], 'model.kind: must be one of vit, resnet, timm; got "vitt"; did you mean vit? ...'),
     # Things that cannot go together, wherever they were set.
     (["data.image_size=30"], f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
-    (["model.heads=5"], "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (configs/..."),
+    (["model.heads=5"], "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
     (["schedule.epochs=3"], "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
-    (["data=folder"], "data.root: not set; give ... (configs/data/folder.yaml or the command line)"),
+    (["data=folder"], "data.root: not set; give ... (data=folder or the command line)"),
     # Interpolations.
     (["optim.lr=${optim.lrr}"], f"optim.lr: Interpolation key 'optim.lrr' not found {HERE}"),
     (
@@ -91,7 +91,7 @@ ONE_MISTAKE = [
     (["data.root=/caf\udce9"], "a value cannot be read (...); paths must be valid UTF-8"),
     # Additions and deletions.
     (["+optim.lr=1"], "Could not append to config. An item is already at 'optim.lr'. ..."),
-    (["~optim"], "optim.name: missing; choose one of configs/optim/ with optim=NAME (deleted on the command line)"),
+    (["~optim"], "optim.name: missing; choose one with optim=NAME, --help lists them (deleted on the command line)"),
     (["~optim.lr"], "optim.lr: missing; set it with optim.lr=VALUE (deleted on the command line)"),
     (["~nope"], "Could not delete from config. 'nope' does not exist."),
     (["config_name=mine"], "config_name: the name of the experiment's file; choose it with --config-name ..."),

@@ -44,7 +44,7 @@ def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Pat
     [
         ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of m"),
         ("defaults: [vit_digits, {optim: sgd}]", "Multiple values for optim. To override a value use 'override optim:"),
-        ("defaults: [vit_digits, {override optim: sgdd}]", "optim=sgdd: no such file in configs/optim; did you mean s"),
+        ("defaults: [vit_digits, {override optim: sgdd}]", "optim=sgdd: no such option; did you mean s"),
         ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
         ("[1, 2]", "primary config 'mine' must be a DictConfig"),
     ],

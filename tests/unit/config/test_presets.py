@@ -1,12 +1,15 @@
-"""One name for weights and model."""
+"""Options without files: one name for weights and model, timm's own names, and the overrides of a saved model."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pycls_fast.config import load_config
+from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
 from pycls_fast.train.weights import find_weights
 
@@ -43,7 +46,7 @@ def test_timms_models_are_models() -> None:
     config = load_config("vit_s16", ["data.root=/nowhere", "model=convnext_atto"])
     assert config.model.kind == "timm"
     assert config.model.name == "convnext_atto"
-    with pytest.raises(UserError, match=r"^model=convnext_ato: no such file in"):
+    with pytest.raises(UserError, match=r"^model=convnext_ato: no such option"):
         load_config("vit_s16", ["data.root=/nowhere", "model=convnext_ato"])
 
 
@@ -52,3 +55,32 @@ def test_a_file_beside_the_name_comes_first(tmp_path: Path, monkeypatch: pytest.
     assert find_weights("timm:some_net.tag") == "timm:some_net.tag"
     Path("some_net.tag.safetensors").touch()
     assert find_weights("timm:some_net.tag") == Path("some_net.tag.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("model=resnet50 model.groups=2 model.drop_path=0.1", "model=resnet50 model.groups=2"),
+        ("model=vit_s16 model.init=trunc_normal model.heads=12", "model=deit_s16 model.heads=12"),
+        ("model=vit_s16 model.heads=12 model.qk_norm=true", "model=vit_s16 model.heads=12 model.qk_norm=true"),
+        ("model=timm model.name=convnext_tiny", "model=timm model.name=convnext_tiny"),
+        ("model=vit_c_1gf", "model=vit_c_1gf"),
+    ],
+)
+def test_the_closest_preset_and_what_differs(given: str, expected: str) -> None:
+    saved = _model(given)
+    assert model_overrides(saved) == expected
+    again = _model(expected)
+    assert {key for key in saved if saved[key] != again[key]} <= {"drop_path"}
+
+
+def _model(overrides: str) -> dict[str, Any]:
+    """The section of a configuration as checkpoints hold it."""
+    config = load_config("vit_digits", ["data.image_size=224", *overrides.split()])
+    model: dict[str, Any] = json.loads(config.model_dump_json())["model"]
+    return model
+
+
+def test_a_kind_of_another_version_has_none() -> None:
+    assert model_overrides({"kind": "mixer"}) is None
+    assert model_overrides({}) is None
