@@ -20,12 +20,11 @@ from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.head import fit_head
 from pycls_fast.train.health import DamagedImages, DivergenceCheck, enough_to_train, too_many_damaged
-from pycls_fast.train.metrics import Clock, StepProfile, TrainMetrics, reset_memory_peak
+from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import StopRequest, stop_requests
 from pycls_fast.train.start import started
-from pycls_fast.train.step_memory import StepMemory
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations, summarise
 
@@ -186,7 +185,7 @@ class Loop:
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
         self.profile.before(step + 1)
-        with self.memory.counting(self.run.parts.step):
+        with self.memory.counting(self.run.parts.step.held):
             self.run.parts.step(step, self._taken(step, microbatches), self.metrics)
         self.profile.after(step + 1)
         self.clock.add_step(self.run.config.data.global_batch_size)

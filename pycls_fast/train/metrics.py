@@ -7,6 +7,8 @@ import math
 import resource
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, profiler
 
 from pycls_fast.parallel import World
+from pycls_fast.plan import LiveMemory
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import writing
 
@@ -143,7 +146,46 @@ def memory_peak_bytes(device: torch.device) -> int:
 
 
 STEPS = 3
+_COUNTED = 2
 _OPERATORS = 15
+
+
+class StepMemory:
+    """The memory of a training step on a CPU: the tensors that are alive, not the process with its libraries.
+
+    It is the peak of the process's first two steps, the second of which has the optimizer's state.
+
+    Counting takes time in every operation. On CUDA the allocator counts, and where operations cannot be seen (compiled
+    code) or must not be (the exchange of several ranks) it is the peak of the process, as far as the system knows it.
+    """
+
+    def __init__(self, world: World, *, compiled: bool) -> None:
+        self._device = world.device
+        self._left = _COUNTED if world.device.type == "cpu" and world.size == 1 and not compiled else 0
+        self._peak = 0
+
+    @contextmanager
+    def counting(self, held_between: Callable[[], list[Tensor]]) -> Iterator[None]:
+        """A context for one step, which is counted if it is among the first; `Step.held` says what is there already."""
+        if not self._left:
+            yield
+            return
+        self._left -= 1
+        held = held_between()
+        with LiveMemory(held) as memory:
+            yield
+        # A tensor and its views are one storage.
+        storages = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}
+        self._peak = max(self._peak, sum(storages.values()) + memory.peak)
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        return self._peak or memory_peak_bytes(self._device)
+
+    @property
+    def counted(self) -> int | None:
+        """The peak of live tensors; None if nothing was counted."""
+        return self._peak or None
 
 
 class StepProfile:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixer
@@ -102,3 +103,14 @@ class Step:
         labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
         is_mixed = isinstance(lam, Tensor) or lam < 1.0
         return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)
+
+    def held(self) -> list[Tensor]:
+        """What exists from step to step: weights, masters, buffers, average, optimizer state."""
+        average = {} if self.ema is None else self.ema.values
+        network = self.wrapped.evaluated
+        state = tree_leaves([dict(self.optimizer.state), dict(average), list(self.parameters)])
+        return [
+            tensor
+            for tensor in (*network.parameters(), *network.buffers(), *state)
+            if isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        ]

@@ -270,7 +270,7 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     run(tmp_path, digits, *common, "schedule.max_steps=15")
     with pytest.raises(UserError, match=r"not finite .*; earlier checkpoints are kept"):
         run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
-    assert "warning: step 25 is not saved yet: the loss is not finite" in capsys.readouterr().out
+    assert "warning: step 25 is not saved: the loss is not finite" in capsys.readouterr().out
     kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
     assert kept == [15, 10]
     # The advice.

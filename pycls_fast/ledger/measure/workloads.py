@@ -24,9 +24,8 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import Marks, synchronize, timed
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import Speed
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
-from pycls_fast.train.step_memory import StepMemory
 
 PartName = Literal["train", "inference", "loader", "both"]
 
@@ -108,7 +107,7 @@ class TrainPart:
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
         for _ in range(steps):
-            with self.memory.counting(self._trainer.step):
+            with self.memory.counting(self._trainer.step.held):
                 self._step()
 
     def turn(self, steps: int) -> Turn:

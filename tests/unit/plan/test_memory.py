@@ -21,9 +21,8 @@ from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
-from pycls_fast.train.step_memory import StepMemory
 from tests.integration.fairscale_cpu import play_cuda
 
 CPU = torch.device("cpu")
@@ -263,7 +262,7 @@ def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
         step, batch = stepping(config, ALONE, 16)
         memory, metrics = StepMemory(ALONE, compiled=False), TrainMetrics(CPU)
         for index in range(3):
-            with memory.counting(step):
+            with memory.counting(step.held):
                 step(index, [batch], metrics)
         assert memory.bytes() == pytest.approx(plan.MemoryPlan(config, CPU, 1, 10).peak(1), rel=0.05)
         peaks.append(memory.bytes())

@@ -20,9 +20,8 @@ from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.metrics import Clock
+from pycls_fast.train.metrics import Clock, StepMemory
 from pycls_fast.train.run import Run
-from pycls_fast.train.step_memory import StepMemory
 from pycls_fast.train.validation import Evaluations
 from pycls_fast.train.validation import objective as objective_of
 from tests.integration.runs import TINY
