@@ -10,6 +10,7 @@ import torch
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.models import complexity
 from pycls_fast.optim.choices import Optimizer
@@ -36,6 +37,19 @@ def test_what_is_said_of_a_switch_fits_its_field(switch: Switch) -> None:
     assert set(switch.models) <= set(MODEL_KINDS)
     for needs in switch.needs.values():
         load_config("vit_digits", needs.split())
+
+
+def test_the_document_has_a_row_for_every_switch() -> None:
+    def best(switch: Switch, device: Device) -> str:
+        wide, half = switch.best(device), switch.best(device, in_16_bits=True)
+        return wide if wide == half else f"{wide}, 16 bits: {half}"
+
+    text = (CONFIGS.parent / "docs" / "speed.md").read_text(encoding="utf-8")
+    for name, switch in SWITCHES.items():
+        models = "" if switch.models == MODEL_KINDS else f" ({', '.join(switch.models)})"
+        row = f"| `{name}`{models} | {' '.join(switch.values)} | {best(switch, 'cpu')} | {best(switch, 'cuda')} |"
+        assert f"{row} {switch.numerics} |\n" in text
+        assert re.search(rf"(?m)^- .*`{name}`.*:", text), name
 
 
 def test_null_is_not_set_and_a_number_is_a_name() -> None:

@@ -19,7 +19,7 @@ from pycls_fast.values import (
 
 
 class Precision(Section):
-    """Number formats of the step (`pycls_fast/precision.py`, `docs/switches.md`).
+    """Number formats of the step (`pycls_fast/precision.py`, `docs/speed.md`).
 
     The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
     """
@@ -27,7 +27,7 @@ class Precision(Section):
     name: Literal[
         "auto", "fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"
     ] = "auto"
-    """The level: the formats of weights, products and gradients (docs/switches.md)."""
+    """The level: the formats of weights, products and gradients (docs/speed.md)."""
     loss_scale: LossScale = "dynamic"
     """The factor on the loss: changed as gradients overflow or not, or a constant."""
     loss_scale_start: PositiveFloat = 65536.0
