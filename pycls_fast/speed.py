@@ -234,7 +234,9 @@ class Speed(Section):
     ] = "off"
     """Blocks keep their input (full) or also the results of products with weights (selective) and run again in the
     backward pass; budget: compiled code chooses what to keep within parallel.recompute_budget."""
-    activation_offload: Annotated[Literal["none", "cpu"], Switch("identical")] = "none"
+    activation_offload: Annotated[
+        Literal["none", "cpu"], Switch("identical", note={"cpu": "on a CPU it only copies"})
+    ] = "none"
     """Tensors saved for the backward pass are kept in the host's pinned memory."""
     activation_compression: Annotated[Literal["none", "8bit"], Switch("training")] = "none"
     """Tensors saved for the backward pass are kept in 8 bits per number, the sign of a ReLU in 1 bit."""
@@ -396,17 +398,18 @@ class Rung:
 
 
 def rungs() -> Iterator[Rung]:
-    """Every value of every switch, each by itself on the plain twins, for a ladder; "reference" is the baseline."""
-    alone: dict[frozenset[str], str] = {}
-    for switch in SWITCHES.values():
-        for value in switch.values[1:]:
-            needs = tuple(switch.needs.get(value, "").split())
-            if needs and frozenset(needs) not in alone:
-                # Several settings that no rung has: one is made of them.
-                name, device = f"{switch.name} {switch.reference}", switch.device.get(value)
-                alone[frozenset(needs)] = name
-                yield Rung(name, needs, None, device, "with the settings that the next one needs")
-            name, overrides = f"{switch.name} {value}", (f"speed.{switch.name}={value}", *needs)
-            alone[frozenset(overrides)] = name
-            against = alone[frozenset(needs)] if needs else None
-            yield Rung(name, overrides, against, switch.device.get(value), switch.note.get(value, ""))
+    """Every value of every switch, each by itself on the plain twins, for a ladder whose baseline has them all."""
+    found = [
+        (switch, value, (f"speed.{switch.name}={value}", *switch.needs.get(value, "").split()))
+        for switch in SWITCHES.values()
+        for value in switch.values[1:]
+    ]
+    names = {frozenset(overrides): f"{switch.name} {value}" for switch, value, overrides in found}
+    for switch, value, overrides in found:
+        needs, device = overrides[1:], switch.device.get(value)
+        if needs and frozenset(needs) not in names:
+            # No other rung has just these settings.
+            names[frozenset(needs)] = f"{switch.name} {switch.reference}"
+            yield Rung(names[frozenset(needs)], needs, None, device, f"with the settings that {value} needs")
+        against = names[frozenset(needs)] if needs else None
+        yield Rung(f"{switch.name} {value}", overrides, against, device, switch.note.get(value, ""))

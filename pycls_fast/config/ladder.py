@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
 
+from pycls_fast import speed
 from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.schema import RunConfig, Section, ViTModel
@@ -49,7 +51,7 @@ class Ladder(Section):
     """A baseline and the changes to it, in order.
 
     `mode` is the only mode that its variants can run in (None: any), `default_mode` the one that they run in without
-    `mode=`.
+    `mode=`. `variants: switches` in a file stands for every value of every switch (`speed.rungs`).
     """
 
     description: Text
@@ -105,6 +107,8 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
         raise UserError(f"ladder: there is no file {file}")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.get("variants") == "switches":
+            values["variants"] = [_of_switch(rung) for rung in speed.rungs()]
         ladder = Ladder.model_validate_json(json.dumps(values))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise UserError(f"ladder: {file} cannot be read ({' '.join(str(error).split())})") from error
@@ -124,6 +128,12 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     if wrong:
         raise UserError(*wrong)
     return ladder
+
+
+def _of_switch(rung: speed.Rung) -> dict[str, Any]:
+    values = dataclasses.asdict(rung)
+    needs = "cuda" if values.pop("device") == "cuda" else None
+    return {**values, "needs": needs}
 
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:

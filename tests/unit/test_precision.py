@@ -137,14 +137,6 @@ class TestRefused:
         with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA and this run is on CPU; use .*amp_bf16"):
             build.apply_precision(config, build.model(config, 10, build.switches(load_config("vit_digits"), CPU)), CPU)
 
-    def test_fp8_for_a_resnet(self) -> None:
-        with pytest.raises(UserError, match=r"precision: fp8 is for linear layers .*; use precision=amp_bf16"):
-            load_config("resnet_digits", ["precision=fp8"])
-
-    def test_a_watchdog_for_compiled_parts(self) -> None:
-        with pytest.raises(UserError, match=r"runtime\.watchdog: .* use speed\.compile=off"):
-            load_config("vit_digits", ["runtime.watchdog=true", "speed.compile=blocks"])
-
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
