@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from pycls_fast.files import name_user
@@ -10,13 +11,40 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from pycls_fast.config.schema.network import Model as Model
+    from pycls_fast.data.choices import Source as Source
+    from pycls_fast.data.policies import Policy as Policy
     from pycls_fast.inference import Classifier
+    from pycls_fast.observers import Callback as Callback
+    from pycls_fast.observers import Tracker as Tracker
+    from pycls_fast.optim.choices import Loss as Loss
+    from pycls_fast.optim.choices import Optimizer as Optimizer
+    from pycls_fast.optim.schedule import Schedule as Schedule
     from pycls_fast.train import Trained
 
 __version__ = "0.1.0"
 
 # Before anything imports torchvision.
 name_user()
+
+# The families that a file of the user's own can add a class to (docs/extend.md), and the place of each.
+_FAMILIES = {
+    "Callback": "observers",
+    "Loss": "optim.choices",
+    "Model": "config.schema.network",
+    "Optimizer": "optim.choices",
+    "Policy": "data.policies",
+    "Schedule": "optim.schedule",
+    "Source": "data.choices",
+    "Tracker": "observers",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FAMILIES:
+        raise AttributeError(f"module pycls_fast has no attribute {name}")
+    # When it is asked for: pydantic takes a tenth of a second to import.
+    return getattr(importlib.import_module(f"pycls_fast.{_FAMILIES[name]}"), name)
 
 
 def load(

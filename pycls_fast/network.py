@@ -19,8 +19,8 @@ class Network(nn.Module):
 
     @property
     def head_name(self) -> str:
-        """Qualified name of the final linear layer."""
-        raise NotImplementedError
+        """Qualified name of the final linear layer: the last one, if this is not replaced."""
+        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear)][-1]
 
     def last_layer(self) -> nn.Linear:
         """The final linear layer."""
@@ -30,12 +30,12 @@ class Network(nn.Module):
 
     @property
     def first_conv_name(self) -> str | None:
-        """Qualified name of the layer that sees the image, or None if there is not exactly one."""
-        raise NotImplementedError
+        """Qualified name of the convolution that sees the image, or None if there is not exactly one."""
+        return None
 
     def units(self) -> Units:
-        """The repeated blocks with their qualified names, in forward order."""
-        raise NotImplementedError
+        """The repeated blocks with their qualified names, in forward order, if there are any."""
+        return []
 
     def layers(self) -> Units:
         """The blocks by which parameters are grouped, as in `units`; more if some of them take several arguments."""
@@ -53,9 +53,11 @@ class Network(nn.Module):
         """Every module that owns values, in the order of the random draws, with the function that fills it.
 
         Each function reads and writes only its own module, so that a module can be filled, sharded and dropped before
-        the next one takes memory.
+        the next one takes memory. If this is not replaced, torch's own values, as its layers draw them when built.
         """
-        raise NotImplementedError
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                yield module, _reset
 
     def initialise(self) -> None:
         """Set every parameter and buffer.
@@ -65,6 +67,10 @@ class Network(nn.Module):
         """
         for module, fill in self.initialisers():
             fill(module)
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
 
 
 HEAD = "head"

@@ -70,6 +70,10 @@ class Switch:
         wide = self.fast.get(device, self.reference)
         return self.fast.get("cpu16" if device == "cpu" else "cuda16", wide) if in_16_bits else wide
 
+    def concerns(self, kind: str) -> bool:
+        """Whether it has an effect on this `model.kind`; a kind of the user's own has the switches of all kinds."""
+        return kind in self.models or self.models == MODEL_KINDS
+
 
 _COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _PARTS_ARE_TIMED = "moved into the step; the workers' saving is not timed here: time mode=both"

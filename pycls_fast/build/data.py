@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from importlib.util import find_spec
-from typing import assert_never
 
 import torch
 
@@ -13,13 +12,13 @@ from pycls_fast.build.device import DTYPES, cores_per_rank, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.schema import RunConfig
-from pycls_fast.data import native, policies
+from pycls_fast.data import native
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.mix import ElementMixer, Mixer
-from pycls_fast.data.policies import Step
+from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
@@ -87,47 +86,13 @@ def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
 
 def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
     """The policy and the color jitter."""
-    jitter = config.augment.color_jitter
-    steps = [_policy(config, image_size), None if jitter is None else policies.color_jitter(*jitter)]
-    return tuple(step for step in steps if step is not None)
-
-
-def _policy(config: RunConfig, image_size: int) -> Step | None:
-    augment, mean = config.augment, config.data.mean
-    mode = augment.interpolation
-    match augment.policy:
-        case None:
-            return None
-        case "rand_augment":
-            return _rand_augment(config, image_size)
-        case "auto_augment":
-            return policies.auto_augment("imagenet", interpolation=mode)
-        case "auto_augment_cifar10":
-            return policies.auto_augment("cifar10", interpolation=mode)
-        case "auto_augment_svhn":
-            return policies.auto_augment("svhn", interpolation=mode)
-        case "trivial_augment_wide":
-            return policies.trivial_augment(interpolation=mode)
-        case "three_augment":
-            return policies.three_augment(interpolation=mode, image_size=image_size, mean=mean)
-        case unknown:
-            assert_never(unknown)
-
-
-def _rand_augment(config: RunConfig, image_size: int) -> Step:
-    rand, mode = config.augment.rand_augment, config.augment.interpolation
-    if rand.library == "torchvision":
-        return policies.rand_augment(rand.num_ops, rand.magnitude, interpolation=mode)
-    return policies.timm_rand_augment(
-        rand.num_ops,
-        rand.magnitude,
-        magnitude_std=rand.magnitude_std,
-        increasing=rand.increasing,
-        probability=0.5 if rand.probability is None else rand.probability,
-        interpolation=mode,
-        image_size=image_size,
-        mean=config.data.mean,
-    )
+    augment, steps = config.augment, []
+    if augment.policy is not None:
+        mode, mean = augment.interpolation, config.data.mean
+        steps.append(augment.policy.build(interpolation=mode, image_size=image_size, mean=mean))
+    if augment.color_jitter is not None:
+        steps.append(color_jitter(*augment.color_jitter))
+    return tuple(steps)
 
 
 def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Decoder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import assert_never
 
 import torch
 
@@ -113,7 +112,7 @@ def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
         )
     if isinstance(settings, TimmModel):
         return _timm_network(config, settings, classes, chosen)
-    assert_never(settings)
+    return settings.build(classes, config.data.image_size)
 
 
 def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Speed) -> Network:

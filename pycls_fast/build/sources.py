@@ -45,9 +45,10 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
             "train": SyntheticImages(data.synthetic_train_images, size, classes, train_seed),
             "val": SyntheticImages(data.synthetic_val_images, size, classes, val_seed),
         }
-    if data.root is None:
+    if data.root is None and Source.members[data.source].needs_root:
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
-    root = data.root if "://" in data.root else str(user_path(data.root))
+    root = data.root or ""
+    root = root if "://" in root else str(user_path(root))
     try:
         return Source.members[data.source]().open(root, _opening(config, world, index_all, whole))
     except PermissionError as error:

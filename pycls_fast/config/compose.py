@@ -242,8 +242,11 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
     """`optim=NAME` without such an option as the class of this name with its defaults; else the override."""
     key, _, name = override.partition("=")
-    is_name = name.isidentifier() and name.lower() not in _VALUES
-    if key not in FAMILIES or not is_name or name in options(key, folders):
+    named = options(key, folders)
+    if key not in FAMILIES or not named or name in named or not name.isidentifier() or name.lower() in _VALUES:
+        return [override]
+    if not set(named) <= FAMILIES[key].choices().keys() and messages.did_you_mean(name, named):
+        # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
     return [f"~{key}", f"{key}={{{FAMILIES[key].tag}: {name}}}"]
 
@@ -282,7 +285,6 @@ _READ_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
     ("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
     ("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
     ("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
-    ("augment.rand_augment", "augment.policy", lambda config: config.augment.policy == "rand_augment"),
 )
 
 

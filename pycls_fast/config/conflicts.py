@@ -98,7 +98,7 @@ def _key(condition: str | Fact) -> str:
 
 def _applies(key: str, now: Situation) -> bool:
     switch = SWITCHES.get(key.removeprefix("speed."))
-    return switch is None or not key.startswith("speed.") or now.config.model.kind in switch.models
+    return switch is None or not key.startswith("speed.") or switch.concerns(now.config.model.kind)
 
 
 def _holds(condition: str | Fact, now: Situation) -> bool:
@@ -310,7 +310,7 @@ def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator
     kind = config.model.kind
     for name, value in config.speed.by_hand.items():
         switch = SWITCHES[name]
-        if kind not in switch.models and value != switch.reference:
+        if not switch.concerns(kind) and value != switch.reference:
             yield (
                 f"speed.{name}",
                 f"{value} is for model.kind={' and '.join(switch.models)} and has no effect with model.kind={kind}; "

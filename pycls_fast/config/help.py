@@ -173,14 +173,18 @@ def _description(key: _Key) -> str:
 
 def _tag(key: _Key) -> str | None:
     """The key that chooses between the kinds of the key's group (`optim.name`); None for a group of one kind."""
+    if issubclass(key.section, Choice):
+        return f"{key.section.key}.{key.section.tag}"
     group = key.name.partition(".")[0]
-    if len(_sections_of(group)) < 2:
+    if len(_sections_of(key.name)) < 2:
         return None
     return next(f"{group}.{tag}" for tag in ("kind", "name") if tag in key.section.model_fields)
 
 
-def _sections_of(group: str) -> tuple[type[Any], ...]:
-    return section_keys(RunConfig).get(group, ())
+def _sections_of(name: str) -> tuple[type[Any], ...]:
+    """The kinds of the group that a key belongs to."""
+    family = next((family for key, family in FAMILIES.items() if name.startswith(f"{key}.")), None)
+    return section_keys(RunConfig).get(name.partition(".")[0], ()) if family is None else (*family.choices().values(),)
 
 
 def _kind(key: _Key) -> list[str]:
@@ -194,14 +198,13 @@ def _choices(section: type[Any], tag: str) -> list[str]:
 
 
 def _restriction(line: str, kinds: Sequence[str]) -> str:
-    group = line.partition(".")[0]
-    return f"  (only {', '.join(kinds)})" if 0 < len(kinds) < len(_sections_of(group)) else ""
+    return f"  (only {', '.join(kinds)})" if 0 < len(kinds) < len(_sections_of(line)) else ""
 
 
 def _line(key: _Key) -> str:
     """`optim.lr  number greater than 0`, or with its default as it is typed."""
     if key.name == _tag(key):
-        kinds = [kind for section in _sections_of(key.name.partition(".")[0]) for kind in _choices(section, key.name)]
+        kinds = [kind for section in _sections_of(key.name) for kind in _choices(section, key.name)]
         return f"{key.name}  one of {', '.join(kinds)}"
     what = _type(key.field.annotation, key.field.metadata)
     return f"{key.name}  {what}" if key.field.is_required() else f"{key.name}={as_typed(key.field.default)}  {what}"

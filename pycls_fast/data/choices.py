@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from pycls_fast.choice import Section
+from pycls_fast.data.policies import Policy
 from pycls_fast.values import (
     Deviation,
     Hue,
@@ -318,37 +319,6 @@ class Data(Section):
         return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
 
 
-class RandAugment(Section):
-    """Settings of `augment.policy=rand_augment`, as torchvision or timm (and DeiT) parameterise it."""
-
-    library: Literal["torchvision", "timm"] = "torchvision"
-    """Whose operations and strengths: torchvision's or timm's."""
-    num_ops: PositiveInt = 2
-    """Operations per image."""
-    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """The strength of the operations: 0 to 30 for torchvision, 0 to 10 for timm."""
-    magnitude_std: NonNegativeFloat = 0.0
-    """timm: the standard deviation of a normal noise on the magnitude."""
-    increasing: bool = False
-    """timm: every operation's strength increases with the magnitude."""
-    probability: Probability | None = None
-    """timm: the probability of each operation; null: 0.5."""
-
-    @field_validator("magnitude")
-    @classmethod
-    def _at_most_10(cls, value: int, info: ValidationInfo) -> int:
-        if info.data.get("library") == "timm" and value > 10:
-            raise ValueError("timm's goes up to 10")
-        return value
-
-    @field_validator("magnitude_std", "increasing", "probability")
-    @classmethod
-    def _is_timms(cls, value: float | bool | None, info: ValidationInfo) -> float | bool | None:
-        if value and info.data.get("library") == "torchvision":
-            raise ValueError("only timm's has it; use augment.rand_augment.library=timm")
-        return value
-
-
 class Augment(Section):
     """Training-time augmentation, and the crop used for evaluation.
 
@@ -374,21 +344,8 @@ class Augment(Section):
     """The probability of a vertical flip."""
     quarter_turns: bool = False
     """Rotate by 0, 90, 180 or 270 degrees at random."""
-    policy: (
-        Literal[
-            "rand_augment",
-            "auto_augment",
-            "auto_augment_cifar10",
-            "auto_augment_svhn",
-            "trivial_augment_wide",
-            "three_augment",
-        ]
-        | None
-    ) = None
-    """Random operations on each image: RandAugment (Cubuk et al., 2020), with the settings in augment.rand_augment;
-    torchvision's AutoAugment (Cubuk et al., 2019), as found on ImageNet, CIFAR-10 or SVHN; torchvision's TrivialAugment
-    Wide (Müller and Hutter, 2021); or 3-Augment of DeiT III, one of grayscale, solarisation and blur; null: none."""
-    rand_augment: RandAugment = RandAugment()
+    policy: Policy | None = None
+    """Random operations on each image: a name, or {name: ..., KEY: ...}; null: none."""
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] | None = None
     """The largest changes of brightness, contrast, saturation and hue; null: off."""
     repeats: PositiveInt = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
+from pycls_fast.optim.choices import Loss
 from pycls_fast.parallel import World, place_model
 from pycls_fast.speed import Speed
 from pycls_fast.train.state import differing_shapes
@@ -87,7 +87,7 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
     decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
     if decode is not None and not build.has_decoder(decode):
         decode = None
-    changes: Mapping[str, Any] = {
+    changes: dict[str, Any] = {
         "run_dir": None,
         "weights": None,
         "precision": {"name": precision},
@@ -97,6 +97,13 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
                   "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
         "runtime": {"device": device},
     }  # fmt: skip
+    if "imports" not in saved:
+        # An exported file names no modules: what only training needs may be of classes that nobody has registered here.
+        changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}}
+        changes |= {"augment": saved["augment"] | {"policy": None}}
+        changes |= {"data": saved["data"] | {"source": "auto"}}
+        if saved["loss"]["name"] not in Loss.choices():
+            changes |= {"loss": {}}
     return validate_saved({**saved, **changes}, str(path))
 
 

@@ -125,7 +125,7 @@ def introduce(run: Run) -> None:
     chosen = "  ".join(
         f"{switch.name}={getattr(run.parts.speed, switch.name)}"
         for switch in SWITCHES.values()
-        if config.model.kind in switch.models and getattr(run.parts.speed, switch.name) != switch.reference
+        if switch.concerns(config.model.kind) and getattr(run.parts.speed, switch.name) != switch.reference
     )
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))

@@ -137,7 +137,7 @@ class TestData:
             *SYNTHETIC, "seed=11", "augment.crop=pad", "augment.scale=[0.2,0.9]", "augment.ratio=[0.5,2.0]",
             "augment.pad=3", "augment.interpolation=bicubic", "augment.hflip=0.25", "augment.erase_probability=0.125",
             "augment.vflip=0.75", "augment.quarter_turns=true",
-            "augment.policy=rand_augment", "augment.rand_augment={num_ops: 3, magnitude: 7}",
+            "augment.policy={name: rand_augment, num_ops: 3, magnitude: 7}",
             "optim.accumulation_steps=2", "data.num_workers=3", "data.prefetch_factor=5",
         )  # fmt: skip
         build.train_loader(config, SyntheticImages(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)

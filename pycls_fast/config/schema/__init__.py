@@ -13,8 +13,8 @@ from pydantic import Field
 
 from pycls_fast.choice import Section
 from pycls_fast.config.schema.execution import Parallel, Precision, Runtime
-from pycls_fast.config.schema.network import ResNetModel, TimmModel, ViTModel
-from pycls_fast.data.choices import Augment, Data, RandAugment
+from pycls_fast.config.schema.network import Model, ResNetModel, TimmModel, ViTModel
+from pycls_fast.data.choices import Augment, Data
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
@@ -48,7 +48,7 @@ class RunConfig(Section):
     can register models with timm (timm.models.register_model) for model=timm. They are saved with a run, so every tool
     that builds the network of a run's folder or checkpoint imports them: load only those that you trust. Exported files
     never import anything."""
-    model: Annotated[ViTModel | ResNetModel | TimmModel, Field(discriminator="kind")]
+    model: Model
     data: Data = Data()
     augment: Augment = Augment()
     loss: Loss = SoftmaxLoss()
@@ -78,10 +78,10 @@ __all__ = [
     "Augment",
     "Data",
     "Loss",
+    "Model",
     "Optimizer",
     "Parallel",
     "Precision",
-    "RandAugment",
     "ResNetModel",
     "RunConfig",
     "Runtime",

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from pycls_fast.choice import Section
+from pycls_fast.choice import Choice
 from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
+if TYPE_CHECKING:
+    from pycls_fast.network import Network
 
-class _Model(Section):
+
+class Model(Choice, key="model", tag="kind"):
     """Keys that all networks share."""
 
+    kind: str = ""
+    """The network's family."""
     drop_path: Rate = 0.0
     """Stochastic depth: the probability that the last residual branch is dropped for a sample; earlier ones less often
     (for a ViT see drop_path_rule)."""
     num_classes: PositiveInt | None = None
     """The number of outputs; null: found from the data."""
 
+    def build(self, classes: int, image_size: int) -> Network:
+        """A network with its initial values, from torch's default generator, for square images of this many pixels."""
+        raise NotImplementedError
 
-class ViTModel(_Model):
+
+class ViTModel(Model, name="vit"):
     """Vision Transformer (Dosovitskiy et al., 2021); sizes have names, such as model=vit_b16.
 
     `models.VisionTransformer` documents the network in more detail.
     """
 
-    kind: Literal["vit"]
-    """The network's family."""
     patch_size: PositiveInt = 16
     """The side of a patch, in pixels."""
     width: PositiveInt
@@ -71,14 +78,12 @@ class ViTModel(_Model):
     """The drop-path rate of the blocks: rising from 0 to drop_path, or drop_path in all."""
 
 
-class ResNetModel(_Model):
+class ResNetModel(Model, name="resnet"):
     """ResNet (He et al., 2016) with the stride in the 3x3 convolution of bottleneck blocks.
 
     `groups` and `width_per_group` make a ResNeXt or a Wide ResNet, `stem=deep` with `shortcut=pool` a ResNet-D.
     """
 
-    kind: Literal["resnet"]
-    """The network's family."""
     depth: Literal[18, 26, 34, 50, 101, 152, 200]
     """The number of layers; all but 18 and 34 with bottleneck blocks."""
     stem: Literal["imagenet", "deep", "small"] = "imagenet"
@@ -94,11 +99,9 @@ class ResNetModel(_Model):
     """Begin with zeros in the last norm of each block, so that it starts as the identity (Goyal et al., 2017)."""
 
 
-class TimmModel(_Model):
+class TimmModel(Model, name="timm"):
     """Any timm model by its name, newly initialised; `weights=timm:NAME` loads timm's weights into it."""
 
-    kind: Literal["timm"]
-    """The network's family."""
     name: Text
     """timm's name of the model, such as convnext_tiny."""
     options: dict[str, bool | int | float | str | None] = Field(default={})

@@ -64,10 +64,10 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
         ("precision.loss_scale", ["precision.loss_scale=dynamic  dynamic, or a number greater than 0"]),
         ("augment.scale", ["augment.scale=[0.08,1.0]  list of 2: number greater than 0"]),
         ("augment.policy", [
-            "augment.policy=null  one of rand_augment, auto_augment, auto_augment_cifar10, auto_augment_svhn, "
-            "trivial_augment_wide, three_augment, or null",
+            "augment.policy.name  one of rand_augment, timm_rand_augment, auto_augment, trivial_augment_wide, "
+            "three_augment",
+            "augment.policy.num_ops=2  whole number greater than 0  (only rand_augment, timm_rand_augment)",
         ]),
-        ("augment.rand_augment", ["augment.rand_augment.num_ops=2  whole number greater than 0"]),
         ("runtime.watchdog", [
             "  Name the first module whose output or gradient is not finite; makes every step slower.",
         ]),

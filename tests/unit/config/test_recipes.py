@@ -19,7 +19,8 @@ from torch import nn
 from pycls_fast import build, published
 from pycls_fast.build.data import train_transform
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data.policies import _TimmPolicy
+from pycls_fast.data.policies import RandAugment, TimmRandAugment
+from pycls_fast.data.timm_policies import _TimmPolicy
 from pycls_fast.losses import Targets
 from pycls_fast.optim.choices import LAMB, AdamW
 
@@ -156,10 +157,12 @@ def resolved(config: RunConfig) -> Facts:
         config.schedule,
         config.optim.scaled(config.data.global_batch_size).lr,
     )
-    rand = augment.rand_augment
-    policy: Any = augment.policy
-    if policy == "rand_augment":
-        policy = (rand.library, rand.num_ops, rand.magnitude, rand.magnitude_std, rand.increasing)
+    policy: Any = None if augment.policy is None else augment.policy.name
+    if isinstance(augment.policy, RandAugment):
+        policy = ("torchvision", augment.policy.num_ops, augment.policy.magnitude, 0.0, False)
+    elif isinstance(augment.policy, TimmRandAugment):
+        rand = augment.policy
+        policy = ("timm", rand.num_ops, rand.magnitude, rand.magnitude_std, rand.increasing)
     decay = optim.ema_decay
     sizes = dict(config.data.image_size_schedule)
     return {

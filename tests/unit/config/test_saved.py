@@ -76,7 +76,7 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
     [
         "speed.compile=off",
         "data.root=/photos (2024)",
-        "augment={policy: rand_augment, rand_augment: {num_ops: 1}}",
+        "augment={policy: {name: rand_augment, num_ops: 1}}",
         "~optim.clip_norm",
         "seed=${data.image_size}",
         "model=resnet_digits",

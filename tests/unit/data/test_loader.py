@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import v2
 
 from pycls_fast.data import dataset
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader, make_loader
-from pycls_fast.data.policies import rand_augment
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
@@ -32,7 +32,9 @@ from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
 # torch's warning about more workers than cores, on small machines.
-TRAIN = TrainTransform(image_size=16, steps=(rand_augment(1, 9, interpolation="bilinear"),), erase_probability=0.5)
+TRAIN = TrainTransform(
+    image_size=16, steps=(v2.RandAugment(1, 9, interpolation=v2.InterpolationMode("bilinear")),), erase_probability=0.5
+)
 EVAL = EvalTransform(image_size=16)
 
 

@@ -20,7 +20,8 @@ from torchvision.transforms import InterpolationMode, v2
 from pycls_fast.build.data import train_transform
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, PillowPicture
-from pycls_fast.data.policies import Step, timm_rand_augment
+from pycls_fast.data.policies import Step
+from pycls_fast.data.timm_policies import timm_rand_augment
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.seeds import seeded_torch
 
@@ -149,12 +150,8 @@ def test_torchvision_s_policies(name: str, theirs: torch.nn.Module, photo: Image
 
 
 def test_auto_augment_of_other_datasets(photo: Image.Image) -> None:
-    for name, chosen in {
-        "imagenet": "auto_augment",
-        "cifar10": "auto_augment_cifar10",
-        "svhn": "auto_augment_svhn",
-    }.items():
-        (step,) = policy("inception", f"augment.policy={chosen}")
+    for name in ("imagenet", "cifar10", "svhn"):
+        (step,) = policy("inception", f"augment.policy={{name: auto_augment, dataset: {name}}}")
         expected = v2.AutoAugment(v2.AutoAugmentPolicy(name), interpolation=InterpolationMode.BILINEAR)
         for seed in range(20):
             np.testing.assert_array_equal(seeded(step, photo, seed), seeded(expected, photo, seed))

@@ -14,13 +14,13 @@ from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.data.decoders import PillowPicture
-from pycls_fast.data.policies import color_jitter, rand_augment
+from pycls_fast.data.policies import color_jitter
 from pycls_fast.data.transforms import NO_BOX, EvalTransform, TrainTransform
 from pycls_fast.seeds import seeded_torch
 
 EVERYTHING: dict[str, Any] = {
     "image_size": 24,
-    "steps": (rand_augment(2, 9, interpolation="bilinear"), color_jitter(0.4, 0.4, 0.4, 0.1)),
+    "steps": (v2.RandAugment(2, 9, interpolation=v2.InterpolationMode("bilinear")), color_jitter(0.4, 0.4, 0.4, 0.1)),
     "erase_probability": 0.5,
 }
 
@@ -71,7 +71,7 @@ def test_same_draws_as_torchvision(interpolation: Any) -> None:
         scale=(0.2, 0.9),
         interpolation=interpolation,
         hflip=0.3,
-        steps=(rand_augment(3, 11, interpolation=interpolation),),
+        steps=(v2.RandAugment(3, 11, interpolation=v2.InterpolationMode(interpolation)),),
     )
     mode = InterpolationMode(interpolation)
     theirs = v2.Compose(
