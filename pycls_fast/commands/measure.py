@@ -105,9 +105,9 @@ class Named(Section):
 class LedgerOptions(Repeats):
     """Keys of `pycls-fast ledger`."""
 
-    mode: Literal["cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
-    """How variants are combined (cumulative, one_at_a_time, leave_one_out), or a single measurement: gradients,
-    numerics; null: the ladder's own."""
+    mode: Literal["crossed", "cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
+    """How variants are combined (crossed, cumulative, one_at_a_time, leave_one_out), or a single measurement
+    (gradients, numerics); null: the ladder's own."""
     ladder: Named = Named()
     """The variants: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()
@@ -160,13 +160,24 @@ def _check(arguments: Sequence[str]) -> int:
     return check(arguments)
 
 
-@command(options=LedgerOptions, purpose=Purpose(trains=True), subcommands={"report": _report, "check": _check})
+def _simulate(arguments: Sequence[str]) -> int:
+    from pycls_fast.ledger.simulate import main
+
+    return main(arguments)
+
+
+@command(
+    options=LedgerOptions,
+    purpose=Purpose(trains=True),
+    subcommands={"report": _report, "check": _check, "simulate": _simulate},
+)
 def ledger(config: RunConfig, options: LedgerOptions) -> int:
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT ladder=NAME [key=value ...]`.
 
     Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, compared with float64, and
     trained with several seeds; a page and `ledger.json` are written to `output`. Started again, it resumes.
 
+    mode=crossed         each by itself; in every training about half of them, which decides with the fewest runs
     mode=cumulative      each variant on top of those before it
     mode=one_at_a_time   each variant by itself on the baseline
     mode=leave_one_out   all variants but one
@@ -174,11 +185,13 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
 
         pycls-fast ledger --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
+        pycls-fast ledger --config-name vit_digits ladder=modern mode=crossed margin=0.5
         pycls-fast ledger report LEDGER.json [output=FOLDER]
         pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
+        pycls-fast ledger simulate [ladders=2000]
 
     `report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost
-    speed or accuracy; absolute=false compares only speed-ups.
+    speed or accuracy; absolute=false compares only speed-ups. `simulate` prints the error rates of mode=crossed.
     """
     refuse_unread(options)
     if options.mode == "gradients":
@@ -202,9 +215,12 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     ladder = read_ladder(options.ladder.name, config_folders())
     mode = options.mode or ladder.mode or ladder.default_mode
     own = {key: getattr(options, key) for key in Repeats.model_fields}
+    if mode == "crossed":
+        # It has a number of trainings in all.
+        own["seeds"] = 0
     timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(options, key)) is not None}
     settings = LadderSettings(mode=mode, **own, **timed)
-    purpose = Purpose(needs_data=False, trains=settings.seeds > 0)
+    purpose = Purpose(needs_data=False, trains=settings.trains)
     output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
     return run_ladder(
         config,

@@ -20,7 +20,7 @@ from pycls_fast.files import user_path
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 Overrides = tuple[Text, ...]
-Mode = Literal["cumulative", "one_at_a_time", "leave_one_out"]
+Mode = Literal["crossed", "cumulative", "one_at_a_time", "leave_one_out"]
 
 
 class Variant(Section):
@@ -79,6 +79,8 @@ class Repeats(Section):
     """Training runs at a time; on CUDA each has GPUs of its own."""
     ranks: PositiveInt = 1
     """Processes of each timing and training, unless the ladder says how many."""
+    runs_at_most: NonNegativeInt | None = None
+    """mode=crossed: the most trainings of all variants together; null: 64, with more than 8 variants 96 and more."""
     margin: PositiveFloat = 0.2
     """The loss of top-1 that is accepted, in points."""
     gradients: bool = True
@@ -94,6 +96,11 @@ class LadderSettings(Repeats):
     """The least number of steps in a timing."""
     warmup_steps: NonNegativeInt = 5
     """The least number of steps before it."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained."""
+        return self.runs_at_most != 0 if self.mode == "crossed" else self.seeds > 0
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:

@@ -66,6 +66,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         gradients=_gradients(ledger),
         unmeasured=ledger.unmeasured | of_different_starts,
         unfinished=None if finished else _unfinished(ledger, records),
+        accuracy=ledger.crossed.record() if ledger.crossed else None,
         variants=records,
     )
 

@@ -61,6 +61,8 @@ def show_plan(ledger: Ledger, display: Display) -> None:
             finished, _ = _few_steps(ledger, variant, folder, "train")
             if finished.status != 0:
                 ledger.selection.exclude(variant, finished)
+        if ledger.settings.mode == "crossed" and ledger.settings.trains:
+            ledger.plan_trainings()
         for variant in ledger.selection.variants():
             display.note(f"{variant.name}: {_what(ledger, variant)}")
         display.note("timing a few steps of the first variant for the estimate")
@@ -86,7 +88,7 @@ def _pace(ledger: Ledger, folder: Path) -> Pace:
     finished, record = _measured(ledger, folder, "train")
     step = record["train"]["step_seconds_p50"]
     fed_step, evaluation_steps = step, 0.0
-    if ledger.settings.seeds:
+    if ledger.settings.trains:
         _, fed = _measured(ledger, folder, "both")
         fed_step = fed["both"]["step_seconds_p50"]
         # A forward pass is a third of a step, and each evaluation starts its own workers.

@@ -39,6 +39,7 @@ class LedgerFolder:
     Attributes:
         stopwatch: the wall time of all starts, once the folder is open.
         codes: digests of all code that the folder was measured with, once it is open.
+        crossing: what mode=crossed knows of its variants, once it trains.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LedgerFolder:
         self.path = path
         self.stopwatch: Stopwatch | None = None
         self.codes: list[str] = []
+        self.crossing: dict[str, Any] = {}
         self._looks: list[int] = []
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
@@ -123,7 +125,7 @@ class LedgerFolder:
                 f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
                 "remove it"
             )
-        self.codes, self._looks = before["code"], before["looks"]
+        self.codes, self._looks, self.crossing = before["code"], before["looks"], before.get("crossing", {})
         if self._code() not in self.codes and not self._accept_code:
             raise UserError(
                 f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
@@ -147,7 +149,12 @@ class LedgerFolder:
         return self.path / "plan.json"
 
     def _write_plan(self) -> None:
-        write_json(self._plan_file, {**self._plan, "code": self.codes, "looks": self._looks})
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "looks": self._looks, "crossing": self.crossing})
+
+    def keep_crossing(self, known: dict[str, Any]) -> None:
+        """Save what mode=crossed knows of its variants, so that a later start has the same design."""
+        self.crossing = known
+        self._write_plan()
 
     def note_code(self) -> None:
         """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
@@ -202,7 +209,7 @@ def read_measurement(file: Path) -> dict[str, Any]:
 
 
 # What may change when a ledger is resumed.
-_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "gradients")
+_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "runs_at_most", "gradients")
 
 
 def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:

@@ -92,14 +92,15 @@ def plan(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
 
     Args:
         ladder: has at least one variant.
-        mode: "cumulative": each on top of those before it. "one_at_a_time": only that one on the baseline, compared
-            with the baseline or with the variant that it is against. "leave_one_out": all together, then all but one.
+        mode: "cumulative": each on top of those before it. "one_at_a_time", "crossed": only it on the baseline,
+            compared with the baseline or with the variant that it is against. "leave_one_out": all together, then all
+            but one.
         ranks: processes of each, unless the ladder sets them.
         impossible: those that cannot run here. They are still listed, so that the report shows them as missing, but
             others do not include their change.
     """
     base = _completed(ladder.baseline, (), ranks, None)
-    if mode == "one_at_a_time":
+    if mode in ("one_at_a_time", "crossed"):
         return [base, *(_alone(variant, base) for variant in ladder.variants)]
     if mode == "leave_one_out":
         return _leave_one_out(ladder, base, impossible)

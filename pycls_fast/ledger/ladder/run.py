@@ -67,6 +67,7 @@ def run_ladder(
     code = partial(code_digest, configs, _trees(chosen, settings.mode))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note)
+    ledger.refused = lambda variant: refusal(variant, compose, torch.device(device)) is not None
     # Before any timing: variants that are known to fail, even if only in training.
     refused = ledger.selection.rule_out(lambda variant: refusal(variant, compose, torch.device(device)))
     _divide_devices(ledger)
@@ -94,7 +95,7 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     Raises:
         UserError: it cannot be carried out.
     """
-    if ladder.mode not in (None, settings.mode):
+    if ladder.mode not in (None, settings.mode) and settings.mode != "crossed":
         raise UserError(
             f"mode: the variants of this ladder are alternatives, which {settings.mode} would combine; use "
             f"mode={ladder.mode}"
@@ -117,7 +118,7 @@ def _divide_devices(ledger: Ledger) -> None:
     Raises:
         UserError: there are too few devices.
     """
-    if ledger.device != "cuda" or not ledger.settings.seeds or ledger.settings.jobs == 1:
+    if ledger.device != "cuda" or not ledger.settings.trains or ledger.settings.jobs == 1:
         return
     ledger.cuda_devices = visible_devices(torch.cuda.device_count())
     jobs, ranks = ledger.settings.jobs, min(variant.ranks or 1 for variant in ledger.selection.runnable())
@@ -141,7 +142,7 @@ def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
         UserError: a folder is not a checkout, or the mode combines variants.
     """
     trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
-    if trees and mode != "one_at_a_time":
+    if trees and mode not in ("one_at_a_time", "crossed"):
         raise UserError(f"mode: '{next(iter(trees))}' runs other code, which {mode} cannot combine; use one_at_a_time")
     wrong = [(name, why) for name, tree in trees.items() if (why := _not_a_checkout(tree))]
     if wrong:

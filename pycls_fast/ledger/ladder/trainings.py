@@ -18,6 +18,9 @@ _EVERY_SECONDS = 60.0
 # Holds a hundred records or more; the whole file of a long run may have megabytes.
 _TAIL_BYTES = 1 << 16
 
+FAILED = "failed.json"
+"""Why a crossed training failed, in its folder: a result, which is not tried again."""
+
 
 @dataclass(frozen=True)
 class TrainingRun:
@@ -34,7 +37,7 @@ class TrainingRun:
     @property
     def is_done(self) -> bool:
         """Whether an earlier start has finished it."""
-        return (self.folder / "summary.json").is_file()
+        return (self.folder / "summary.json").is_file() or (self.folder / FAILED).is_file()
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Trainings:
         finished: how a process ended, or None while it runs.
         done: called with a run that is done, and with how its process ended if this start did it.
         say: called with a message.
+        independent: whether a failure stops no other run.
 
     Attributes:
         untrained: variants of which a run ended early, and why.
@@ -75,10 +79,11 @@ class Trainings:
         finished: Callable[[Process], ProcessResult | None],
         done: Callable[[TrainingRun, ProcessResult | None], None],
         say: Callable[[str], None],
+        independent: bool = False,
     ) -> None:
         self.untrained: dict[str, str] = {}
         self._start_run, self._finished, self._done, self._say = start, finished, done, say
-        self._reference = runs[0].variant.name
+        self._reference, self._independent = runs[0].variant.name, independent
         self._jobs, self._has_devices = jobs, bool(devices)
         self._waiting, self._running, self._free = deque(runs), list[_Running](), list(devices)
         self._watch_due = time.monotonic() + _EVERY_SECONDS
@@ -114,7 +119,7 @@ class Trainings:
     def _start(self, run: TrainingRun) -> None:
         if run.is_done:
             self._done(run, None)
-        elif not {run.variant.name, self._reference} & set(self.untrained):
+        elif self._independent or not {run.variant.name, self._reference} & set(self.untrained):
             ranks = run.variant.ranks or 1
             devices, self._free = self._free[:ranks], self._free[ranks:]
             self._running.append(_Running(run, self._start_run(run, devices), devices, shared=False))
@@ -130,7 +135,7 @@ class Trainings:
         self._done(run, finished)
         if finished.status != 0:
             self.untrained[run.variant.name] = f"seed {run.seed}: {finished.reason()}"
-            if run.variant.name == self._reference:
+            if run.variant.name == self._reference and not self._independent:
                 self._say(f"nothing to compare with: no training is started without '{self._reference}'")
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder import processes
+from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.folder import LedgerFolder
 from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
 from pycls_fast.ledger.ladder.processes import Process, ProcessResult
-from pycls_fast.ledger.ladder.trainings import Progress, TrainingRun, Trainings
+from pycls_fast.ledger.ladder.trainings import FAILED, Progress, TrainingRun, Trainings
+from pycls_fast.train.folder import write_json
 
 # Rare enough to leave the cores to the process that is timed.
 _POLLING_SECONDS = 0.1
@@ -37,6 +39,8 @@ class Ledger:
         selection: the variants, and which of them run.
         untrained: variants that were timed and whose training ended early, and why.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
+        refused: whether the settings of a combination are refused.
+        crossed: the trainings of mode=crossed, once they start.
         stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
@@ -55,6 +59,8 @@ class Ledger:
     selection: Selection = field(init=False)
     untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
+    refused: Callable[[Variant], bool] = lambda variant: False
+    crossed: CrossedTrainings | None = None
     stop_requested: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -120,23 +126,41 @@ class Ledger:
             first = self.selection.variants()[0]
             file = self.folder.gradients_file(first)
             self._extra("gradients", first, processes.gradients_arguments(first, file), file)
-        if s.seeds:
-            after_phase()
-            self._train_all()
+        if not s.trains:
+            return
+        after_phase()
+        if s.mode == "crossed":
+            self.plan_trainings().run()
+        else:
+            self.train(self.training_runs())
+
+    def plan_trainings(self) -> CrossedTrainings:
+        """The trainings of mode=crossed, of what is known to run."""
+        names = [variant.name for variant in self.selection.runnable()[1:]]
+        self.crossed = CrossedTrainings(
+            self.ladder, self.settings, self.folder, names, refused=self.refused, train=self.train, say=self.say
+        )
+        return self.crossed
 
     def total(self) -> int:
         """Number of processes in the whole plan, as far as it is known."""
         s, count = self.settings, len(self.selection.runnable())
-        pieces = count * (s.rounds + s.seeds)
+        pieces = count * s.rounds + self.trainings()
         rounding = 0 if s.numerics_steps is None else len(self.with_rounding())
         return pieces + rounding + self.selection.tried_in_vain() + len(self.selection.alone()) + s.gradients
+
+    def trainings(self) -> int:
+        """Number of trainings in the whole plan; of a crossed one, the most that it may take."""
+        return len(self.training_runs())
 
     def with_rounding(self) -> list[Variant]:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
         return processes.with_own_rounding(self.selection.runnable(), self.typed)
 
     def training_runs(self) -> list[TrainingRun]:
-        """All training runs, seed by seed."""
+        """All training runs, seed by seed; of mode=crossed the most that there may be."""
+        if self.crossed is not None:
+            return self.crossed.planned()
         variants = self.selection.runnable()
         return [TrainingRun(v, seed, self.folder.run_dir(v, seed)) for seed in self.seeds for v in variants]
 
@@ -234,24 +258,31 @@ class Ledger:
             self.folder.stopwatch.lap()
         if finished.status == 0:
             total = self.total()
-            left = self.progress.left(total, len(self.selection.runnable()) * self.settings.seeds, self.settings.jobs)
+            left = self.progress.left(total, self.trainings(), self.settings.jobs)
             self.say(f"{what}: {finished.seconds:.0f} s  ({self.progress.done} of {total}, {left})")
         elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
 
-    def _train_all(self) -> None:
+    def train(self, runs: Sequence[TrainingRun]) -> None:
+        """Start those of the runs that are not done, and wait for them."""
+        crossed = self.settings.mode == "crossed"
+        # Two families may share a run; what earlier looks have trained is counted already.
+        waiting = list({run.folder: run for run in runs if not (crossed and run.is_done)}.values())
+        if not waiting:
+            return
         trainings = Trainings(
-            self.training_runs(),
+            waiting,
             jobs=self.settings.jobs,
             devices=self.cuda_devices,
             start=self._start_training,
             finished=self._finished,
             done=self._training_done,
             say=self.say,
+            independent=crossed,
         )
-        self.untrained = trainings.untrained
+        self.untrained = {} if crossed else trainings.untrained
         try:
             while trainings.advance():
                 time.sleep(_POLLING_SECONDS)
@@ -269,6 +300,8 @@ class Ledger:
             self.progress.note(training=True)
         else:
             self._report(str(run), finished, training=True)
+            if finished.status != 0 and self.settings.mode == "crossed":
+                write_json(run.folder / FAILED, {"reason": finished.reason()})
 
     def _start(
         self,

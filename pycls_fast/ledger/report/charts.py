@@ -11,12 +11,15 @@ from matplotlib.figure import Figure
 
 from pycls_fast.ledger.measure.gradients import SMALLEST_SUBNORMAL
 from pycls_fast.ledger.report.drawing import (
+    BAD,
     BAND,
+    GOOD,
     INK,
     LINE,
     PALE,
     SIGNS,
     STROKES,
+    UNKNOWN,
     Bar,
     Chart,
     bars,
@@ -39,6 +42,7 @@ _BINS = 40
 def charts(record: Record) -> list[Chart]:
     """All charts for which the record has numbers."""
     made = (
+        _decision(record),
         _throughput(record),
         _differences(record, "difference", "against_reference", "the first variant"),
         # Only if the one before is not the first one for all of them.
@@ -56,6 +60,43 @@ def charts(record: Record) -> list[Chart]:
         _gradients(record),
     )
     return [chart for chart in made if chart is not None]
+
+
+def _decision(record: Record) -> Chart | None:
+    """What each variant gains in speed against what it costs in accuracy, in mode=crossed."""
+    speeds = {variant.name: timing.speedup for variant, timing in record.timed if timing.speedup}
+    effects = record.accuracy.effects if record.accuracy else []
+    found = [(effect, speeds[effect.variant]) for effect in effects if effect.variant in speeds]
+    if not found:
+        return None
+    figure, axes = plain_axes(4.2)
+    margin = record.settings.margin
+    axes.axhspan(-margin, 0, color=BAND, zorder=0, linewidth=0)
+    axes.axhline(0, color=LINE, linewidth=1, zorder=1)
+    axes.axhline(-margin, color=INK, linewidth=1.2, linestyle="--", zorder=1, label=f"margin, -{margin:g} points")
+    axes.axvline(1, color=LINE, linewidth=1, zorder=1)
+    for place, (effect, speedup) in enumerate(found):
+        costs = effect.word is not None and effect.word.startswith("costs")
+        color = BAD if costs else UNKNOWN if effect.word in (None, "undecided") else GOOD
+        errors = [[effect.difference - effect.low], [effect.high - effect.difference]]
+        axes.errorbar(
+            speedup.ratio, effect.difference, yerr=errors, color=color, capsize=3, linestyle="none", linewidth=1.4,
+            marker=SIGNS[place % len(SIGNS)], markersize=7,
+            label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
+        )  # fmt: skip
+    axes.set_xlabel("speed-up", fontsize=9)
+    axes.set_ylabel("top-1 gained, points", fontsize=9)
+    axes.xaxis.set_major_formatter("{x:.2f}x")
+    axes.locator_params(axis="x", nbins=6)
+    figure.set_figheight(4.2 + 0.17 * len(found))
+    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=1)
+    return Chart(
+        "decision",
+        "Speed gained and accuracy lost",
+        "Each point is a variant, with the 95% interval of its effect on top-1. Above the dashed line a loss does not "
+        "matter; right of 1 it is faster.",
+        figure,
+    )
 
 
 def _throughput(record: Record) -> Chart | None:

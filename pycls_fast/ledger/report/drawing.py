@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from pycls_fast.ledger.report.record import VariantRecord
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
+# Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
+GOOD, BAD, UNKNOWN = "#1b7a3d", "#d1495b", "#8a8a8a"
 STROKES = ("-", "--", "-.", ":")
 SIGNS = "osD^vP*X<>"
 # Inches; on a phone 5 inches shrink to 3.5, and the text stays readable.

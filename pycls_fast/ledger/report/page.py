@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.files import user_path
+from pycls_fast.ledger.report import verdicts
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
@@ -84,7 +85,7 @@ class Page:
 
 def ledger_page(record: Record) -> Page:
     """The page of a ledger."""
-    named, ladder, against = title(record), record.ladder, ("against the first", "against the one before")
+    named, ladder, against = title(record), record.ladder, ("accuracy", "against the first", "against the one before")
     notes = [f"{variant.name}: {variant.note}" for variant in record.variants if variant.note]
     missing = [f"{variant.name}: {variant.reason}" for variant in record.variants if variant.reason]
     unmeasured = [f"{what}: {why}" for what, why in record.unmeasured.items()]
@@ -122,6 +123,10 @@ def _card(variant: VariantRecord, record: Record) -> Card:
         top1 = f"top-1 {training.top1.mean:.2f}%" if training and training.top1 else ""
         return Card(variant.name, "open", "1x", [ranks, rate, top1, ended])
     ratio, _, interval = speed_text(timing.speedup if timing else None).partition(" ")
+    crossed = verdicts.sentences(record).get(variant.name)
+    if crossed is not None:
+        kind = "open" if crossed.startswith("undecided") else "loss" if crossed.startswith(("costs", "breaks")) else ""
+        return Card(variant.name, kind, ratio, [interval.strip("()"), ranks, crossed])
     paired = training and training.against_reference
     kinds = {"loss": "loss", "small loss": "loss", "not enough runs": "open"}
     kind = kinds.get(paired.verdict.finding, "") if paired else ""

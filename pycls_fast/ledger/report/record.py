@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.report.effects import Effect, Look
 from pycls_fast.ledger.report.statistics import (
     ImagePair,
     Speedup,
@@ -149,6 +150,34 @@ class Training(_Part):
     against_before: Paired | None = None
 
 
+class TrainedRun(_Part):
+    """One crossed training: the variants that were on, top-1 in percent of so many images, or why it failed."""
+
+    seed: int
+    on: list[str]
+    top1: float | None
+    count: int | None
+    seconds: float | None
+    failed: str | None
+
+
+class Accuracy(_Part):
+    """What crossed trainings say.
+
+    `effects` have words if every training of a look has ended. `looks` has each group's looks, `total` the sum of the
+    effects of a group with its standard error, `broken` what makes trainings fail, `runs_at_most` the plan of each
+    group, and `deviation` that of a run within its pair, from the first pairs.
+    """
+
+    runs: list[TrainedRun]
+    effects: list[Effect]
+    looks: list[Look]
+    total: list[tuple[float, float] | None]
+    broken: dict[str, str]
+    runs_at_most: list[int]
+    deviation: float | None
+
+
 class VariantRecord(_Part):
     """What was measured of a variant; `before` is the one that it is one step away from."""
 
@@ -208,6 +237,7 @@ class Record(_Part):
     gradients: GradientCounts | None
     unmeasured: dict[str, str]
     unfinished: Unfinished | None
+    accuracy: Accuracy | None = None
     variants: Annotated[list[VariantRecord], Field(min_length=1)]
 
     @property

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from pycls_fast.ledger.report import verdicts
 from pycls_fast.ledger.report.record import Record, SeedMean, Timing, VariantRecord
 from pycls_fast.ledger.report.statistics import Speedup, level_of_tests
 from pycls_fast.train.display import human, plain_table, wide_console
@@ -46,7 +47,7 @@ def facts(record: Record) -> list[str]:
     found = [
         f"{time.strftime('%Y-%m-%d', time.gmtime(record.time))}, {commit}",
         f"{_cpu(record)}{size}, device {record.device or 'unknown'}",
-        f"{s.mode.replace('_', ' ')}, {s.seeds} seed{'s' * (s.seeds != 1)}, {s.rounds} round{'s' * (s.rounds != 1)}",
+        f"{s.mode.replace('_', ' ')}, {_trainings(record)}, {s.rounds} round{'s' * (s.rounds != 1)}",
         *([f"{record.wall_seconds / 60:.0f} min with jobs={s.jobs}"] if record.wall_seconds is not None else []),
         ", ".join(f"{name} {version}" for name, version in record.versions.items()),
     ]
@@ -59,6 +60,11 @@ def facts(record: Record) -> list[str]:
     return found
 
 
+def _trainings(record: Record) -> str:
+    seeds, found = record.settings.seeds, record.accuracy
+    return f"{len(found.runs)} trainings" if found else f"{seeds} seed{'s' * (seeds != 1)}"
+
+
 def unfinished(record: Record) -> str | None:
     """How much of the plan is done, if not all of it."""
     found = record.unfinished
@@ -66,7 +72,10 @@ def unfinished(record: Record) -> str | None:
 
 
 def headline(record: Record) -> str:
-    """The result: the fastest variant without a shown loss of top-1."""
+    """The result: how many variants are free, or the fastest one without a shown loss of top-1."""
+    crossed = verdicts.headline(record)
+    if crossed is not None:
+        return crossed
     first = record.reference.name
     faster = [
         (variant, timing.speedup)
@@ -134,6 +143,7 @@ def _row(variant: VariantRecord, record: Record) -> Row:
         compared = f"training ended early: {variant.ended}"
     return {
         "variant": variant.name + (f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""),
+        "accuracy": verdicts.sentences(record).get(variant.name, ""),
         **_timing_cells(timing, record, first),
         "gradient error": " / ".join(_error(each.gradient_error) for each in variant.numerics or []),
         "top-1": _mean(training.top1) if training else "",
@@ -205,14 +215,17 @@ def remarks(record: Record) -> list[str]:
     first, steps, margin = record.reference.name, record.settings.numerics_steps, record.settings.margin
     live = "tensors alive in a step (of compiled variants and several ranks: of the process)"
     where = live if record.device == "cpu" else "device"
+    together = verdicts.all_together(record)
     found = [
+        *([together] if together else []),
         f"images/s and speed-up: geometric means of the rounds that are paired with those of '{first}', all ranks "
         f"together. of matmul: share of what one large matrix product reaches here. memory: peak of the {where}, per "
-        "rank; in brackets the difference from the first."
+        "rank; in brackets the difference from the first.",
     ]
     if steps is not None:
         found.append(f"gradient error: relative, against float64, before training and after {steps} steps.")
     counts = [run.count for _, training in record.trained for run in training.runs]
+    counts += [run.count for run in (record.accuracy.runs if record.accuracy else []) if run.count]
     if counts and margin < (image := 100 / min(counts)):
         found.append(
             f"The margin of {margin:g} points is smaller than one of the {min(counts):,} validation images "

@@ -20,6 +20,7 @@ from pycls_fast.ledger.ladder import run
 GIVEN: dict[str, Any] = {
     "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
     "warmup_steps": 1, "seconds": 1.0, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
+    "runs_at_most": 16,
     "dry_run": True, "accept_code": True, "loss_scale": 8.0, "output": "x.json",
 }  # fmt: skip
 
@@ -77,6 +78,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     values: dict[str, Any] = {
         "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
         "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
+            "runs_at_most": 16,
     }  # fmt: skip
     assert set(values) == set(LadderSettings.model_fields)
     more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}

@@ -1,0 +1,274 @@
+"""mode=crossed at work: which trainings start, when a look is due, and what the trainings that have ended say.
+
+All of it follows from the plan and the files of the runs, so that a ledger that was interrupted and resumed ends with
+the same runs and the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, together
+from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
+from pycls_fast.ledger.ladder.trainings import FAILED, TrainingRun
+from pycls_fast.ledger.report.effects import (
+    LOOKS,
+    Effect,
+    Fit,
+    Pair,
+    breaks,
+    decide,
+    deviation_of,
+    estimates,
+    fit,
+    resolution,
+    runs_that_resolve,
+)
+from pycls_fast.ledger.report.record import Accuracy, TrainedRun
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
+
+# A plan that resolves less than this many times the margin is refused after the first pairs.
+_TOO_COARSE = 1.5
+# So many failures have a reason, which must be found before more trainings start.
+_MOST_FAILURES = 2
+
+
+class CrossedTrainings:
+    """The trainings of a ladder in mode=crossed.
+
+    Args:
+        ladder: the changes.
+        settings: how much is trained.
+        folder: open.
+        names: the variants that run here.
+        refused: whether the settings of a combination are refused.
+        train: starts the runs that are not done, and waits for them.
+        say: called with a message.
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        settings: LadderSettings,
+        folder: LedgerFolder,
+        names: Sequence[str],
+        *,
+        refused: Callable[[Variant], bool],
+        train: Callable[[Sequence[TrainingRun]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._ladder, self._settings, self._folder = ladder, settings, folder
+        self._train, self._say = train, say
+        self._pairs: dict[PlannedPair, Pair | None] = {}
+        before = folder.crossing
+        self.known = Crossing(**before) if before else crossing(ladder, names, refused)
+
+    def groups(self) -> list[list[Family]]:
+        """The families of trainings, those that are tested together in one list."""
+        s = self._settings
+        return families(self._ladder, self.known, s.runs_at_most, s.first_seed)
+
+    def planned(self) -> list[TrainingRun]:
+        """All runs of the plan, the most that there may be."""
+        runs = [run for group in self.groups() for f in group for pair in f.pairs for run in self._runs(pair)]
+        return list({run.folder: run for run in runs}.values())
+
+    def run(self) -> None:
+        """Train until every variant has a verdict, or no look is left.
+
+        Raises:
+            UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
+        """
+        self._check_fixed()
+        place = 0
+        while place < len(groups := self.groups()):
+            place += self._decided(groups[place])
+
+    def _decided(self, group: Sequence[Family]) -> bool:
+        """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
+        pilot = [pair for family in group for pair in family.pairs[: family.pilot]]
+        parts = [pilot, *([p for f in group for p in f.at_look(place)] for place in range(len(LOOKS)))]
+        for number, pairs in enumerate(parts):
+            self._train([run for pair in pairs for run in self._runs(pair)])
+            if self._leave_out(group):
+                return False
+            if number == 0:
+                self._check_resolution(group)
+                continue
+            self.known.looked = [self._settings.runs_at_most, self._settings.margin]
+            self._folder.keep_crossing(asdict(self.known))
+            if all(effect.word not in (None, "undecided") for effect in self._effects(group)[0]):
+                break
+        return True
+
+    def _check_fixed(self) -> None:
+        s, looked = self._settings, self.known.looked
+        if looked and looked != [s.runs_at_most, s.margin]:
+            raise UserError(
+                "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"
+            )
+        self._folder.keep_crossing(asdict(self.known))
+
+    def _check_resolution(self, group: Sequence[Family]) -> None:
+        """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""
+        s = self._settings
+        for family in group:
+            pairs = [found for pair in family.pairs[: family.pilot] if (found := self._pair(pair)) is not None]
+            if len(pairs) < 2:
+                continue
+            runs, deviation = 2 * len(family.pairs), deviation_of(pairs)
+            finest, image = resolution(deviation, runs), 100 / pairs[0].images
+            seconds = self._seconds() / s.jobs
+            if s.margin < image:
+                raise UserError(
+                    f"margin: {s.margin:g} points are less than one of {pairs[0].images:,} images; use "
+                    f"margin={np.ceil(20 * image) / 10:g}, or more images"
+                )
+            if finest > _TOO_COARSE * s.margin:
+                needed = runs_that_resolve(deviation, s.margin)
+                raise UserError(
+                    f"margin: {runs} trainings show differences of {finest:.2f} points here, not {s.margin:g}; use "
+                    f"margin={np.ceil(10 * finest) / 10:g}, runs_at_most={needed} (about "
+                    f"{needed * seconds / 3600:.1f} h), or a longer training. What is trained counts"
+                )
+            self._say(
+                f"{', '.join(family.names)}: at most {runs} trainings, about {runs * seconds / 60:.0f} min; the "
+                f"smallest difference that they can show is {finest:.2f} points"
+            )
+
+    def _leave_out(self, group: Sequence[Family]) -> bool:
+        """Leave out a variant that makes trainings fail.
+
+        Raises:
+            UserError: trainings fail, and it is not one variant's doing.
+        """
+        for family in group:
+            runs = self.trained([family])
+            failed, ended = (
+                [run for run in runs if (run.failed is not None) == is_failed] for is_failed in (True, False)
+            )
+            name = breaks([r.on for r in failed], [r.on for r in ended], family.names) if failed else None
+            if name is not None:
+                with_it, without = ([r for r in runs if (name in r.on) == is_on] for is_on in (True, False))
+                self.known.broken[name] = (
+                    f"{sum(r.failed is not None for r in with_it)} of {len(with_it)} trainings failed with it, "
+                    f"{sum(r.failed is not None for r in without)} of {len(without)} without"
+                )
+                self._folder.keep_crossing(asdict(self.known))
+                self._say(f"{name}: breaks training: {self.known.broken[name]}")
+                return True
+            common = set(family.names).intersection(*(run.on for run in failed))
+            if len(failed) > _MOST_FAILURES and not common:
+                raise UserError(
+                    f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
+                    f"one is tried again when its {FAILED} is removed"
+                )
+        return False
+
+    def record(self) -> Accuracy:
+        """What the trainings that have ended say."""
+        groups = self.groups()
+        found = [self._effects(group) for group in groups]
+        pilot = [pair for group in groups for f in group[:1] for pair in f.pairs[: f.pilot]]
+        known = [pair for each in pilot if (pair := self._ended(each)) is not None]
+        return Accuracy(
+            runs=self.trained([family for group in groups for family in group]),
+            effects=[effect for effects, *_ in found for effect in effects],
+            looks=[look for _, looks, _ in found for look in looks],
+            total=[total for *_, total in found],
+            broken=self.known.broken,
+            runs_at_most=[2 * max(len(f.pairs) for f in group) for group in groups],
+            deviation=deviation_of(known) if len(known) > 1 else None,
+        )
+
+    def _effects(self, group: Sequence[Family]) -> tuple[list[Effect], list[Any], tuple[float, float] | None]:
+        """Effects at the last look that is complete, or without words if none is; the looks; the sum of the effects."""
+        looks: list[tuple[int, int, list[tuple[Sequence[str], Fit]]]] = []
+        made = []
+        for place in range(len(LOOKS)):
+            fits = self._fits([(family, family.at_look(place)) for family in group], complete=True)
+            if fits is not None:
+                looks.append((place, sum(2 * len(family.at_look(place)) for family in group), fits))
+                made = decide(looks, self._settings.margin)
+                if made[-1].settled:
+                    break
+        if made:
+            last = looks[-1][2][0][1]
+            return made[-1].effects, made, last.together if len(group) == 1 else None
+        fits = self._fits([(family, family.pairs) for family in group], complete=False)
+        return (estimates(fits, self._settings.margin) if fits else []), [], None
+
+    def _fits(
+        self, chosen: Sequence[tuple[Family, Sequence[PlannedPair]]], *, complete: bool
+    ) -> list[tuple[Sequence[str], Fit]] | None:
+        made: list[tuple[Sequence[str], Fit]] = []
+        for family, planned in chosen:
+            if complete and not all(run.is_done for pair in planned for run in self._runs(pair)):
+                return None
+            found = fit([pair for each in planned if (pair := self._ended(each)) is not None], family.names)
+            if found is None:
+                return None
+            made.append((family.names, found))
+        return made
+
+    def _runs(self, pair: PlannedPair) -> list[TrainingRun]:
+        variants = [together(self._ladder, on) for on in pair.on]
+        return [TrainingRun(v, pair.seed, self._folder.run_dir(v, pair.seed)) for v in variants]
+
+    def _ended(self, pair: PlannedPair) -> Pair | None:
+        return self._pair(pair) if all(run.is_done for run in self._runs(pair)) else None
+
+    def _pair(self, planned: PlannedPair) -> Pair | None:
+        """The pair's result; None if one of its trainings failed."""
+        if planned not in self._pairs:
+            self._pairs[planned] = self._read(planned)
+        return self._pairs[planned]
+
+    def _read(self, planned: PlannedPair) -> Pair | None:
+        folders = [RunFolder(run.folder) for run in self._runs(planned)]
+        if not all((folder.path / "summary.json").is_file() for folder in folders):
+            return None
+        one, two = (Predictions.load(folder.predictions) for folder in folders)
+        # Images that one of the two could not read are left out of both.
+        _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
+        right, other = (p.predicted_N[at] == p.labels_N[at] for p, at in ((one, at_one), (two, at_two)))
+        difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
+        return Pair(planned.on, difference, int((right != other).sum()), len(right))
+
+    def trained(self, chosen: Sequence[Family]) -> list[TrainedRun]:
+        """The trainings that have ended, in order."""
+        made: dict[Any, TrainedRun] = {}
+        for pair in (pair for family in chosen for pair in family.pairs):
+            for run, on in zip(self._runs(pair), pair.on, strict=True):
+                if run.is_done and run.folder not in made:
+                    made[run.folder] = _trained(run, on)
+        return list(made.values())
+
+    def _seconds(self) -> float:
+        known = [run.seconds for group in self.groups() for run in self.trained(group) if run.seconds is not None]
+        return float(np.mean(known)) if known else 0.0
+
+
+def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
+    file = run.folder / "summary.json"
+    if not file.is_file():
+        reason = json.loads((run.folder / FAILED).read_text(encoding="utf-8"))["reason"]
+        return TrainedRun(seed=run.seed, on=list(on), top1=None, count=None, seconds=None, failed=reason)
+    summary = read_measurement(file)
+    final = summary["final"]
+    return TrainedRun(
+        seed=run.seed,
+        on=list(on),
+        top1=final["top1"],
+        count=final["count"],
+        seconds=summary["wall_seconds"],
+        failed=None,
+    )

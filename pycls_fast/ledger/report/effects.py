@@ -1,0 +1,272 @@
+"""What each variant does to accuracy: the tests on crossed trainings, and their verdicts.
+
+The unit is a mirrored pair: two trainings with one seed, in the second of which every variant is on that was off in the
+first. Seeds cancel in its difference, and every pair informs about every variant. Effects are least squares on these
+differences, tested by Student's t at three looks whose levels add up to the level of the whole. docs/method.md derives
+the rules and has the error rates, which `simulate.py` measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy import special, stats
+
+LOOKS = (0.5, 0.75, 1.0)
+"""Shares of the trainings after which there may be verdicts."""
+ALPHA_COSTS, ALPHA_FREE, ALPHA_GAINS = 0.05, 0.05, 0.025
+"""Levels of 'costs' (per ladder), 'free' (per variant) and 'gains' (per ladder), all looks together."""
+CHANCE = 0.9
+"""With which the resolution is seen, and a forecast number of runs decides."""
+
+Word = Literal["identical", "costs", "costs a little", "free", "gains", "breaks training", "undecided"]
+
+
+@lru_cache
+def levels(alpha: float, looks: tuple[float, ...] = LOOKS) -> tuple[float, ...]:
+    """Nominal one-sided levels of the looks that together spend `alpha`, alpha t^2 until t (Kim & DeMets 1987).
+
+    The density of the walk that has not crossed a bound yet is carried from look to look on a grid.
+    """
+    grid = np.linspace(-6.0, 6.0, 1201)
+    step = grid[1] - grid[0]
+    found, density, before, spent = [], np.zeros(0), 0.0, 0.0
+    for t in looks:
+        if before:
+            density = stats.norm.pdf(grid[:, None] - grid, scale=math.sqrt(t - before)) @ density * step
+        else:
+            density = stats.norm.pdf(grid, scale=math.sqrt(t))
+        above = np.cumsum(density[::-1])[::-1] * step - density * step / 2
+        bound = float(np.interp(-(alpha * t**2 - spent), -above, grid))
+        found.append(float(stats.norm.sf(bound / math.sqrt(t))))
+        # The cell that the bound cuts counts in part.
+        density = density * np.clip((bound - grid) / step + 0.5, 0.0, 1.0)
+        before, spent = t, alpha * t**2
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A mirrored pair of trainings that have ended.
+
+    Attributes:
+        on: names of the variants that were on in the first and in the second.
+        difference: top-1 of the first minus the second, in points.
+        discordant: images that only one of them got right.
+        images: number of images.
+    """
+
+    on: tuple[Collection[str], Collection[str]]
+    difference: float
+    discordant: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Effects (m,) in points of top-1, their covariance over the variance of one run (m, m), the standard deviation of
+    a run within its pair, and its degrees of freedom."""
+
+    effects: np.ndarray
+    shape: np.ndarray
+    deviation: float
+    freedom: int
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Standard errors (m,) of the effects."""
+        return self.deviation * np.sqrt(np.diag(self.shape))
+
+    @property
+    def together(self) -> tuple[float, float]:
+        """The sum of all effects and its standard error."""
+        return float(self.effects.sum()), self.deviation * math.sqrt(float(self.shape.sum()))
+
+
+def floor_of(pairs: Sequence[Pair]) -> float:
+    """The variance of a run's top-1, in points^2, if images erred independently; at least that of one image a pair.
+
+    It is the between-seed variance of long trainings (Jordan 2023), and keeps the chance agreement of a few pairs from
+    looking like precision.
+    """
+    return float(np.mean([100.0**2 * max(pair.discordant, 1) / (2 * pair.images**2) for pair in pairs]))
+
+
+def fit(pairs: Sequence[Pair], names: Sequence[str]) -> Fit | None:
+    """Least squares on the differences of pairs; None if they leave no degree of freedom for the spread."""
+    freedom = len(pairs) - len(names)
+    if freedom <= 0:
+        return None
+    on_PM = np.array([[(name in pair.on[0]) - (name in pair.on[1]) for name in names] for pair in pairs], float)
+    difference_P = np.array([pair.difference for pair in pairs])
+    normal = on_PM.T @ on_PM
+    if np.linalg.matrix_rank(normal) < len(names):
+        return None
+    inverse = np.linalg.inv(normal)
+    effects = inverse @ on_PM.T @ difference_P
+    # A difference has twice a run's variance.
+    squares = float(((difference_P - on_PM @ effects) ** 2).sum()) / (2 * freedom)
+    return Fit(effects, 2 * inverse, math.sqrt(max(squares, floor_of(pairs))), freedom)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one look says about a variant, in points of top-1: a loss is negative.
+
+    Attributes:
+        low, high: the two-sided 95% interval, at the look's level.
+        least: the one-sided bound that the test of 'free' uses.
+        word: the verdict; None between the planned looks.
+    """
+
+    variant: str
+    difference: float
+    error: float
+    freedom: int
+    low: float
+    high: float
+    least: float
+    p_costs: float
+    p_free: float
+    word: Word | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look at the results after so many trainings; `levels` of 'free', 'costs' at Holm's first step, and 'gains'."""
+
+    runs: int
+    levels: tuple[float, float, float]
+    effects: list[Effect]
+
+    @property
+    def settled(self) -> bool:
+        """Whether every variant has a verdict."""
+        return all(effect.word != "undecided" for effect in self.effects)
+
+
+def decide(looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]], margin: float) -> list[Look]:
+    """The looks, with verdicts that stay once given.
+
+    Args:
+        looks: for each, its place in `LOOKS`, the number of trainings, and (names, fit) of each family whose
+            variants are tested together.
+        margin: the loss in points that does not matter.
+    """
+    costs, free, gains, made = set[int](), set[int](), set[int](), list[Look]()
+    for place, runs, families in looks:
+        names, effects, errors, freedoms = _joined(families)
+        p_costs = special.stdtr(freedoms, effects / errors)
+        p_free = special.stdtr(freedoms, -(effects + margin) / errors)
+        costs = _rejected(p_costs, place, ALPHA_COSTS, costs)
+        gains = _rejected(1 - p_costs, place, ALPHA_GAINS, gains)
+        level = levels(ALPHA_FREE)[place]
+        free |= set(np.flatnonzero(p_free <= level).tolist())
+        words = [_word(i in costs, i in free, i in gains) for i in range(len(names))]
+        first = (level, levels(ALPHA_COSTS / len(names))[place], levels(ALPHA_GAINS / len(names))[place])
+        # The last look's interval is the usual one; an earlier one's holds for all looks together.
+        half = special.stdtrit(freedoms, 0.975 if place == len(LOOKS) - 1 else 1 - levels(0.025)[place]) * errors
+        least = effects - special.stdtrit(freedoms, 1 - level) * errors
+        columns = (words, names, effects, errors, freedoms, effects - half, effects + half, least, p_costs, p_free)
+        made.append(Look(runs, first, [_effect(*row) for row in zip(*columns, strict=True)]))
+    return made
+
+
+def estimates(families: Iterable[tuple[Sequence[str], Fit]], margin: float) -> list[Effect]:
+    """Effects with plain 95% intervals and without verdicts, for a ledger that is not at a planned look."""
+    names, effects, errors, freedoms = _joined(list(families))
+    half = special.stdtrit(freedoms, 0.975) * errors
+    p_costs, p_free = (special.stdtr(freedoms, each / errors) for each in (effects, -(effects + margin)))
+    columns = (names, effects, errors, freedoms, effects - half, effects + half, effects - half, p_costs, p_free)
+    return [_effect(None, *row) for row in zip(*columns, strict=True)]
+
+
+def _effect(word: Word | None, name: str, *values: float) -> Effect:
+    difference, error, freedom, low, high, least, p_costs, p_free = map(float, values)
+    return Effect(name, difference, error, int(freedom), low, high, least, p_costs, p_free, word)
+
+
+def _joined(
+    families: Sequence[tuple[Sequence[str], Fit]],
+) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    names = [name for members, _ in families for name in members]
+    effects, errors = (np.concatenate([getattr(f, key) for _, f in families]) for key in ("effects", "errors"))
+    return names, effects, errors, np.concatenate([np.full(len(members), f.freedom) for members, f in families])
+
+
+def _rejected(p_values: np.ndarray, place: int, alpha: float, before: set[int]) -> set[int]:
+    """Holm's step-down at one look, with what earlier looks rejected (Maurer & Bretz 2013)."""
+    rejected = set(before)
+    while len(rejected) < len(p_values):
+        level = levels(alpha / (len(p_values) - len(rejected)))[place]
+        new = set(np.flatnonzero(p_values <= level).tolist()) - rejected
+        if not new:
+            break
+        rejected |= new
+    return rejected
+
+
+def _word(costs: bool, free: bool, gains: bool) -> Word:
+    if costs:
+        return "costs a little" if free else "costs"
+    return "gains" if gains else "free" if free else "undecided"
+
+
+def resolution(deviation: float, runs: int) -> float:
+    """The smallest difference in points that so many crossed trainings decide with 90% chance at the last look.
+
+    Args:
+        deviation: of a run within its pair, in points.
+        runs: number of trainings.
+    """
+    return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * 2 * deviation / math.sqrt(runs)
+
+
+def runs_that_resolve(deviation: float, margin: float) -> int:
+    """The number of trainings whose resolution is the margin; even."""
+    return 2 * math.ceil((resolution(deviation, 1) / margin) ** 2 / 2)
+
+
+def more_runs(effect: Effect, runs: int, margin: float, tests: int) -> int | None:
+    """How many more trainings decide a variant with 90% chance; None if not even ten times as many.
+
+    The chance is averaged over the true effects that fit today's estimate, which is normal around them.
+    """
+    later = np.arange(runs + 2, 10 * runs + 2, 2)
+    error = effect.error * np.sqrt(runs / later)
+    moves = effect.error * np.sqrt(1 - runs / later)
+    free, costs = (stats.norm.isf(levels(alpha)[-1]) for alpha in (ALPHA_FREE, ALPHA_COSTS / tests))
+    is_free = stats.norm.sf((free * error - margin - effect.difference) / moves)
+    costly = stats.norm.cdf((-costs * error - effect.difference) / moves)
+    enough = np.flatnonzero(np.minimum(is_free + costly, 1.0) >= CHANCE)
+    return int(later[enough[0]]) - runs if len(enough) else None
+
+
+def deviation_of(pairs: Sequence[Pair]) -> float:
+    """The standard deviation of a run within its pair, from pairs of the same two settings (at least two pairs)."""
+    spread = float(np.var([pair.difference for pair in pairs], ddof=1)) / 2
+    return math.sqrt(max(spread, floor_of(pairs)))
+
+
+def breaks(failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str]) -> str | None:
+    """The variant that makes trainings fail: Fisher's exact test at 5%, after Holm's first step; None if none is found.
+
+    Args:
+        failed: what was on in each training that failed.
+        ended: what was on in each that did not.
+        names: of the variants.
+    """
+
+    def p_value(name: str) -> float:
+        with_it, without = ([name in on for on in runs] for runs in (failed, ended))
+        table = [[sum(with_it), sum(without)], [len(with_it) - sum(with_it), len(without) - sum(without)]]
+        return float(stats.fisher_exact(table, alternative="greater").pvalue)
+
+    p_values: Mapping[str, float] = {name: p_value(name) for name in names}
+    worst = min(p_values, key=lambda name: p_values[name], default=None)
+    return worst if worst is not None and p_values[worst] * len(names) <= 0.05 else None

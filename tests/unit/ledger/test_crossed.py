@@ -1,0 +1,192 @@
+"""mode=crossed from its plan to its words: the design, interruptions, failures, what is refused, the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycls_fast.config.ladder import Ladder, Variant
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.crossed import Crossing, Family, crossing, families
+from pycls_fast.ledger.ladder.trainings import FAILED
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.page import ledger_page
+from pycls_fast.ledger.report.record import Record
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import RunFolder
+from tests.unit.ledger import stand_ins
+from tests.unit.ledger.stand_ins import FakeProcess, made
+
+NAMES = "abcdefgh"
+LADDER = Ladder(
+    description="eight changes",
+    baseline=Variant(name="base"),
+    variants=tuple(Variant(name=name, overrides=(f"{name}=1",)) for name in NAMES),
+)
+
+
+def planned(ladder: Ladder = LADDER, **settings: Any) -> list[list[Family]]:
+    """The families of a ladder whose combinations are all allowed."""
+    known = crossing(ladder, [v.name for v in ladder.variants], lambda variant: False)
+    return families(ladder, known, settings.get("runs_at_most"), 0)
+
+
+def test_every_variant_is_on_in_half_of_the_runs_and_each_pair_is_a_mirror() -> None:
+    (((family,),)) = planned()
+    assert len(family.pairs) == 32
+    assert all(set(a) | set(b) == set(NAMES) and not set(a) & set(b) for a, b in (pair.on for pair in family.pairs))
+    x = np.array([[(name in pair.on[0]) * 2 - 1 for name in NAMES] for pair in family.pairs])
+    np.testing.assert_array_equal(x.T @ x, 32 * np.eye(8))
+    assert all(set(pair.on[0]) == set(NAMES) for pair in family.pairs[: family.pilot])
+    assert len({pair.seed for pair in family.pairs}) == 32
+
+
+def test_alternatives_are_never_on_together_and_children_need_their_parent() -> None:
+    variants = (
+        Variant(name="bf16", overrides=("precision=amp_bf16",)),
+        Variant(name="fp8", overrides=("precision=fp8",)),
+        Variant(name="compile", overrides=("speed.compile=model",)),
+        Variant(name="gelu", overrides=("speed.gelu=polynomial", "speed.compile=model"), against="compile"),
+        Variant(name="two", overrides=("x=1",), ranks=2),
+    )
+    ladder = LADDER.model_copy(update={"variants": variants})
+    crossed, alone = planned(ladder)
+    assert crossed[0].names == ("bf16", "fp8", "compile", "gelu")
+    assert [family.names for family in alone] == [("two",)]
+    halves = [set(on) for pair in crossed[0].pairs for on in pair.on]
+    assert not any({"bf16", "fp8"} <= half for half in halves)
+    assert all("compile" in half for half in halves if "gelu" in half)
+    assert all(sum(name in half for half in halves) > 10 for name in crossed[0].names)
+    assert alone[0].pairs[3].on == (("two",), ())
+
+
+class Training(FakeProcess):
+    """Writes a run whose number of wrong images follows its variants: "a" costs 2 points, the seed moves all."""
+
+    broken_variant = ""
+
+    def __init__(self, verb: str, arguments: list[str], **more: Any) -> None:
+        super().__init__(verb, arguments, **more)
+        if "run_dir" in dict(a.partition("=")[::2] for a in arguments) and self.broken_variant in arguments:
+            self._status = 1
+            folder = next(a for a in arguments if a.startswith("run_dir=")).removeprefix("run_dir=")
+            (Path(folder) / "summary.json").unlink()
+
+    def _write(self, file: Path, arguments: list[str]) -> None:
+        super()._write(file, arguments)
+        if file.name == "summary.json":
+            seed = next(int(a.removeprefix("seed=")) for a in arguments if a.startswith("seed="))
+            generator = np.random.default_rng([seed, len(arguments)])
+            wrong = 500 + 40 * (seed % 3) + 200 * ("a=1" in arguments) + int(generator.integers(0, 12))
+            predicted = (np.arange(10_000) < wrong).astype(np.int64)
+            ones = np.ones(10_000, np.float32)
+            Predictions(np.arange(10_000), np.zeros(10_000, np.int64), predicted, ones, ones).save(
+                RunFolder(file.parent).predictions
+            )
+
+
+@pytest.fixture
+def trained(fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> type[Training]:
+    """Processes of ledgers are stand-ins whose trainings have a score."""
+    del fake
+    monkeypatch.setattr("pycls_fast.ledger.ladder.work.Process", Training)
+    monkeypatch.setattr(Training, "broken_variant", "")
+    return Training
+
+
+def crossed(folder: Path, **settings: Any) -> Ledger:
+    """A ledger in mode=crossed that is not open."""
+    return made(folder, LADDER, **{"mode": "crossed", "margin": 0.25, "rounds": 1, **settings})
+
+
+def work(ledger: Ledger) -> Record:
+    """Let it work to its end."""
+    with closing(ledger):
+        ledger.open()
+        ledger.run()
+        return collect(ledger, "x")
+
+
+def words(record: Record) -> Mapping[str, object]:
+    """By variant, its word."""
+    assert record.accuracy is not None
+    return {effect.variant: effect.word for effect in record.accuracy.effects}
+
+
+def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
+    trained: type[Training], tmp_path: Path
+) -> None:
+    whole = work(crossed(tmp_path / "whole"))
+    assert words(whole) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}
+    assert whole.accuracy is not None
+    # Everything is settled at the first look.
+    assert len(whole.accuracy.runs) - 32 in range(9)
+
+    stopped = crossed(tmp_path / "stopped")
+    start = len(trained.started)
+
+    def say(text: str) -> None:
+        # Twenty trainings in, Ctrl-C.
+        if len(trained.started) - start > 9 + 20:
+            stopped.stop_requested = True
+
+    stopped.say = say
+    with closing(stopped):
+        stopped.open()
+        with pytest.raises(KeyboardInterrupt):
+            stopped.run()
+    partly = collect(stopped, "x", finished=False)
+    assert set(words(partly).values()) <= {None}
+    again = work(crossed(tmp_path / "stopped"))
+    assert again.accuracy == whole.accuracy
+
+    page = ledger_page(whole)
+    assert page.lead == (
+        "7 of 8 variants are free, 1 costs accuracy (a: 2.00 points): a loss of 0.25 points matters, on x."
+    ).replace("2.00", f"{-whole.accuracy.effects[0].difference:.2f}")
+    assert page.charts[0].name == "decision"
+    assert "free: at most" in page.html()
+
+
+def test_one_that_breaks_training_is_counted_and_the_others_are_decided(
+    trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "broken_variant", "c=1")
+    record = work(crossed(tmp_path))
+    assert record.accuracy is not None
+    assert list(record.accuracy.broken) == ["c"]
+    assert "of" in record.accuracy.broken["c"]
+    assert words(record) == {"a": "costs", **dict.fromkeys("bdefgh", "free")}
+    assert list(tmp_path.rglob(FAILED))
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [({"margin": 0.001}, "less than one of 10,000 images"), ({"margin": 0.012}, "trainings show differences of")],
+)
+def test_what_cannot_be_decided_is_refused_after_the_pilot(
+    trained: type[Training], tmp_path: Path, settings: Mapping[str, float], line: str
+) -> None:
+    with pytest.raises(UserError, match=line):
+        work(crossed(tmp_path, **settings))
+    assert len(list(tmp_path.rglob("summary.json"))) == 8
+    # The pilot counts, and a wider margin is the way out.
+    assert words(work(crossed(tmp_path)))["a"] == "costs"
+
+
+def test_the_plan_is_fixed_after_a_verdict(trained: type[Training], tmp_path: Path) -> None:
+    work(crossed(tmp_path))
+    with pytest.raises(UserError, match="fixed"):
+        work(crossed(tmp_path, runs_at_most=128))
+
+
+def test_a_crossing_survives_its_file() -> None:
+    assert stand_ins.LADDER.variants
+    known = crossing(LADDER, NAMES, lambda variant: False)
+    assert known == Crossing(crossed=list(NAMES))
