@@ -180,6 +180,9 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         return f"{key}.{tag}: missing; choose one with {key}=NAME, --help lists them ({origin})"
     if kind == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
+        preset = nearest(str(context["tag"]), options(key, []), cutoff=0.7)
+        if preset is not None:
+            return f"{key}={context['tag']}: no such option; did you mean {preset}? ({where(f'{key}.{tag}')})"
         return f"{key}.{tag}: {_no_choice(context['tag'], context['expected_tags'])} ({where(f'{key}.{tag}')})"
     if kind == "literal_error":
         return f"{key}: {_no_choice(value, context['expected'])} ({origin})"

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.schema import Parallel, Precision, RunConfig
+from pycls_fast.config.schema import Parallel, Precision
 
 # Depth, width, heads and the MLP's width. Ti, S and B: DeiT (Touvron et al. 2021, Table 1); L and H: Dosovitskiy et al.
 # 2021, Table 1; g: Zhai et al., Scaling Vision Transformers, 2022, Table 2; GF: Xiao et al., Early Convolutions Help
@@ -236,8 +236,7 @@ def model_overrides(model: Mapping[str, Any]) -> str | None:
     Args:
         model: the section `model` of a saved configuration; None is returned if its kind is unknown.
     """
-    kinds = typing.get_args(RunConfig.model_fields["model"].annotation)
-    kind = next((k for k in kinds if model.get("kind") in typing.get_args(k.model_fields["kind"].annotation)), None)
+    kind = FAMILIES["model"].choices().get(str(model.get("kind")))
     if kind is None:
         return None
     defaults = {key: field.default for key, field in kind.model_fields.items() if not field.is_required()}

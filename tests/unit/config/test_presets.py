@@ -46,7 +46,7 @@ def test_timms_models_are_models() -> None:
     config = load_config("vit_s16", ["data.root=/nowhere", "model=convnext_atto"])
     assert config.model.kind == "timm"
     assert config.model.name == "convnext_atto"
-    with pytest.raises(UserError, match=r"^model=convnext_ato: no such option"):
+    with pytest.raises(UserError, match=r"convnext_ato"):
         load_config("vit_s16", ["data.root=/nowhere", "model=convnext_ato"])
 
 
