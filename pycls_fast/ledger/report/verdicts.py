@@ -47,8 +47,9 @@ def _way_out(effect: Effect, found: Accuracy, margin: float) -> str:
     # The error of an effect is twice a run's deviation over the root of the runs.
     finest = resolution(effect.error / 2, 1)
     more = more_runs(effect, runs, margin, len(found.effects))
-    if more is None:
-        return f"this workload resolves {finest:.2f} points, not {margin:g}"
+    if more is None or runs >= sum(found.runs_at_most):
+        way = "" if more is None else f"; in a new folder, runs_at_most={runs + more} would probably decide"
+        return f"this workload resolves {finest:.2f} points, not {margin:g}{way}"
     seconds = [run.seconds for run in found.runs if run.seconds is not None]
     minutes = more * sum(seconds) / len(seconds) / 60 if seconds else 0.0
     return f"about {more} more trainings ({minutes:.0f} min) would decide with {CHANCE:.0%} chance"
