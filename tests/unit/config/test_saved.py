@@ -46,7 +46,7 @@ def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) ->
     ("override", "line"),
     [
         ("sed=1", "sed: unknown key; did you mean seed? (the command line)"),
-        ("model=vit_s17", "model=vit_s17: no such option; did you mean vit_s16? (the command line)"),
+        ("model=vit_s17", "model=vit_s17: no such option; did you mean vit_s16?"),
         ("data.image_size=18", "data.image_size: 18 is not divisible by model.patch_size=4; use 16 or 20 (the comma"),
         ("schedule.epochs=2", "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; use {file}"),
         ("optim.lr=${nope}", "optim.lr: Interpolation key 'nope' not found (the command line)"),
