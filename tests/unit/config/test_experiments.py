@@ -105,7 +105,9 @@ def test_every_option_can_be_chosen_and_sets_its_values() -> None:
 
 
 def merged(value: object, chosen: object) -> object:
-    """A section with the keys that the option leaves open."""
+    """A section with the keys that the option leaves open; a choice may be its name alone."""
+    if isinstance(value, str) and isinstance(chosen, dict):
+        value = {"name": value}
     return {**chosen, **value} if isinstance(value, dict) and isinstance(chosen, dict) else value
 
 

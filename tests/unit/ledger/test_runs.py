@@ -207,7 +207,7 @@ def test_what_a_choice_brings_along_has_no_column(tmp_path: Path) -> None:
         make_run(tmp_path / name, *overrides, "optim.lr_batch_size=null")
     keys, shown = columns(tmp_path)
     assert {"optim.momentum", "optim.betas", "optim.weight_decay"} < set(keys)
-    assert shown == ["optim.lr", "optim.name"]
+    assert shown == ["optim.name", "optim.lr"]
 
 
 def test_what_a_preset_chose_has_no_column(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def test_classes_weigh_as_in_a_training(
     class Built(Exception):
         pass
 
-    def loss(config: RunConfig, switches: Any, device: Any, class_counts: np.ndarray | None, **_: Any) -> None:
-        del config, switches, device
+    def loss(config: RunConfig, switches: Any, device: Any, classes: int, class_counts: np.ndarray | None) -> None:
+        del config, switches, device, classes
         raise Built(class_counts)
 
     monkeypatch.setattr(build, "loss", loss)
