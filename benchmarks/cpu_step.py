@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.ledger.report.statistics import Ratio, paired_ratio, spread
 from pycls_fast.parallel import ALONE, place_model

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pycls_fast.config.schema.network import Model as Model
+    from pycls_fast.config.run import Model as Model
     from pycls_fast.data.choices import Source as Source
     from pycls_fast.data.policies import Policy as Policy
     from pycls_fast.inference import Classifier
@@ -31,7 +31,7 @@ name_user()
 _FAMILIES = {
     "Callback": "observers",
     "Loss": "optim.choices",
-    "Model": "config.schema.network",
+    "Model": "config.run",
     "Optimizer": "optim.choices",
     "Policy": "data.policies",
     "Schedule": "optim.schedule",

@@ -13,7 +13,7 @@ from typing import Any
 
 from pycls_fast import published
 from pycls_fast.config import NoOptions, command_line, load_config
-from pycls_fast.config.schema import Data
+from pycls_fast.config.run import Data
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
 # FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 

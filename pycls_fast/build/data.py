@@ -11,7 +11,7 @@ from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.device import DTYPES, cores_per_rank, level
 from pycls_fast.build.sources import order
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset

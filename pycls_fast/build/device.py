@@ -15,7 +15,7 @@ import torch
 from pycls_fast import precision, speed
 from pycls_fast.config import launch
 from pycls_fast.config.imports import import_modules
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import Speed

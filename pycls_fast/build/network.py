@@ -11,7 +11,7 @@ from pycls_fast import models, parallel
 from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.build.switch_values import need_compiler
-from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath, ResNet, VisionTransformer

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from pycls_fast.build.device import level
 from pycls_fast.build.switch_values import need_compiler
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models import ClassToken, LayerScale, LearnedPositions, MapPooling, RegisterTokens

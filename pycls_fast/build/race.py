@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pycls_fast.build.device import cores_per_rank
 from pycls_fast.build.network import counted_model, model
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.choices import Source
 from pycls_fast.data.sampling import Order, block_order, class_order
 from pycls_fast.data.sources.base import Images

@@ -15,7 +15,7 @@ from pycls_fast import speed
 from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.device import device_kind, level
 from pycls_fast.config.conflicts import switch_problems
-from pycls_fast.config.schema import RunConfig, ViTModel
+from pycls_fast.config.run import RunConfig, ViTModel
 from pycls_fast.data import native
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World

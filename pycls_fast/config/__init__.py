@@ -3,8 +3,8 @@
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.launch import Command, NoOptions, command, command_line
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.config.saved import validate_saved
-from pycls_fast.config.schema import RunConfig, Section
 from pycls_fast.config.variants import command_alone, is_command, variant
 from pycls_fast.values import ModuleNames
 

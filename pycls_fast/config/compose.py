@@ -25,7 +25,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, model_of_weights, options, timm_written_out
-from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.errors import UserError
 from pycls_fast.precision import LEVELS
 

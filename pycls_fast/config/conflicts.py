@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.data.choices import Source
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed

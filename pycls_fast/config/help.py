@@ -20,7 +20,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
 from pycls_fast.config.presets import PRESETS
 from pycls_fast.config.presets import options as options_of
-from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.values import Wording
 

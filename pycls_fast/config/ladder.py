@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from pycls_fast import speed
 from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.messages import did_you_mean
-from pycls_fast.config.schema import RunConfig, Section, ViTModel
+from pycls_fast.config.run import RunConfig, Section, ViTModel
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text

@@ -32,7 +32,7 @@ from pycls_fast.config.help import help_text
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import COMPOSE_ERRORS, explain, unreadable
-from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, reporting
 
 

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.schema import Parallel, Precision
+from pycls_fast.config.run import Parallel, Precision
 
 # Depth, width, heads and the MLP's width. Ti, S and B: DeiT (Touvron et al. 2021, Table 1); L and H: Dosovitskiy et al.
 # 2021, Table 1; g: Zhai et al., Scaling Vision Transformers, 2022, Table 2; GF: Xiao et al., Early Convolutions Help

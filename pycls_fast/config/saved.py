@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pycls_fast.config.compose import groups, validate
 from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS, key_of
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
 

@@ -15,7 +15,7 @@ from pycls_fast.config.compose import Composed, as_hydra_overrides, check, typed
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import COMPOSE_ERRORS, explain
-from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.errors import UserError
 
 

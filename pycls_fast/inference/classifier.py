@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycls_fast.build.network import counted_model
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import BATCH_NORM
 from pycls_fast.parallel import World

@@ -15,7 +15,7 @@ from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, stra
 from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
 from pycls_fast.build.optimization import loss
 from pycls_fast.build.switch_values import switches
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
 from pycls_fast.errors import UserError
 from pycls_fast.losses import Targets

@@ -15,7 +15,7 @@ import torch
 
 from pycls_fast import __version__
 from pycls_fast.config.keys import as_typed, flat
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World

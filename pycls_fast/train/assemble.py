@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import complexity

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 import torch
 
 from pycls_fast import plan
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.optim.shards import local

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError

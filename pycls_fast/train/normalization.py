@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.schema import RunConfig, TimmModel
+from pycls_fast.config.run import RunConfig, TimmModel
 from pycls_fast.models import foreign
 from pycls_fast.models.foreign.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycls_fast import build, plan
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.normalization import resolve_normalization

@@ -11,7 +11,7 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import validate_saved
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss

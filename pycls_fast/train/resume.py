@@ -14,7 +14,7 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.config import command_alone, is_command, launch
 from pycls_fast.config.keys import as_typed, flat
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pycls_fast import build, plan
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.speed import SWITCHES

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError, first_line
 from pycls_fast.observers import Callback, Tracker
 from pycls_fast.parallel import World

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world

@@ -8,7 +8,7 @@ import pytest
 
 from pycls_fast import published
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.train import train
 from tests.integration.runs import records
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build, precision
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import Precision
+from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Name

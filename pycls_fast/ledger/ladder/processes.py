@@ -19,7 +19,7 @@ from pathlib import Path
 from pycls_fast import build
 from pycls_fast.config.keys import as_typed, key_of, text_override
 from pycls_fast.config.ladder import Variant
-from pycls_fast.config.schema import Parallel
+from pycls_fast.config.run import Parallel
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 
 _PR_SET_PDEATHSIG = 1

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError

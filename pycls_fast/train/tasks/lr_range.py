@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast import build
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp, user_path

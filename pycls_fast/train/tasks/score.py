@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build, published
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import DONE, UserError, first_few

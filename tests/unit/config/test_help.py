@@ -15,7 +15,7 @@ from pycls_fast.config.help import help_of_key, help_text
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.launch import NoOptions
 from pycls_fast.config.messages import known_keys, section_keys
-from pycls_fast.config.schema import RunConfig, Section
+from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.speed import MODEL_KINDS
 from tests.integration.runs import command, environment, run_process
 from tests.unit.config.conftest import Tool

@@ -11,7 +11,7 @@ import yaml
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.schema import Parallel
+from pycls_fast.config.run import Parallel
 from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed, resolve
 from tests.factories import load_run_config

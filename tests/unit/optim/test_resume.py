@@ -12,7 +12,7 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import compile_step, load_named_state, named_state, set_lr

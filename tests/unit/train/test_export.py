@@ -24,8 +24,8 @@ from pycls_fast.commands.predict import export as main
 from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys
+from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import saved_with_weights
-from pycls_fast.config.schema import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import foreign
 from pycls_fast.train.export import PATHS, export

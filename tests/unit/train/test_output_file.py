@@ -14,7 +14,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork, VisionTransformer, foreign
 from pycls_fast.models.export import timm_form

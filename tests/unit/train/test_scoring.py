@@ -16,7 +16,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
-from pycls_fast.config.schema import RunConfig
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer

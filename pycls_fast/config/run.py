@@ -1,0 +1,301 @@
+"""The typed configuration of a run: strict, frozen, and the only list of keys that exist.
+
+YAML files and the command line override the defaults here. Unknown keys, wrong types and values out of range are
+refused (`extra="forbid"`, `strict=True`); what cannot be together is a row in `conflicts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.choice import Choice, Section
+from pycls_fast.data.choices import Augment, Data
+from pycls_fast.observers import Callback, TensorBoard, Tracker
+from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
+from pycls_fast.optim.schedule import Cosine, Schedule
+from pycls_fast.speed import Speed
+from pycls_fast.values import (
+    Bytes,
+    LossScale,
+    ModuleNames,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Rate,
+    Several,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from pycls_fast.network import Network
+
+
+class Model(Choice, key="model", tag="kind"):
+    """Keys that all networks share."""
+
+    kind: str = ""
+    """The network's family."""
+    drop_path: Rate = 0.0
+    """Stochastic depth: the probability that the last residual branch is dropped for a sample; earlier ones less often
+    (for a ViT see drop_path_rule)."""
+    num_classes: PositiveInt | None = None
+    """The number of outputs; null: found from the data."""
+
+    def build(self, classes: int, image_size: int) -> Network:
+        """A network with its initial values, from torch's default generator, for square images of this many pixels."""
+        raise NotImplementedError
+
+
+class ViTModel(Model, name="vit"):
+    """Vision Transformer (Dosovitskiy et al., 2021); sizes have names, such as model=vit_b16.
+
+    `models.VisionTransformer` documents the network in more detail.
+    """
+
+    patch_size: PositiveInt = 16
+    """The side of a patch, in pixels."""
+    width: PositiveInt
+    """The number of features of a token; a multiple of heads."""
+    depth: PositiveInt
+    """The number of blocks."""
+    heads: PositiveInt
+    """The number of attention heads."""
+    mlp_width: PositiveInt
+    """The width between the two layers of a block's MLP."""
+    stem: Literal["patch", "conv"] = "patch"
+    """How patches become tokens: by one linear layer, or by convolutions (Xiao et al., 2021)."""
+    stem_widths: tuple[PositiveInt, ...] = ()
+    """The widths of the 3x3 convolutions of stem=conv."""
+    stem_strides: tuple[PositiveInt, ...] = ()
+    """Their strides, whose product is the patch size."""
+    class_token: bool | None = None
+    """Whether there is a class token; null: only if the classifier reads it."""
+    registers: NonNegativeInt = 0
+    """The number of register tokens (Darcet et al., 2024), which no classifier reads."""
+    classifier: Literal["token", "pooled", "map"] = "token"
+    """What the head reads: the class token, the mean of the patch tokens, or their attention pooling (MAP)."""
+    classifier_norm: Literal["before_pool", "after_pool"] | None = None
+    """Where the final norm is: on each token, or on the pooled vector; null: before_pool for map, else after_pool."""
+    pre_logits: PositiveInt | None = None
+    """The width of a tanh layer before the head; null: none."""
+    positions: Literal["learned", "sincos2d"] = "learned"
+    """Position embeddings: learned, or fixed sines and cosines of rows and columns."""
+    position_tokens: Literal["all", "patches"] = "all"
+    """Which tokens get a position: all, or only patches, not class and register tokens (DeiT III, big_vision)."""
+    layer_scale: PositiveFloat | None = None
+    """The initial value of the factors on each residual branch (Touvron et al., 2021b); null: no factors."""
+    qk_norm: bool = False
+    """Normalise queries and keys, by head."""
+    norm_eps: PositiveFloat = 1e-6
+    """Added to the variance in each layer norm."""
+    init: Literal["jax", "trunc_normal"] = "jax"
+    """Initial values: those of google-research/vision_transformer, whose head begins with zeros, or of DeiT and
+    timm."""
+    drop_path_rule: Literal["linear", "constant"] = "linear"
+    """The drop-path rate of the blocks: rising from 0 to drop_path, or drop_path in all."""
+
+
+class ResNetModel(Model, name="resnet"):
+    """ResNet (He et al., 2016) with the stride in the 3x3 convolution of bottleneck blocks.
+
+    `groups` and `width_per_group` make a ResNeXt or a Wide ResNet, `stem=deep` with `shortcut=pool` a ResNet-D.
+    """
+
+    depth: Literal[18, 26, 34, 50, 101, 152, 200]
+    """The number of layers; all but 18 and 34 with bottleneck blocks."""
+    stem: Literal["imagenet", "deep", "small"] = "imagenet"
+    """The first layers: a 7x7 convolution and a max-pool, three 3x3 ones and a max-pool, or one 3x3 without a
+    stride."""
+    shortcut: Literal["conv", "pool"] = "conv"
+    """Shortcuts with a stride: a 1x1 convolution with the stride, or an average pool before it."""
+    groups: PositiveInt = 1
+    """The number of groups in 3x3 convolutions."""
+    width_per_group: PositiveInt = 64
+    """The channels per group in the first stage."""
+    zero_init_last_gamma: bool = True
+    """Begin with zeros in the last norm of each block, so that it starts as the identity (Goyal et al., 2017)."""
+
+
+class TimmModel(Model, name="timm"):
+    """Any timm model by its name, newly initialised; `weights=timm:NAME` loads timm's weights into it."""
+
+    name: Text
+    """timm's name of the model, such as convnext_tiny."""
+    options: dict[str, bool | int | float | str | None] = Field(default={})
+    """Arguments of timm's constructor, under its names."""
+
+
+class Precision(Section):
+    """Number formats of the step (`pycls_fast/precision.py`, `docs/speed.md`).
+
+    The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
+    """
+
+    name: Literal[
+        "auto", "fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"
+    ] = "auto"
+    """The level: the formats of weights, products and gradients (docs/speed.md)."""
+    loss_scale: LossScale = "dynamic"
+    """The factor on the loss: changed as gradients overflow or not, or a constant."""
+    loss_scale_start: PositiveFloat = 65536.0
+    """The dynamic factor at the start."""
+    loss_scale_growth: Annotated[float, Field(gt=1.0)] = 2.0
+    """Multiplies the dynamic factor after loss_scale_interval steps without an overflow."""
+    loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Multiplies the dynamic factor after an overflow; the step is skipped."""
+    loss_scale_interval: PositiveInt = 2000
+    """Steps without an overflow after which the dynamic factor grows."""
+    loss_scale_floor: PositiveFloat = 2.0**-14
+    """A dynamic factor that falls below this ends the run: the gradients are not finite at any scale."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's scaling: a factor for each tensor, for each row, or for each row with gradients of weights in high
+    precision."""
+    fp8_skip: tuple[Text, ...] = ("head", "pooling")
+    """What stays in 16 bits: head, and qualified names of layers or of what they are in, with * for any part of a name.
+    So do layers with a side that is not a multiple of 16."""
+    fp8_emulate: bool = False
+    """Round to float8 on hardware without it, slowly."""
+
+
+class Parallel(Section):
+    """How the ranks share the work."""
+
+    name: Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"] = "auto"
+    """The strategy; auto: ddp with more than one rank, else single."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
+    timeout_seconds: PositiveInt = 600
+    """How long a rank may make no progress before the run ends."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """ddp: exchange gradients in 16 bits, or as matrices of low rank (PowerSGD, Vogels et al., 2019)."""
+    powersgd_rank: PositiveInt = 1
+    """The rank of PowerSGD's matrices."""
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
+    """The first step that PowerSGD compresses."""
+    static_graph: bool = False
+    """ddp: promise torch that every step uses the same parameters in the same order."""
+    reshard_after_forward: bool = True
+    """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    prefetch_units: NonNegativeInt = 1
+    """fsdp and hsdp: the number of blocks whose weights are gathered ahead; 0: torch's default order."""
+    shard_degree: PositiveInt | None = None
+    """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by
+    replicate_degree."""
+    replicate_degree: PositiveInt | None = None
+    """hsdp: the number of such groups; null: all ranks divided by shard_degree."""
+    sync_batchnorm: bool = False
+    """Compute batch norm's statistics over all ranks."""
+    recompute_every: PositiveInt = 1
+    """With speed.recompute=full or selective: recompute only the first of every so many blocks."""
+    recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
+    """With speed.recompute=budget: the share of the activations that compiled code keeps."""
+
+
+class Runtime(Section):
+    """The device, and how often to log, evaluate and save."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda if there is one."""
+    device_memory: Bytes | None = None
+    """Plan for so much memory on each device, such as 24GB, whatever it has; null: a GPU's own, and no plan on a
+    CPU."""
+    # Far more threads than any machine has would crash the process.
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """CPU threads; null: torch's choice, but at most a container's CPU limit; with speed.param_offload under torchrun,
+    the rank's share of the cores."""
+    log_every_steps: PositiveInt = 10
+    """Steps between two records of loss and speed."""
+    eval_every_epochs: PositiveIntOrAuto = 1
+    """Epochs between two evaluations; auto: at most 20 evaluations in a run."""
+    eval_every_steps: PositiveInt | None = None
+    """Steps between two evaluations, instead of epochs; null: by epochs."""
+    checkpoint_every_steps: PositiveInt | None = None
+    """Steps between two checkpoints, besides those of the evaluations; null: only those."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """The number of newest checkpoints that are kept, besides the best."""
+    checkpoint_async: bool = True
+    """Continue training while a copy of the state is written; it takes as much host memory as a rank's share of the
+    state."""
+    deterministic: bool = False
+    """Only deterministic kernels: the same bits on the same hardware, slower on CUDA."""
+    watchdog: bool = False
+    """Name the first module whose output or gradient is not finite; makes every step slower."""
+    profile_step: PositiveInt | None = None
+    """The first of three steps, counted from 1, of which rank 0 writes a profile (profile/); null: none."""
+    progress: Literal["auto", "bar", "plain"] = "auto"
+    """A live bar, or lines; auto: a bar on a terminal."""
+
+
+class RunConfig(Section):
+    """The complete configuration of a run."""
+
+    config_name: Text
+    """The experiment."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """The seed of initial values, order, augmentation and mixing."""
+    run_dir: Text | None = None
+    """The run's folder; null: runs/<config_name>/<time>."""
+    resume: Text = "auto"
+    """auto: from the newest intact checkpoint in run_dir, if there is one; never; or the path of a checkpoint."""
+    weights: Text | None = None
+    """What the weights are taken from: a run folder, a checkpoint, a file of another project, timm:NAME,
+    torchvision:NAME or hf:ORG/NAME[@REVISION], which a run records with the commit."""
+    weights_allow: tuple[Text, ...] = ()
+    """Tensors, with * for any part of a name, that may be missing, unexpected or of another shape in the weights."""
+    head: Literal["probe", "zero", "small"] = "small"
+    """How a head begins that the weights do not fill: fitted to their features (logistic regression, before the first
+    step), with zeros, or with small random values. A ViT's own values count as small."""
+    needs_weights: bool = False
+    """Training does not start without weights: the recipe is for fine-tuning."""
+    imports: ModuleNames = ()
+    """Python modules that are imported before anything is built, from the current folder or where Python looks: they
+    can register models with timm (timm.models.register_model) for model=timm. They are saved with a run, so every tool
+    that builds the network of a run's folder or checkpoint imports them: load only those that you trust. Exported files
+    never import anything."""
+    model: Model
+    data: Data = Data()
+    augment: Augment = Augment()
+    loss: Loss = SoftmaxLoss()
+    optim: Optimizer
+    schedule: Schedule = Cosine()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    speed: Speed = Speed()
+    runtime: Runtime = Runtime()
+    trackers: Annotated[tuple[Tracker, ...], Several] = (TensorBoard(),)
+    """What records the run's numbers besides metrics.jsonl: a list of names, or of {name: ..., project: ...}."""
+    callbacks: Annotated[tuple[Callback, ...], Several] = ()
+    """The user's code that is called during the run, from imports: a list of names, or of {name: ..., KEY: ...}."""
+
+    @property
+    def begins_with_probe(self) -> bool:
+        """Whether the weights, with a head that is fitted to them, are evaluated before the first step."""
+        return self.head == "probe" and self.weights is not None
+
+    def with_values(self, **sections: Mapping[str, object]) -> RunConfig:
+        """A copy with other values in some sections; not checked: for values computed from checked ones."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)
+
+
+__all__ = [
+    "Augment",
+    "Data",
+    "Loss",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "Precision",
+    "ResNetModel",
+    "RunConfig",
+    "Runtime",
+    "Schedule",
+    "Section",
+    "Speed",
+    "TimmModel",
+    "ViTModel",
+]
