@@ -14,8 +14,8 @@ from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.saved import SAVED, register, saved_in_run
-from pycls_fast.models.foreign.timm import read_timm_vit
-from pycls_fast.models.foreign.torchvision import read_resnet, read_torchvision_vit
+from pycls_fast.models.pretrained.timm import read_timm_vit
+from pycls_fast.models.pretrained.torchvision import read_resnet, read_torchvision_vit
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint
 from pycls_fast.train.state import split

@@ -24,7 +24,7 @@ from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.errors import UserError
-from pycls_fast.models.foreign import Preprocessing
+from pycls_fast.models.pretrained import Preprocessing
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed
 

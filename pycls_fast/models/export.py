@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.foreign import to_timm_resnet, to_timm_vit
+from pycls_fast.models.pretrained import to_timm_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer

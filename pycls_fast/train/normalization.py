@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.run import RunConfig, TimmModel
-from pycls_fast.models import foreign
-from pycls_fast.models.foreign.preprocessing import rgb_triple
+from pycls_fast.models import pretrained
+from pycls_fast.models.pretrained.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.weights import find_weights, opened
@@ -78,7 +78,7 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     ours = opened(found, world)
     if ours is not None and ours.config is not None:
         return _of_config(ours.config)
-    about = foreign.described(found, model=model, for_scoring=False)
+    about = pretrained.described(found, model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import foreign
+from pycls_fast.models import pretrained
 from pycls_fast.parallel import World
 from pycls_fast.train.checkpoint import Checkpoint
 
@@ -22,9 +22,9 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         UserError: on all ranks: no such repository or revision, or no network and no copy of the weights.
     """
     source = config.weights
-    if source is None or not (source.startswith(foreign.HUGGING_FACE) or foreign.is_hub(source)):
+    if source is None or not (source.startswith(pretrained.HUGGING_FACE) or pretrained.is_hub(source)):
         return config
-    if foreign.is_hub(source) and (resumed_from is not None or foreign.local_file(source) is not None):
+    if pretrained.is_hub(source) and (resumed_from is not None or pretrained.local_file(source) is not None):
         return config
     if resumed_from is not None:
         saved = str(resumed_from.plain["config"]["weights"])
@@ -48,6 +48,6 @@ def _pinned_by_all(source: str, world: World) -> str:
 def _asked(source: str) -> tuple[str, tuple[str, ...]]:
     """The pinned source, or the source as it is and what is wrong."""
     try:
-        return foreign.pinned(source), ()
+        return pretrained.pinned(source), ()
     except UserError as error:
         return source, tuple(error.lines)

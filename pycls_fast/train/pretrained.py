@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmNetwork, foreign
+from pycls_fast.models import TimmNetwork, pretrained
 from pycls_fast.network import Network
 
 
 def fit_weights(
-    read: foreign.ReadWeights,
+    read: pretrained.ReadWeights,
     network: Network,
     *,
     classes: tuple[str, ...],
     allow: Sequence[str] = (),
     for_training: bool = True,
-) -> foreign.Fitted:
+) -> pretrained.Fitted:
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out.
 
     Args:
         read: the source's contents.
         network: neither its values nor its memory are touched.
         classes: names of the data's classes, in the order of the outputs.
-        allow: see `foreign.fit`.
+        allow: see `pretrained.fit`.
         for_training: if the file's classes differ, initialise the head newly; otherwise every tensor must be filled.
 
     Raises:
@@ -41,7 +41,7 @@ def fit_weights(
     if place is not None:
         kept = {name: value for name, value in read.tensors.items() if not name.startswith(f"{head}.")}
         read = replace(read, tensors=kept)
-    fitted = foreign.fit(read, network, allow=allow)
+    fitted = pretrained.fit(read, network, allow=allow)
     if place is not None:
         for name in fitted.fresh:
             if name.startswith(f"{head}."):
@@ -56,7 +56,7 @@ def fit_weights(
 
 
 def mismatch_lines(
-    error: foreign.Mismatch, network: Network, about: foreign.Preprocessing | None, source: str
+    error: pretrained.Mismatch, network: Network, about: pretrained.Preprocessing | None, source: str
 ) -> Sequence[str]:
     """The lines of a mismatch, with timm's model that the weights belong to, if they say it and the network is another.
 
@@ -72,7 +72,7 @@ def mismatch_lines(
     if not name or (isinstance(network, TimmNetwork) and _without_tag(network.name) == name):
         return error.lines
     use = f"use model=timm model.name={name}"
-    if isinstance(error, foreign.UnknownKind):
+    if isinstance(error, pretrained.UnknownKind):
         return [f"weights: {source} belongs to timm's {name}; {use}"]
     *lines, last = error.lines
     return [*lines, f"weights: {use}, or {last.removeprefix('weights: ')}"]

@@ -8,7 +8,7 @@ from typing import Any
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.models.vit_parts import TokenConvStem
 from pycls_fast.network import Network
@@ -60,7 +60,7 @@ def _other_tensors(network: Network, model: Mapping[str, Any]) -> bool:
     return (model.get("depth"), model.get("width"), model.get("stem") == "conv") != now
 
 
-def norm_place(model: Mapping[str, Any]) -> foreign.NormPlace | None:
+def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
     """Where a vision transformer's final norm is applied; None if the section `model` does not say."""
     if "classifier" not in model:
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import best_first, user_path, weights_file
-from pycls_fast.models import VisionTransformer, foreign
+from pycls_fast.models import VisionTransformer, pretrained
 from pycls_fast.network import Network
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.parallel import ALONE, FlatShards, World
@@ -54,7 +54,7 @@ class Weights:
 class Loaded(Origin):
     """Where the weights of a network came from, and what was done to make them fit."""
 
-    fitted: foreign.Fitted
+    fitted: pretrained.Fitted
     image_size: int | None
     """The side of the images that they are for, in pixels; None if the source does not say."""
 
@@ -80,7 +80,7 @@ def load_weights(
         source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
             another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME[@REVISION]`.
         classes: class names of the data, in the order of the outputs.
-        allow: names of tensors that need not fit; see `foreign.fit`.
+        allow: names of tensors that need not fit; see `pretrained.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         new_head: how such a head begins.
         world: the ranks.
@@ -92,7 +92,7 @@ def load_weights(
     """
     found = find_weights(source)
     # A repository's name says more than the place of its copy on this machine.
-    name = str(source if str(source).startswith(foreign.HUGGING_FACE) else found)
+    name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
     state = network.state_dict() if into is None else into.state_dict()
     ours = opened(found, world)
     model = {} if ours is None or ours.config is None else ours.config.get("model", {})
@@ -102,14 +102,14 @@ def load_weights(
         with torch.no_grad():
             ours.fill(state)
         kind, step = ours.origin.kind, ours.origin.step
-        fitted = foreign.Fitted(name, foreign.OURS, kind, step, loaded=list(ours.specs))
+        fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
     else:
-        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else foreign.read_weights(str(found))
+        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
         read = replace(read, source=name, norm=norm_place(model) or read.norm)
         try:
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
-        except foreign.Mismatch as error:
-            about = foreign.described(found, for_scoring=False)
+        except pretrained.Mismatch as error:
+            about = pretrained.described(found, for_scoring=False)
             raise UserError(*belongs_to(model, name), *mismatch_lines(error, network, about, name)) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
@@ -122,7 +122,7 @@ def load_weights(
 
 
 def _begin_head(
-    network: Network, state: Mapping[str, Tensor], fitted: foreign.Fitted, how: Literal["zero", "small"]
+    network: Network, state: Mapping[str, Tensor], fitted: pretrained.Fitted, how: Literal["zero", "small"]
 ) -> None:
     """Give a head without values small ones.
 
@@ -144,7 +144,7 @@ def _image_size(found: Path | str, ours: Weights | None) -> int | None:
         size: int | None = ours.config.get("data", {}).get("image_size")
         return size
     try:
-        about = foreign.described(found, for_scoring=False)
+        about = pretrained.described(found, for_scoring=False)
     except UserError:
         # Who asks for the preprocessing gets the error; here it would only have been a note.
         return None
@@ -161,12 +161,12 @@ def find_weights(source: str | Path) -> Path | str:
     Raises:
         UserError: there is none.
     """
-    if str(source).startswith(foreign.HUGGING_FACE):
-        return foreign.download(str(source))
-    beside = foreign.local_file(str(source))
+    if str(source).startswith(pretrained.HUGGING_FACE):
+        return pretrained.download(str(source))
+    beside = pretrained.local_file(str(source))
     if beside is not None:
         return beside
-    return str(source) if foreign.is_hub(str(source)) else find_checkpoint(user_path(source))
+    return str(source) if pretrained.is_hub(str(source)) else find_checkpoint(user_path(source))
 
 
 def find_own(source: str | Path) -> Path:
@@ -237,13 +237,13 @@ def _has_head(weights: Weights, network: Network, classes: tuple[str, ...]) -> b
     return other_class(weights.classes, classes) is None
 
 
-def _read_whole(weights: Weights) -> foreign.ReadWeights:
+def _read_whole(weights: Weights) -> pretrained.ReadWeights:
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in weights.specs.items()}
     weights.fill(tensors)
     origin = weights.origin
-    return foreign.ReadWeights(
+    return pretrained.ReadWeights(
         str(origin.path),
-        foreign.OURS,
+        pretrained.OURS,
         tensors,
         part=origin.kind,
         classes=weights.classes,
@@ -306,7 +306,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
                 part = file.get_slice(name)[local_slices(tensor)] if tensor.ndim else file.get_tensor(name)
                 local(tensor).copy_(part)
 
-    own = foreign.own_metadata(about)
+    own = pretrained.own_metadata(about)
     return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
 
 

@@ -20,7 +20,7 @@ from pycls_fast.config import load_config
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
-from pycls_fast.models import foreign
+from pycls_fast.models import pretrained
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.score import score
 from tests.integration.runs import command, run_process
@@ -230,23 +230,23 @@ def test_imagenets_ids() -> None:
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     timm_folder(tmp_path / "larger", crop_pct=1.15)
     with pytest.raises(UserError, match=r"asks for crop_mode=center with crop_pct=1.15, .*preprocessing=config"):
-        foreign.described(tmp_path / "larger" / "model.safetensors")
+        pretrained.described(tmp_path / "larger" / "model.safetensors")
     timm_folder(tmp_path / "oblong", input_size=[3, 1024, 768])
     with pytest.raises(UserError, match=r"asks for images of 1024 x 768 pixels, but only square ones are supported"):
-        foreign.described(tmp_path / "oblong" / "model.safetensors")
+        pretrained.described(tmp_path / "oblong" / "model.safetensors")
     timm_folder(tmp_path / "lanczos", interpolation="lanczos")
     with pytest.raises(UserError, match=r"interpolation=lanczos, but only bilinear and bicubic are supported"):
-        foreign.described(tmp_path / "lanczos" / "model.safetensors")
+        pretrained.described(tmp_path / "lanczos" / "model.safetensors")
     for name, size in (("short", [224]), ("text", [3, "big", 224]), ("number", 224)):
         timm_folder(tmp_path / name, input_size=size)
         with pytest.raises(UserError, match=r"^weights: input_size in .*config.json is .*; correct it to \[channels, "):
-            foreign.described(tmp_path / name / "model.safetensors")
+            pretrained.described(tmp_path / name / "model.safetensors")
     timm_folder(tmp_path / "without_channels", input_size=[100, 100])
-    about = foreign.described(tmp_path / "without_channels" / "model.safetensors")
+    about = pretrained.described(tmp_path / "without_channels" / "model.safetensors")
     assert about is not None
     assert about.image_size == 100
     timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
-    about = foreign.described(tmp_path / "odd" / "model.safetensors")
+    about = pretrained.described(tmp_path / "odd" / "model.safetensors")
     assert about is not None
     with pytest.raises(UserError, match=r"image_size: 100 is not divisible by .*\nweights: timm:deit"):
         build.with_preprocessing(load_config("deit_s16", ["data.root=/nowhere"]), about)
@@ -254,20 +254,20 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
 
 def test_weights_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"")
-    assert foreign.described(tmp_path / "weights.pth") is None
+    assert pretrained.described(tmp_path / "weights.pth") is None
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    assert foreign.described(tmp_path / "weights.pth") is None
-    assert foreign.described(tmp_path) is None
+    assert pretrained.described(tmp_path / "weights.pth") is None
+    assert pretrained.described(tmp_path) is None
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json is not valid JSON"):
-        foreign.described(tmp_path / "weights.pth")
+        pretrained.described(tmp_path / "weights.pth")
     for source, line in (
         ("timm:resnet51x", "has no weights resnet51x"),
         ("timm:resnet50.zzz", "has no weights resnet50.zzz"),
         ("torchvision:resnet50.V9", "has no weights resnet50.V9"),
     ):
         with pytest.raises(UserError, match=line):
-            foreign.described(source)
+            pretrained.described(source)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
 )
 def test_published_weights_describe_themselves(source: str) -> None:
     """By name, at the size of the published number; resized and cropped to the very pixels of the library."""
-    about = foreign.described(source)
+    about = pretrained.described(source)
     assert about is not None
     assert about.weights.startswith(source)
     known = published.WEIGHTS[about.weights]

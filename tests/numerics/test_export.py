@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, export, foreign
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, export, pretrained
 from tests.factories import randomise
 from tests.numerics.test_models_peers import relative_error
 
@@ -145,9 +145,9 @@ def test_safetensors_come_back(tmp_path: Path, name: str) -> None:
         nn.init.zeros_(parameter)
     state = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors", ABOUT.texts())
-    read = foreign.read_weights(str(tmp_path / "model.safetensors"))
+    read = pretrained.read_weights(str(tmp_path / "model.safetensors"))
     assert (read.classes, read.step) == (tuple(ABOUT.classes), 7)
-    fitted = foreign.fit(read, other)
+    fitted = pretrained.fit(read, other)
     assert not fitted.adapted
     other.load_state_dict(fitted.tensors)
     assert torch.equal(other(pictures().float()), model(pictures().float()))

@@ -1,6 +1,6 @@
 """Our models compute what timm's and torchvision's do: float64, random values in every tensor, 1e-9 relative.
 
-Weights go through `pycls_fast.models.foreign`, gradients too, so that a wrong name or cut shows as a wrong
+Weights go through `pycls_fast.models.pretrained`, gradients too, so that a wrong name or cut shows as a wrong
 number.
 """
 
@@ -16,10 +16,10 @@ import torchvision
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer, foreign
-from pycls_fast.models.foreign.read import detect_layout
-from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
+from pycls_fast.models import ResNet, VisionTransformer, pretrained
 from pycls_fast.models.positions import SinCos2dPositions
+from pycls_fast.models.pretrained.read import detect_layout
+from pycls_fast.models.pretrained.torchvision import to_torchvision_resnet
 from tests.factories import Convert, from_resnet, from_timm_vit, from_torchvision_vit, randomise
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -62,7 +62,7 @@ def test_timm_vit(size: str, attention: str) -> None:
     batch = images(2 if size == "tiny" else 1, 224)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = foreign.to_timm_vit(ours.state_dict())
+    back = pretrained.to_timm_vit(ours.state_dict())
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
@@ -109,7 +109,7 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
         layout, tensors, rest = detect_layout(state)
         unknown = {name: tuple(state[name].shape) for name in rest}
         with pytest.raises(UserError, match=r"does not fit the model: (missing|unexpected)"):
-            foreign.fit(foreign.ReadWeights("file", layout, tensors, unknown), ours)
+            pretrained.fit(pretrained.ReadWeights("file", layout, tensors, unknown), ours)
 
 
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}
@@ -201,7 +201,9 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
     batch = images(2, 3 * side)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = foreign.to_timm_vit(ours.state_dict(), norm="fc_norm" if "fc_norm.weight" in theirs.state_dict() else "norm")
+    back = pretrained.to_timm_vit(
+        ours.state_dict(), norm="fc_norm" if "fc_norm.weight" in theirs.state_dict() else "norm"
+    )
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
@@ -218,7 +220,7 @@ def test_timm_resnets(name: str, kwargs: dict[str, Any]) -> None:
     batch = images(2, 75)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = foreign.to_timm_resnet(ours.state_dict(), shortcut=kwargs.get("shortcut", "conv"))
+    back = pretrained.to_timm_resnet(ours.state_dict(), shortcut=kwargs.get("shortcut", "conv"))
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 

@@ -23,9 +23,9 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, foreign
-from pycls_fast.models.foreign import Fitted
-from pycls_fast.models.foreign.read import detect_layout
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
+from pycls_fast.models.pretrained import Fitted
+from pycls_fast.models.pretrained.read import detect_layout
 from pycls_fast.network import Network
 from tests.factories import randomise
 from tests.numerics.test_models_peers import images, like, relative_error
@@ -52,7 +52,7 @@ def small(**kwargs: Any) -> VisionTransformer:
 
 
 def load(network: nn.Module, source: Path | str, *allow: str) -> Fitted:
-    fitted = foreign.fit(foreign.read_weights(str(source)), network, allow=allow)
+    fitted = pretrained.fit(pretrained.read_weights(str(source)), network, allow=allow)
     state = network.state_dict()
     with torch.no_grad():
         for name, tensor in fitted.tensors.items():
@@ -247,7 +247,7 @@ def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
 def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
     with pytest.raises(UserError, match=r"bad.npz is not an archive of plain arrays"):
-        foreign.read_weights(str(tmp_path / "bad.npz"))
+        pretrained.read_weights(str(tmp_path / "bad.npz"))
 
 
 def test_deit_pth_takes_the_average_and_arguments_are_no_code(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
 )
 def test_the_channels_of_pycls_are_those_of_its_loader(tmp_path: Path, settings: str, bgr: bool) -> None:
     torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "run.pyth")
-    assert foreign.read_weights(str(tmp_path / "run.pyth")).bgr == bgr
+    assert pretrained.read_weights(str(tmp_path / "run.pyth")).bgr == bgr
 
 
 def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
@@ -623,12 +623,12 @@ def test_heads_of_torchvisions_hub_are_known(monkeypatch: pytest.MonkeyPatch) ->
     weights = type(torchvision.models.ViT_B_16_Weights.DEFAULT)
     settings: dict[str, bool] = {}
     monkeypatch.setattr(weights, "get_state_dict", lambda self, **kwargs: settings.update(kwargs) or state)
-    read = foreign.read_weights("torchvision:vit_b_16")
+    read = pretrained.read_weights("torchvision:vit_b_16")
     # torch's default runs code of a file that lies in the cache, without comparing its hash.
     assert settings == {"check_hash": True, "weights_only": True}
-    assert set(foreign.fit(read, ours).loaded) == set(ours.state_dict())
+    assert set(pretrained.fit(read, ours).loaded) == set(ours.state_dict())
     with pytest.raises(UserError, match=r"trained with model\.heads=12 and the model has 16"):
-        foreign.fit(read, other)
+        pretrained.fit(read, other)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
@@ -668,7 +668,7 @@ def test_torchvisions_checkpoint_with_an_average(tmp_path: Path, parallel: bool)
 def test_our_own_files(tmp_path: Path) -> None:
     model = small()
     save_file(plain(model.state_dict()), tmp_path / "model.safetensors", {"classes": '["a", "b"]', "step": "12"})
-    read = foreign.read_weights(str(tmp_path / "model.safetensors"))
+    read = pretrained.read_weights(str(tmp_path / "model.safetensors"))
     assert (read.layout, read.classes, read.step) == ("pycls_fast", ("a", "b"), 12)
     other = small()
     load(other, tmp_path / "model.safetensors")
@@ -841,8 +841,8 @@ def test_other_models_of_timm_are_not_taken_for_ours(name: str) -> None:
         state = timm.create_model(name).state_dict()
         layout, _, unknown = detect_layout(state)
         assert (layout, unknown) == ("unknown", list(state))
-        with pytest.raises(foreign.UnknownKind, match="is of an unknown kind; its first names are "):
-            foreign.fit(foreign.ReadWeights(name, layout, {}, plain=state), small())
+        with pytest.raises(pretrained.UnknownKind, match="is of an unknown kind; its first names are "):
+            pretrained.fit(pretrained.ReadWeights(name, layout, {}, plain=state), small())
 
 
 @pytest.mark.parametrize("network", [small, lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=3)])
@@ -853,7 +853,7 @@ def test_the_form_of_transformers_is_refused(tmp_path: Path, network: Callable[[
     with pytest.raises(
         UserError, match=r"dino\.pth is in the form of Hugging Face's transformers; use timm's \(timm:N"
     ):
-        foreign.fit(foreign.read_weights(str(tmp_path / "dino.pth")), network())
+        pretrained.fit(pretrained.read_weights(str(tmp_path / "dino.pth")), network())
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -863,24 +863,24 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
     torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
     with pytest.raises(UserError, match=r"code.pth holds more than tensors and plain values, .*print"):
-        foreign.read_weights(str(tmp_path / "code.pth"))
+        pretrained.read_weights(str(tmp_path / "code.pth"))
     (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
     with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file; give a file of weights"):
-        foreign.read_weights(str(tmp_path / "text.pth"))
+        pretrained.read_weights(str(tmp_path / "text.pth"))
     for name in ("half.pth", "half.npz", "half.safetensors"):
         (tmp_path / name).write_bytes(b"half a file")
         with pytest.raises(UserError, match=f"weights: .*{name}"):
-            foreign.read_weights(str(tmp_path / name))
+            pretrained.read_weights(str(tmp_path / name))
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(UserError, match="holds a list, not weights by name"):
-        foreign.read_weights(str(tmp_path / "list.pth"))
+        pretrained.read_weights(str(tmp_path / "list.pth"))
     for source, line in (
         (str(tmp_path / "none.pth"), "is not a file"),
         ("timm:resnet51x", "has no model resnet51x"),
         ("torchvision:resnet50.IMAGENET1K_V9", "has no weights resnet50.IMAGENET1K_V9"),
     ):
         with pytest.raises(UserError, match=line):
-            foreign.read_weights(source)
+            pretrained.read_weights(source)
 
 
 def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -902,7 +902,7 @@ def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytes
 
     monkeypatch.setattr(timm, "create_model", offline)
     with pytest.raises(UserError, match=r"could not be downloaded \(no route to host\); without a network, put"):
-        foreign.read_weights("timm:resnet50")
+        pretrained.read_weights("timm:resnet50")
 
 
 def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
@@ -929,7 +929,7 @@ def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
     with torch.device("meta"):
         state = timm.create_model(name, num_classes=CLASSES).state_dict()
         ours = TimmNetwork(name=name, num_classes=5)
-    fitted = foreign.fit(foreign.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
+    fitted = pretrained.fit(pretrained.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
     assert fitted.fresh.keys() == {f"{ours.head_name}.weight", f"{ours.head_name}.bias"}
     assert not fitted.adapted
     assert {*fitted.loaded, *fitted.fresh} == set(ours.state_dict())
@@ -944,7 +944,7 @@ def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str)
     for index, state in enumerate((timm.create_model("resnet18").state_dict(), small_timm().state_dict())):
         torch.save(dict(state), tmp_path / f"{index}.pth")
         with pytest.raises(UserError, match=rf"^weights: .*{index}\.pth .* does not fit the model: missing: network\."):
-            foreign.fit(foreign.read_weights(str(tmp_path / f"{index}.pth")), ours)
+            pretrained.fit(pretrained.read_weights(str(tmp_path / f"{index}.pth")), ours)
 
 
 def test_like_reads_sizes() -> None:

@@ -14,7 +14,7 @@ from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import DONE, UserError, first_few
 from pycls_fast.files import user_path
-from pycls_fast.models import foreign
+from pycls_fast.models import pretrained
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import load_network
@@ -43,7 +43,7 @@ class Setup:
 
     config: RunConfig
     weights: Path | str
-    preprocessing: foreign.Preprocessing | None
+    preprocessing: pretrained.Preprocessing | None
     world: World
     switches: Speed
     display: Display
@@ -80,7 +80,7 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         config = before_data(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        about = foreign.described(found, model=_timm_name(config, found, world)) if own_preprocessing else None
+        about = pretrained.described(found, model=_timm_name(config, found, world)) if own_preprocessing else None
         if about is not None:
             config = build.with_preprocessing(config, about)
         switches = build.switches(config, world.device)
@@ -242,7 +242,9 @@ def _table_file(predictions: str, world: World) -> Path:
     return output_file(predictions, world, key="predictions")
 
 
-def _published_name(config: RunConfig, path: Path | str, about: foreign.Preprocessing | None, split: str) -> str | None:
+def _published_name(
+    config: RunConfig, path: Path | str, about: pretrained.Preprocessing | None, split: str
+) -> str | None:
     """The weights' name in `published.WEIGHTS`; None if they were scored in another way than the number there.
 
     Args:

@@ -151,7 +151,7 @@ def test_every_key_is_read_by_the_code() -> None:
     code = "\n".join(
         file.read_text(encoding="utf-8")
         for file in (CONFIGS.parent / "pycls_fast").rglob("*.py")
-        if file.parent.name != "schema" and file.name != "speed.py"
+        if file.name != "speed.py" and file.parts[-2:] != ("config", "run.py")
     )
     unread = {
         key

@@ -27,7 +27,7 @@ from pycls_fast.config.messages import section_keys
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
-from pycls_fast.models import foreign
+from pycls_fast.models import pretrained
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.restore import restore
 from pycls_fast.train.weights import find_weights, load_weights, open_weights
@@ -147,7 +147,7 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
 def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str]) -> None:
     save_file(network().state_dict(), tmp_path / "net.safetensors", metadata=about)
     assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
-    assert foreign.read_weights(str(tmp_path / "net.safetensors")).classes is None
+    assert pretrained.read_weights(str(tmp_path / "net.safetensors")).classes is None
     with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
         restore(tmp_path / "net.safetensors")
     assert saved_with_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None

@@ -22,9 +22,9 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmNetwork, VisionTransformer, foreign
+from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.export import timm_form
-from pycls_fast.models.foreign import hubs, to_timm_vit
+from pycls_fast.models.pretrained import hubs, to_timm_vit
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.normalization import statistics
@@ -100,7 +100,7 @@ def test_hubs_say_the_size_of_their_training_images() -> None:
     sizes = {"timm:convnext_base.fb_in22k_ft_in1k_384": 384, "timm:resnet50.a1_in1k": 224,
              "torchvision:vit_b_16.IMAGENET1K_SWAG_E2E_V1": 384}  # fmt: skip
     for source, size in sizes.items():
-        about = foreign.described(source, for_scoring=False)
+        about = pretrained.described(source, for_scoring=False)
         assert about is not None
         assert about.trained_size == size
 

@@ -12,9 +12,9 @@ from urllib.request import getproxies
 import torch
 
 from pycls_fast.errors import UserError, first_line
-from pycls_fast.models.foreign.files import Contents
-from pycls_fast.models.foreign.preprocessing import torchvision_weights
-from pycls_fast.models.foreign.traits import traits_from_timm, traits_from_torchvision_vit
+from pycls_fast.models.pretrained.files import Contents
+from pycls_fast.models.pretrained.preprocessing import torchvision_weights
+from pycls_fast.models.pretrained.traits import traits_from_timm, traits_from_torchvision_vit
 
 Fetched = TypeVar("Fetched")
 

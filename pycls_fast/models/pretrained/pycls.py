@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pycls_fast.models.foreign.tables import Entry, State, conv_norm, depth, joined, layer, translate
-from pycls_fast.models.foreign.traits import Traits
+from pycls_fast.models.pretrained.tables import Entry, State, conv_norm, depth, joined, layer, translate
+from pycls_fast.models.pretrained.traits import Traits
 
 VIT = "pycls vision transformer"
 RESNET = "pycls resnet"

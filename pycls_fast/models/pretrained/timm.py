@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from pycls_fast.models.foreign.tables import (
+from pycls_fast.models.pretrained.tables import (
     Entry,
     State,
     depth,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pycls_fast.models.foreign.tables import (
+from pycls_fast.models.pretrained.tables import (
     Entry,
     State,
     conv_norm,

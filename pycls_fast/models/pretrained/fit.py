@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_few
-from pycls_fast.models.foreign import pycls, timm
-from pycls_fast.models.foreign.positions import fit_positions
-from pycls_fast.models.foreign.read import OTHER, OURS, TRANSFORMERS, ReadWeights
-from pycls_fast.models.foreign.traits import check_kind, check_settings
+from pycls_fast.models.pretrained import pycls, timm
+from pycls_fast.models.pretrained.positions import fit_positions
+from pycls_fast.models.pretrained.read import OTHER, OURS, TRANSFORMERS, ReadWeights
+from pycls_fast.models.pretrained.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer

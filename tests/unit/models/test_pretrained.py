@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer, foreign
-from pycls_fast.models.foreign.torchvision import to_torchvision_resnet
+from pycls_fast.models import ResNet, VisionTransformer, pretrained
+from pycls_fast.models.pretrained.torchvision import to_torchvision_resnet
 from tests.factories import Convert, from_resnet, from_timm_vit
 from tests.unit.models.conftest import fill_random
 
@@ -30,8 +30,8 @@ def vit(classifier: str = "token", positions: str = "learned") -> VisionTransfor
 
 
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Convert, Convert]] = {
-    "timm-token": (vit, foreign.to_timm_vit, from_timm_vit),
-    "timm-pooled": (lambda: vit("pooled"), foreign.to_timm_vit, from_timm_vit),
+    "timm-token": (vit, pretrained.to_timm_vit, from_timm_vit),
+    "timm-pooled": (lambda: vit("pooled"), pretrained.to_timm_vit, from_timm_vit),
     "resnet18": (
         lambda: ResNet(depth=18, num_classes=5),
         to_torchvision_resnet,
@@ -88,8 +88,8 @@ def test_an_absent_step_counter_is_zero() -> None:
 
 def test_models_that_are_something_else_are_refused() -> None:
     with pytest.raises(UserError, match=r"missing for a vision transformer .*: positions\.value"):
-        foreign.to_timm_vit(vit(positions="sincos2d").state_dict())
-    theirs = foreign.to_timm_vit(vit().state_dict())
+        pretrained.to_timm_vit(vit(positions="sincos2d").state_dict())
+    theirs = pretrained.to_timm_vit(vit().state_dict())
     for key, shape in (("cls_token", (2, 1, 12)), ("blocks.3.attn.qkv.weight", (35, 12))):
         with pytest.raises(UserError, match=f"weights: {key} of shape"):
             from_timm_vit(theirs | {key: torch.zeros(shape)})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import our_config
-from pycls_fast.models.foreign.traits import Traits
+from pycls_fast.models.pretrained.traits import Traits
 
 # The first bytes of PyTorch's files: archives, and pickles before version 1.6.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
-from pycls_fast.models.foreign import jax, pycls, timm, torchvision
-from pycls_fast.models.foreign.files import Contents, read_file
-from pycls_fast.models.foreign.hubs import from_hub, is_hub
-from pycls_fast.models.foreign.traits import Traits
+from pycls_fast.models.pretrained import jax, pycls, timm, torchvision
+from pycls_fast.models.pretrained.files import Contents, read_file
+from pycls_fast.models.pretrained.hubs import from_hub, is_hub
+from pycls_fast.models.pretrained.traits import Traits
 from pycls_fast.models.resnet import ShortcutKind
 
 NormPlace = Literal["every_token", "after_pool"]
