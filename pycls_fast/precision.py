@@ -1,6 +1,6 @@
 """The precision levels: each names the number formats that a step is computed in; docs/speed.md has what was measured.
 
-The names O0 to O3 are Apex's (NVIDIA, "apex.amp", opt_level). float16 has 5 bits of exponent: gradients under 2^-24
+float16 has 5 bits of exponent: gradients under 2^-24
 (6e-8) become zero, which scaling the loss repairs (Micikevicius et al., Mixed Precision Training, ICLR 2018, section
 3.2). bfloat16 has float32's exponent and needs no scaling, with 8 bits of significand where float16 has 11.
 """
@@ -19,7 +19,6 @@ class Level:
     """What one level means.
 
     Attributes:
-        apex: the same level's name in Apex, or "".
         autocast: format of products under torch's autocast; None without it.
         weights: format of the network's parameters and of the activations between layers.
         wide_norms: normalisation layers stay in float32 if `weights` is a half format.
@@ -32,7 +31,6 @@ class Level:
     """
 
     name: Name
-    apex: str = ""
     autocast: Format | None = None
     weights: Format = "float32"
     wide_norms: bool = False
@@ -54,14 +52,14 @@ class Level:
 
 _LEVELS = (
     Level("auto"),
-    Level("fp32", apex="O0"),
+    Level("fp32"),
     Level("tf32", tf32=True),
-    Level("amp_bf16", apex="O1", autocast="bfloat16"),
-    Level("amp_fp16", apex="O1", autocast="float16", scaled=True),
-    Level("fp16_master", apex="O2", weights="float16", wide_norms=True, masters="kept", scaled=True),
+    Level("amp_bf16", autocast="bfloat16"),
+    Level("amp_fp16", autocast="float16", scaled=True),
+    Level("fp16_master", weights="float16", wide_norms=True, masters="kept", scaled=True),
     Level("bf16_params", weights="bfloat16", masters="kept"),
-    Level("fp16", apex="O3", weights="float16", scaled=True),
-    Level("bf16", apex="O3", weights="bfloat16"),
+    Level("fp16", weights="float16", scaled=True),
+    Level("bf16", weights="bfloat16"),
     Level("fp8", autocast="bfloat16", float8=True),
 )
 LEVELS: dict[Name, Level] = {level.name: level for level in _LEVELS}
