@@ -190,8 +190,8 @@ def test_a_microbatch_carries_its_seed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "begins"),
     [
-        (("speed.normalize_on=device", "speed.erase_on=cpu"), "speed.erase_on: images are normalised before they are"),
-        (("speed.erase_on=device", "speed.mix_on=cpu"), "speed.mix_on: images are erased before they are mixed"),
+        (("speed.normalize_on=device", "speed.erase_on=cpu"), "speed.erase_on: cpu conflicts with speed.normalize_on="),
+        (("speed.erase_on=device", "speed.mix_on=cpu"), "speed.mix_on: cpu conflicts with speed.erase_on=device"),
     ],
 )
 def test_an_order_that_cannot_be_is_refused_with_a_way_out(overrides: tuple[str, ...], begins: str) -> None:

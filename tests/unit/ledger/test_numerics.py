@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,16 +91,6 @@ def test_only_a_head_of_zeros_is_replaced_and_only_for_the_measurement(precision
         network.get_parameter("head.weight")[0, 0] = 1.0
     with random_head(step, network):
         assert float(network.get_parameter("head.weight").detach().abs().sum()) == 1.0
-
-
-def test_a_pipe_takes_the_errors(digits: Path) -> None:
-    """A file in its place would serve nobody; what is there is written to."""
-    read, write = os.pipe()
-    config = load_config("vit_digits", [*SMALL, f"data.root={digits}"])
-    with os.fdopen(read, encoding="utf-8") as pipe:
-        assert measure_numerics(config, steps=1, output=f"/dev/fd/{write}") == 0
-        os.close(write)
-        assert [each["step"] for each in json.load(pipe)["errors"]] == [0, 1]
 
 
 def test_frozen_parts_are_no_error(tmp_path: Path, digits: Path) -> None:

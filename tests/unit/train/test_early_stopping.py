@@ -21,7 +21,7 @@ from tests.factories import save_checkpoint
 def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]) -> None:
     """And at the end."""
     config = load_config("vit_digits", ["data.root=x", f"runtime.eval_every_epochs={every}"])
-    run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
+    run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
     evaluations = Evaluations(run, Board(), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == steps
 
@@ -29,7 +29,7 @@ def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]
 def test_steps_between_evaluations(tmp_path: Path) -> None:
     """They replace the epochs."""
     config = load_config("vit_digits", ["data.root=x", "runtime.eval_every_steps=30"])
-    run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
+    run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
     evaluations = Evaluations(run, Board(), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == [30, 60, 70]
 
@@ -72,12 +72,13 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
     world = SimpleNamespace(size=1, device=torch.device("cpu"))
     run: Any = SimpleNamespace(
         folder=folder,
-        step=SimpleNamespace(ema=None),
+        parts=SimpleNamespace(
+            step=SimpleNamespace(ema=None), complexity=SimpleNamespace(parameters=1, forward_flops=1)
+        ),
         config=load_config("vit_digits", ["data.root=x", f"schedule.best_metric={metric}"]),
         world=world,
         total_steps=5,
         epoch=float,
-        complexity=SimpleNamespace(parameters=1, forward_flops=1),
         seconds=lambda: 1.0,
     )
     evaluations = Evaluations(run, Board(), lambda: None)

@@ -99,6 +99,7 @@ NO_PATHS = (
     "weights_allow",
     "model.name",
     "model.options",
+    "data.source",
     "data.path_column",
     "data.image_column",
     "data.label_column",
@@ -174,7 +175,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
         (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
         (["wieghts=x"], "wieghts: unknown key; did you mean weights?"),
-        (["--weights"], "--weights: not a key=value; the keys are weights, output, format, which, dtype, overwrite"),
+        (["--weights"], "cannot read '--weights' on the command line; write key=value"),
     ],
 )
 def test_mistakes_get_a_line(
