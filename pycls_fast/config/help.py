@@ -159,10 +159,14 @@ def _keys(schema: type[Section], prefix: str = "") -> Iterator[_Key]:
 
 
 def _texts(keys: Sequence[_Key]) -> list[str]:
-    """The docstrings of these keys' sections, by paragraph."""
+    """The docstrings of these keys' sections, by paragraph; a choice's begins with what chooses it."""
     bases = (base for key in keys for base in key.section.__mro__ if issubclass(base, Section))
     sections = [base for base in dict.fromkeys(bases) if base not in (Section, Choice)]
-    texts = [text for section in sections for text in re.split(r"\n\n+", inspect.cleandoc(section.__doc__ or ""))]
+    named: dict[type[Section], str] = {
+        member: f"{family}={name}: " for family, of in FAMILIES.items() for name, member in of.choices().items()
+    }
+    docs = (f"{named.get(section, '')}{inspect.cleandoc(section.__doc__ or '')}" for section in sections)
+    texts = [text for doc in docs for text in re.split(r"\n\n+", doc)]
     return [" ".join(text.replace("`", "").split()) for text in texts]
 
 

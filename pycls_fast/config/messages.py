@@ -142,7 +142,8 @@ def interpolation_mistake(error: OmegaConfBaseException, where: Where) -> UserEr
 
 
 def _available(group: str, folders: Sequence[Path]) -> list[str]:
-    return options(group, folders)
+    # `base` is what experiments begin with.
+    return [name for name in options(group, folders) if group or name != "base"]
 
 
 def _near(name: str, group: str, folders: Sequence[Path]) -> str:
