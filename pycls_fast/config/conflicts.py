@@ -113,6 +113,9 @@ def _erases(now: Situation) -> bool:
 
 
 # fmt: off
+DRAWS_ON_DEVICE = Fact(
+    "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0,
+    "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1")
 MICROBATCHES = Fact(
     "optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1, "optim.accumulation_steps=2")
 SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights, "parallel=fsdp")
@@ -212,6 +215,9 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "blocks would run again from rounded inputs", "speed.activation_compression=none or speed.recompute=off"),
     ("speed.activation_offload=cpu", "speed.recompute=selective|budget",
      "what recomputation keeps cannot be offloaded", "speed.recompute=full or speed.activation_offload=none"),
+    # The compiler then draws the masks of timm's drop-path again, and the gradients are those of others.
+    ("speed.recompute=budget", DRAWS_ON_DEVICE,
+     "what is computed again would be drawn anew", "speed.recompute=full or model.drop_path=0"),
     ("parallel.recompute_every!=1", "speed.recompute=off|budget",
      "it is for blocks that run again", "speed.recompute=full or parallel.recompute_every=1"),
     # Images: decoded, normalised, erased, mixed.

@@ -23,7 +23,7 @@ from pycls_fast.observers import MLflow
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import trackers, train
 from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.loop import Loop
+from pycls_fast.train.loop import Due, Loop
 from pycls_fast.train.trackers import Background, Board, check_installed, open_board
 from tests.integration.runs import TINY, records
 
@@ -299,14 +299,14 @@ def test_another_run_creates_the_experiment_at_the_same_time(
 
 @pytest.mark.slow
 def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    after_step = Loop._after_step
+    due = Loop._due
 
-    def stopped(self: Loop, done: int) -> None:
+    def stopped(self: Loop, done: int) -> Due:
         if done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, done)
+        return due(self, done)
 
-    monkeypatch.setattr(Loop, "_after_step", stopped)
+    monkeypatch.setattr(Loop, "_due", stopped)
     assert run(service, tmp_path, "runtime.log_every_steps=1") == STOPPED
     (seen,) = service.runs.values()
     assert seen.states == [STOPPED if service.package == "wandb" else "KILLED"]
