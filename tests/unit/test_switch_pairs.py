@@ -77,7 +77,7 @@ COMPILED = {"compile", "compile_mode", "optimizer_compile", "cross_entropy"}
 # Values that a kind of model does not have, on any device.
 REFUSED_ALONE = {
     ("timm", ("attention", value)) for value in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "products")
-}
+} | {("timm", ("recompute", "budget"))}  # With drop-path, which is in `COMMON`.
 
 
 def completed(chosen: Mapping[str, str]) -> dict[str, str]:
