@@ -17,12 +17,12 @@ def microbatch_size(config: RunConfig, world: World, *, resumes: bool = False) -
         UserError: the global batch cannot be divided.
     """
     batch, accumulation = config.data.global_batch_size, config.optim.microbatches
-    parts = world.size * accumulation
+    parts = world.data_size * accumulation
     if batch % parts:
         below = max(batch // parts, 1) * parts
-        way_out = _same_batch(batch, world.size, accumulation) if resumes else f"use {below} or {below + parts}"
+        way_out = _same_batch(batch, world.data_size, accumulation) if resumes else f"use {below} or {below + parts}"
         raise UserError(
-            f"data.global_batch_size: {batch} is not divisible by {world.size} ranks x "
+            f"data.global_batch_size: {batch} is not divisible by {world.data_size} ranks x "
             f"optim.accumulation_steps={accumulation}; {way_out}"
         )
     return batch // parts
@@ -65,7 +65,7 @@ def check_mixing(config: RunConfig, world: World) -> None:
     if not config.augment.mixes:
         return
     images, batch = microbatch_size(config, world), config.data.global_batch_size
-    parts = f"{world.size} ranks x optim.accumulation_steps={config.optim.microbatches}"
+    parts = f"{world.data_size} ranks x optim.accumulation_steps={config.optim.microbatches}"
     if images == 1:
         key = "mixup_alpha" if config.augment.mixup_alpha else "cutmix_alpha"
         raise UserError(

@@ -43,8 +43,8 @@ def train_loader(
         len(source),
         seed=config.seed,
         global_batch_size=config.data.global_batch_size,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data_rank,
+        world_size=world.data_size,
         start_step=start_step,
         total_steps=steps,
         accumulation_steps=config.optim.microbatches,
@@ -123,7 +123,7 @@ def eval_loader(config: RunConfig, source: Images, world: World, chosen: Speed) 
         fill=_color(config.data.mean),
     )
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
-    sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.rank, world_size=world.size)
+    sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.data_rank, world_size=world.data_size)
     dataset = ImageDataset(
         source,
         transform,

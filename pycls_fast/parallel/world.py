@@ -34,6 +34,8 @@ class World:
     timeout: datetime.timedelta | None = None
     # Among the ranks of its node.
     local_rank: int = 0
+    # How many neighbours compute one model together, and so see the same images.
+    tensor: int = 1
 
     def at(self, doing: str) -> None:
         """Record what this rank is doing, for the report if it hangs."""
@@ -45,10 +47,25 @@ class World:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
+    @property
+    def data_size(self) -> int:
+        """Into how many parts a batch is divided."""
+        return self.size // self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """The part of every batch that this rank sees: what order, seeds, sizes and metrics depend on."""
+        return self.rank // self.tensor
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one of those with the same images that counts them."""
+        return self.rank % self.tensor == 0
+
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over the ranks, in place."""
+        """Sum what was counted over images, in place: over the ranks that see different ones."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values if self.counts else values.zero_())
         return values
 
     def gather(self, value: T) -> list[T]:

@@ -47,7 +47,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     epochs, warmup = config.schedule.epochs, config.schedule.warmup_epochs
     batch, every = config.data.global_batch_size, config.runtime.eval_every_epochs
     if batch == AUTO:
-        batch = fitting_batch(config, _batch(images, world.size * config.optim.microbatches), world, classes)
+        batch = fitting_batch(config, _batch(images, world.data_size * config.optim.microbatches), world, classes)
     if epochs == AUTO:
         epochs = _epochs(images, batch)
         if warmup > epochs:

@@ -261,7 +261,7 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
         return config
     memory, steps = device_memory(config, world), 1
     if memory is not None:
-        made = MemoryPlan(config, world.device, world.size, classes or 1000)
+        made = MemoryPlan(config, world.device, world.data_size, classes or 1000)
         found = made.fitting(memory)
         if found is None:
             way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
@@ -281,9 +281,9 @@ def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | No
     """A global batch, halved until a step of a given number of microbatches fits into the memory that is known."""
     memory = None if config.optim.accumulation_steps == AUTO else device_memory(config, world)
     parts = config.optim.microbatches
-    while memory is not None and batch % (2 * world.size * parts) == 0:
+    while memory is not None and batch % (2 * world.data_size * parts) == 0:
         tried = config.with_values(data={"global_batch_size": batch})
-        if MemoryPlan(tried, world.device, world.size, classes or 1000).peak(parts) <= _USABLE * memory:
+        if MemoryPlan(tried, world.device, world.data_size, classes or 1000).peak(parts) <= _USABLE * memory:
             break
         batch //= 2
     return batch

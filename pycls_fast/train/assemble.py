@@ -219,7 +219,7 @@ def make_step(
         clip_foreach=switches.clip == "foreach",
         ema=build.ema(config, weights, switches),
         seed=config.seed,
-        rank=world.rank,
+        rank=world.data_rank,
         accumulation_steps=config.optim.microbatches,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )

@@ -159,7 +159,7 @@ def with_progress(
     for done, batch in enumerate(batches, start=1):
         yield batch
         world.at(f"{doing}: {done} batches done")
-        display.advance_evaluation(len(batch.labels_B) * world.size)
+        display.advance_evaluation(len(batch.labels_B) * world.data_size)
         after()
 
 
@@ -181,7 +181,8 @@ def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictio
         else torch.empty(0, dtype=kind).numpy()
         for i, kind in enumerate(kinds)
     ]
-    columns = [np.concatenate(parts) for parts in zip(*world.gather(mine), strict=True)]
+    found = [part for part in world.gather(mine if world.counts else None) if part is not None]
+    columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
     order_N = np.argsort(columns[0], kind="stable")
     return Predictions(*(column[order_N] for column in columns))
 

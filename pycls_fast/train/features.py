@@ -73,7 +73,7 @@ def collect_features(
     display.end_features()
     report_damage(damaged, max_damaged, world, display, outcome="not counted")
     # Gathered in host memory, which is larger.
-    mine = (torch.cat(seen), torch.cat(labels)) if seen else None
+    mine = (torch.cat(seen), torch.cat(labels)) if seen and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
     if not found:
         raise UserError(f"split: {split} has no image that can be read")

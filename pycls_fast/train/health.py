@@ -243,7 +243,7 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
 
 def _way_out(config: RunConfig, world: World) -> str:
     """What the memory plan says of a step that did not fit, and the smaller microbatches to try."""
-    made = plan.MemoryPlan(config, world.device, world.size)
+    made = plan.MemoryPlan(config, world.device, world.data_size)
     try:
         needs = f" (a step needs {plan.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
     except UserError:

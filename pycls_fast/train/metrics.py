@@ -62,17 +62,17 @@ class TrainMetrics:
         """
         self._damaged += damaged
         # A place for each rank, so that the sum over the ranks keeps them apart.
-        waits = torch.zeros(world.size, dtype=torch.float64, device=self._device)
-        waits[world.rank] = waited
+        waits = torch.zeros(world.data_size, dtype=torch.float64, device=self._device)
+        waits[world.data_rank] = waited
         values = world.sum(torch.cat([self._sums.to(self._device), waits])).tolist()
         self._sums.zero_()
         # The norm is the same on every rank; the loss is not.
-        loss, norms, finite, steps, reports = (value / world.size for value in values[:5])
+        loss, norms, finite, steps, reports = (value / world.data_size for value in values[:5])
         return {
             "loss": loss / max(steps, 1),
             "grad_norm": norms / finite if finite else float("nan"),
             "skipped_steps": round(steps - finite),
-            "damaged": round(reports * world.size),
+            "damaged": round(reports * world.data_size),
             "waited": max(values[5:]),
         }
 
@@ -161,7 +161,7 @@ class StepMemory:
 
     def __init__(self, world: World, *, compiled: bool) -> None:
         self._device = world.device
-        self._left = _COUNTED if world.device.type == "cpu" and world.size == 1 and not compiled else 0
+        self._left = _COUNTED if world.device.type == "cpu" and world.data_size == 1 and not compiled else 0
         self._peak = 0
 
     @contextmanager

@@ -119,9 +119,9 @@ def introduce(run: Run) -> None:
     config, world = run.config, run.world
     train, val = run.parts.sources["train"], run.parts.sources["val"]
     batch = f"{config.data.global_batch_size}"
-    if world.size * config.optim.microbatches > 1:
-        each = config.data.global_batch_size // world.size // config.optim.microbatches
-        batch += f" = {world.size} ranks x {config.optim.microbatches} microbatches x {each}"
+    if world.data_size * config.optim.microbatches > 1:
+        each = config.data.global_batch_size // world.data_size // config.optim.microbatches
+        batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
     chosen = "  ".join(
         f"{switch.name}={getattr(run.parts.speed, switch.name)}"
         for switch in SWITCHES.values()
@@ -255,7 +255,7 @@ def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
 def _memory(run: Run) -> str:
     """What a rank's device has to hold, by the memory plan."""
     steps = run.config.optim.microbatches
-    made = plan.MemoryPlan(run.config, run.world.device, run.world.size, len(run.classes))
+    made = plan.MemoryPlan(run.config, run.world.device, run.world.data_size, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
     memory = plan.device_memory(run.config, run.world)
     return text if memory is None else f"{text}; {_at_the_peak(made, steps)} of {human(memory, 'B')}"

@@ -112,7 +112,7 @@ def measure_stages(
             for stage, seconds in clock.seconds.items():
                 samples[stage].append(seconds / len(chosen))
     workers = build.num_workers(config)
-    return {**_summary(samples, workers, build.cores_per_rank(), world.size), "images": images}
+    return {**_summary(samples, workers, build.cores_per_rank(), world.data_size), "images": images}
 
 
 def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> None:

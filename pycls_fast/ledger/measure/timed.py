@@ -159,7 +159,7 @@ def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microba
             config.data.training_image_sizes[0],
             variant.classes,
             erase_probability=config.augment.erase_probability,
-            seed=counter_seed(config.seed, _TRAINING_BATCH, world.rank),
+            seed=counter_seed(config.seed, _TRAINING_BATCH, world.data_rank),
             device=world.device,
             host=host,
         )
@@ -170,7 +170,7 @@ def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microba
             config.data.image_size,
             variant.classes,
             erase_probability=0.0,
-            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.rank),
+            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.data_rank),
             device=world.device,
             host=host and replace(host, mixer=None),
         )

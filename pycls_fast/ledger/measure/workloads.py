@@ -97,7 +97,7 @@ class TrainPart:
     name: PartName = "train"
 
     def __init__(self, trainer: Trainer, microbatch: Batch, accumulation_steps: int, world: World) -> None:
-        self.images_per_step = len(microbatch) * accumulation_steps * world.size
+        self.images_per_step = len(microbatch) * accumulation_steps * world.data_size
         self._trainer = trainer
         self._microbatch = microbatch
         self._accumulation_steps = accumulation_steps
@@ -125,7 +125,7 @@ class InferencePart:
     name: PartName = "inference"
 
     def __init__(self, network: nn.Module, step: Step, batch: Batch, world: World) -> None:
-        self.images_per_step = len(batch) * world.size
+        self.images_per_step = len(batch) * world.data_size
         self._network = network
         self._step = step
         self._batch = batch

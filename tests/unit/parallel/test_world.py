@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.launch import choose_device, start_world
 from pycls_fast.parallel.rendezvous import open_store
+from pycls_fast.parallel.world import World
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,11 @@ def test_the_gpu_of_a_rank(
         return
     with pytest.raises(UserError, match=f"4 or more ranks on a node that shows each of them {count} CUDA devices"):
         choose_device("auto", 3)
+
+
+def test_ranks_that_share_a_model_see_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, two to a model: what is counted over images is counted once for each two."""
+    monkeypatch.setattr(dist, "all_reduce", lambda values: values)
+    worlds = [World(rank, 4, torch.device("cpu"), tensor=2) for rank in range(4)]
+    assert [(world.data_rank, world.data_size) for world in worlds] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [world.sum(torch.tensor(7)).item() for world in worlds] == [7, 0, 7, 0]
