@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_LEAVES = {"errors", "choice", "values", "seeds", "network", "files"}
+_LEAVES = {"errors", "reading", "choice", "values", "seeds", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
 _PLAN = _BUILD | {"build"}
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "observers": {"choice", "errors", "values"},
     "seeds": set(),
     "files": set(),
+    "reading": set(),
     "network": {"errors"},
     "published": set(),
     "models": _LEAVES,

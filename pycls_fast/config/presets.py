@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import Parallel, Precision
+from pycls_fast.errors import UserError
+from pycls_fast.reading import read_yaml
 
 # Depth, width, heads and the MLP's width. Ti, S and B: DeiT (Touvron et al. 2021, Table 1); L and H: Dosovitskiy et al.
 # 2021, Table 1; g: Zhai et al., Scaling Vision Transformers, 2022, Table 2; GF: Xiao et al., Early Convolutions Help
@@ -206,8 +207,10 @@ def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dic
         preset = MODELS.get(_TORCHVISION.get(name, name))
         found = None if preset is None else dict(preset)
     elif weights and (Path(weights) / "config.yaml").is_file():
-        saved = yaml.safe_load((Path(weights) / "config.yaml").read_text(encoding="utf-8"))
-        found = {**saved["model"], "num_classes": None}
+        try:
+            found = {**read_yaml(Path(weights) / "config.yaml")["model"], "num_classes": None}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"weights: {weights}/config.yaml cannot be read ({error}); give its checkpoint") from error
     if found is None:
         return given
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}

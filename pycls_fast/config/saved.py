@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +17,7 @@ from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
+from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, interpolation, parse_json, read_json, read_yaml
 
 SAVED = "saved_with_weights"
 """The name under which Hydra finds a saved configuration."""
@@ -85,21 +84,22 @@ def _in_header(file: Path) -> dict[str, Any] | None:
     """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
     try:
         with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
         text = header.get("__metadata__", {}).get("config")
-        values = None if text is None else json.loads(text)
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
+        values = None if text is None else parse_json(text)
+    except (OSError, ValueError, TypeError, AttributeError):
         return None  # Reported when the tensors are read.
     return our_config(values)
 
 
 def _in_state(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"weights: {file} cannot be read ({type(error).__name__}); take another checkpoint") from error
-    assert isinstance(values, dict)
-    return values
+        state = read_json(file)
+        config: Any = state.get("config") if isinstance(state, dict) else None
+        check(SavedConfiguration, config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"weights: {file} cannot be read ({error}); take another checkpoint") from error
+    return dict(config)
 
 
 def saved_in_run(run_dir: Path) -> SavedConfig:
@@ -112,9 +112,9 @@ def saved_in_run(run_dir: Path) -> SavedConfig:
     if not file.is_file():
         raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
+        values = read_yaml(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}: holds no keys; it is not a run's configuration")
     return SavedConfig(values, file, run_dir.name)
@@ -145,7 +145,13 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     resolved for training on the run's device with its compiler, which may not be available here. Nothing of the
     strategy in `parallel` is taken, since the network is not wrapped for scoring and there may be another number of
     ranks.
+
+    Raises:
+        UserError: there are values that Hydra would resolve, or keys of its own.
     """
+    key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
+    if key is not None:
+        raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
     chosen = {override.partition("=")[0] for override in overrides if "={" not in override}

@@ -21,6 +21,7 @@ from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
 from pycls_fast.ledger.report.text import duration
+from pycls_fast.reading import cell, read_json
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
@@ -166,7 +167,7 @@ def texts(values: Values) -> dict[str, str]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return read_json(file) if file.is_file() else None
     except ValueError as error:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
 
@@ -381,7 +382,7 @@ def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:
     numbers = [name for key in _COLUMNS for name in (key, f"{key}_half")]
     writer.writerow(["runs", "state", *keys, SEED, FOLD, "count", *numbers])
     for row in records:
-        runs, seeds, folds = (";".join(row[key]) for key in ("runs", "seeds", "folds"))
-        settings = ["" if value is None else value for value in row["settings"].values()]
+        runs, seeds, folds = (cell(";".join(row[key])) for key in ("runs", "seeds", "folds"))
+        settings = ["" if value is None else cell(value) for value in row["settings"].values()]
         writer.writerow([runs, row["state"], *settings, seeds, folds, row["count"], *(row[name] for name in numbers)])
     return text.getvalue()

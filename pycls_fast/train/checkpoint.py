@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
 from pycls_fast.parallel import ALONE, World
+from pycls_fast.reading import SavedWeights, check, read_bytes, read_json
 from pycls_fast.train.state import State, Tensors, differing_shapes, join
 
 FORMAT = 4
@@ -198,6 +199,18 @@ class Checkpoint:
         self.plain = plain
         self.specs = specs
 
+    def require(self, schema: type[SavedWeights]) -> Checkpoint:
+        """Itself, if its plain values have the fields of a schema.
+
+        Raises:
+            UserError: one is missing or of another type.
+        """
+        try:
+            check(schema, self.plain)
+        except ValueError as error:
+            raise UserError(f"{self.path}: the checkpoint is damaged ({STATE}: {error}); take another one") from error
+        return self
+
     def part(self, name: str) -> dict[str, Spec]:
         """The tensors under a name ("model", "ema", "optimizer"), by the rest of their paths."""
         return {path.removeprefix(f"{name}/"): spec for path, spec in self.specs.items() if path.startswith(f"{name}/")}
@@ -310,7 +323,7 @@ def _not_ours(path: Path) -> str | None:
 
 def _described(path: Path, world: World) -> Checkpoint | str:
     try:
-        plain = json.loads((path / STATE).read_text(encoding="utf-8"))
+        plain = read_json(path / STATE)
         metadata = _Reader(path).read_metadata()
         specs = {name: _spec(name, entry) for name, entry in metadata.state_dict_metadata.items()}
         _check_sizes(path, metadata, world)
@@ -363,7 +376,7 @@ class _Reader(dcp.FileSystemReader):
     """torch's reader, but reading `.metadata` runs no code from it (torch unpickles anything)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        text = (Path(self.path) / ".metadata").read_bytes()
+        text = read_bytes(Path(self.path) / ".metadata")
         metadata = _Unpickler(io.BytesIO(text)).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("not the description of a distributed checkpoint")

@@ -19,7 +19,10 @@ import yaml
 from pycls_fast.errors import UserError
 from pycls_fast.files import flush, user_path
 from pycls_fast.parallel import World
+from pycls_fast.reading import parse_record, read_bytes
 from pycls_fast.train.environment import environment_command
+
+_METRICS_BYTES = 1 << 30
 
 
 @contextmanager
@@ -30,6 +33,8 @@ def atomic_write(file: Path) -> Iterator[Path]:
         OSError: for example, the disk is full.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    # Another's link of this name must not be followed.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         temporary.replace(file)
@@ -177,7 +182,7 @@ class RunFolder:
     def _occupy(self, wait_seconds: float, on_wait: Callable[[str], None]) -> str | None:
         until, waiting = time.monotonic() + wait_seconds, False
         while self._lock is None and self.path.is_dir():
-            file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+            file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # A process that left in the meantime has removed the file.
@@ -246,7 +251,7 @@ class RunFolder:
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
         with writing(self.metrics):
             if self._metrics is None:
-                self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with open(self._metrics, "a", encoding="utf-8", closefd=False) as file:
                 file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         if kind != "train":
@@ -255,7 +260,7 @@ class RunFolder:
         return record
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, or those of one kind; a last line cut off by a kill is left out.
+        """The records of `metrics.jsonl`, or those of one kind; damaged lines are left out.
 
         Raises:
             UserError: the file is not text.
@@ -265,17 +270,12 @@ class RunFolder:
         # `kind` comes first; other kinds are not parsed.
         start = "" if kind is None else f'{{"kind": {json.dumps(kind)},'
         try:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
+            lines = read_bytes(self.metrics, _METRICS_BYTES).decode().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{self.metrics}: cannot be read ({error}); repair or remove it") from error
         for line in lines:
-            if not line.startswith(start):
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "kind" in record:
+            record = parse_record(line) if line.startswith(start) else None
+            if record is not None:
                 yield record
 
     def forget_after(self, step: int) -> None:

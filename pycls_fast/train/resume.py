@@ -18,6 +18,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
+from pycls_fast.reading import SavedState
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display, epochs
@@ -130,12 +131,18 @@ def find_start(
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
         if opened is not None:
             display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
+    mine = restarted or setting == "auto" or (named is not None and _was_resumed_from(folder, world, named))
+    if opened is None and mine and world.from_main(world.is_main and any(folder.records("checkpoint"))):
+        raise UserError(
+            f"run_dir: {folder.path} has records of checkpoints, but {folder.checkpoints} holds none; bring them back "
+            "(is the disk mounted?), or start again in another run_dir"
+        )
     if opened is None and named is not None:
         try:
             opened = checkpoint.open_checkpoint(named, world)
         except UserError as error:
             raise UserError(*(f"resume: {line}" for line in error.lines)) from error
-    return opened
+    return opened and opened.require(SavedState)
 
 
 def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:

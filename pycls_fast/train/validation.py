@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
+from pycls_fast.reading import read_json
 from pycls_fast.train import checkpoint
 from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
@@ -280,7 +280,7 @@ def _export_best(run: Run) -> None:
 def _has_summary(run: Run) -> bool:
     """Whether an earlier process wrote the summary of all the run's steps."""
     try:
-        summary = json.loads((run.folder.path / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(run.folder.path / "summary.json")
         return summary["steps"] == run.total_steps and summary["final"] is not None
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -17,6 +17,7 @@ from pycls_fast.models import VisionTransformer, pretrained
 from pycls_fast.network import Network
 from pycls_fast.optim.shards import assign, local, local_slices
 from pycls_fast.parallel import ALONE, FlatShards, World
+from pycls_fast.reading import SavedWeights
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import Spec
 from pycls_fast.train.pretrained import fit_weights, mismatch_lines, other_class
@@ -265,7 +266,7 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
     """
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
-    saved = checkpoint.open_checkpoint(path, world)
+    saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
     chosen = _choose(kind, path, has_ema=bool(saved.part("ema")))
 
     def fill(tensors: Mapping[str, Tensor]) -> None:

@@ -310,6 +310,9 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     before = (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match=r"run_dir: none of the checkpoints in .* can be resumed from; repair one"):
         train(load_config("vit_digits", overrides))
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=r"run_dir: .* has records of checkpoints, but .* holds none; bring them back"):
+        train(load_config("vit_digits", overrides))
     assert (tmp_path / "metrics.jsonl").read_text() == before
     # Who was refused keeps nobody out.
     assert not (tmp_path / ".lock").exists()
@@ -329,5 +332,7 @@ def test_killed_before_its_first_checkpoint(tmp_path: Path, digits: Path) -> Non
     assert train(load_config("vit_digits", overrides)) == 0
     before = [record["loss"] for record in records(tmp_path, "train")]
     shutil.rmtree(tmp_path / "checkpoints")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(line for line in lines if '"checkpoint"' not in line))
     assert train(load_config("vit_digits", overrides)) == 0
     assert [record["loss"] for record in records(tmp_path, "train")] == before

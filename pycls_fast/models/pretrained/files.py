@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import pickle
 import zipfile
@@ -18,6 +17,7 @@ from torch import Tensor
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import our_config
 from pycls_fast.models.pretrained.traits import Traits
+from pycls_fast.reading import parse_json
 
 # The first bytes of PyTorch's files: archives, and pickles before version 1.6.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
@@ -91,7 +91,7 @@ def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
 
 def _json_or_none(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

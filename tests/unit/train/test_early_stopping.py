@@ -84,7 +84,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
     evaluations = Evaluations(run, Board(), lambda: None)
     for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
         save_checkpoint({"step": step}, folder.checkpoints, step, keep=2)
-        folder.add_record("eval", step, step, split="val", weights="model", top1=top1, loss=loss)
+        folder.add_record("eval", step, step, split="val", weights="model", count=9, top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert checkpoint.step_of((folder.checkpoints / "best").resolve()) == best
     assert summary_values(run, evaluations.records(), rate=1.0, step_seconds=1.0, memory=1)["best"]["step"] == best

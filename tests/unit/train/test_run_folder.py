@@ -7,11 +7,13 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,8 @@ from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.resume import choose_run_dir
 from tests.unit.train.test_evaluation import CPU
 
+NUMBERS = {"loss": 1.0, "images_per_second": 10.0}
+
 
 def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
@@ -43,12 +47,12 @@ def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
 
 def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.add_record("train", 1, 0.5, loss=1.0)
+    folder.add_record("train", 1, 0.5, **NUMBERS)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "train", "step": 2, "lo')
     assert [record["step"] for record in folder.records()] == [1]
     folder.forget_after(1)
-    folder.add_record("train", 2, 1.0, loss=0.5)
+    folder.add_record("train", 2, 1.0, **NUMBERS)
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
@@ -59,20 +63,20 @@ def test_records_are_on_disk_at_once_and_the_file_is_opened_once(
     monkeypatch.setattr("os.open", lambda path, *more: opened.append(Path(path)) or system_open(path, *more))
     with RunFolder(tmp_path) as folder:
         for step in (1, 2, 3):
-            folder.add_record("train", step, 0.5)
+            folder.add_record("train", step, 0.5, **NUMBERS)
             assert len(folder.metrics.read_text().splitlines()) == step
         assert opened == [folder.metrics]
         # The rewritten file is another one.
         folder.forget_after(1)
-        folder.add_record("train", 4, 0.5)
+        folder.add_record("train", 4, 0.5, **NUMBERS)
         assert [record["step"] for record in folder.records()] == [1, 4]
 
 
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
-        folder.add_record("train", step, step / 2, loss=1.0)
-    folder.add_record("event", 3, 1.5, event="damaged image")
+        folder.add_record("train", step, step / 2, **NUMBERS)
+    folder.add_record("event", 3, 1.5, event="stopped")
     folder.forget_after(2)
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
 
@@ -85,12 +89,27 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     ],
 )
 def test_a_full_disk_is_one_line(tmp_path: Path, write: Callable[[RunFolder], None], name: str) -> None:
-    """/dev/full takes a name, and no byte."""
-    for file in ("metrics.jsonl", f".summary.json.{os.getpid()}.tmp"):
-        (tmp_path / file).symlink_to("/dev/full")
-    line = rf"^run_dir: {tmp_path / name} cannot be written \(No space left on device\); fix this, then the same"
-    with pytest.raises(UserError, match=line):
-        write(RunFolder(tmp_path))
+    line = rf"^run_dir: {tmp_path / name} cannot be written \(File too large\); fix this, then the same"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UserError, match=line):
+            write(RunFolder(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_links_in_the_folder_are_not_followed_when_writing(tmp_path: Path) -> None:
+    (victim := tmp_path / "victim").write_text("as before")
+    for name in (".lock", "metrics.jsonl", f".summary.json.{os.getpid()}.tmp"):
+        run = tmp_path / f"run{name}"
+        run.mkdir()
+        (run / name).symlink_to(victim)
+        with suppress(UserError), RunFolder(run) as folder:
+            folder.occupy()
+            folder.add_record("event", 1, 0.5, event="stopped")
+            folder.write_json("summary.json", {})
+        assert victim.read_text() == "as before"
 
 
 def test_curves_are_drawn_from_records_with_gaps(tmp_path: Path) -> None:
