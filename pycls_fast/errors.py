@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -54,6 +57,14 @@ def first_few(names: Sequence[str], limit: int = 5) -> str:
     return shown + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that control a terminal; tabs and line ends stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UserError(Exception):
     """A mistake in the configuration, the data or the machine's set-up that the user can fix.
 
@@ -96,6 +107,7 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         sys.stdout.reconfigure(errors="backslashreplace")
     status = DONE
     try:
+        check_launcher()
         status = action()
         print(end="", flush=True)
         return status
@@ -110,6 +122,9 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
     except KeyboardInterrupt:
         print_lines("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
+    except MemoryError:
+        print_lines("error", [f"out of host memory (ulimit -v, or the machine's); lower {batch} or data.num_workers"])
+        return MISTAKE
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -121,11 +136,56 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
 
 def print_lines(kind: str, lines: Iterable[str]) -> None:
     """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only."""
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if is_first_of_node():
         # The terminal may be gone; the exit status still reports the error.
         with suppress(OSError):
             for line in lines:
-                print(f"{kind}: {line}", file=sys.stderr)
+                print(f"{kind}: {printable(line)}", file=sys.stderr)
+
+
+def is_first_of_node() -> bool:
+    """Whether this is the process of its node that prints what all have to say."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return not rank.isdecimal() or int(rank) == 0
+
+
+_NUMBERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_CPUS_PER_TASK"),
+)
+_RESOLVE_SECONDS = 60
+_LAUNCH = "start with torchrun, or unset it"
+
+
+def check_launcher() -> None:
+    """Check the environment variables of launchers, which say how many ranks there are and where they meet.
+
+    Raises:
+        UserError: one has no usable value, or some are missing.
+    """
+    for name in _NUMBERS:
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdecimal()):
+            raise UserError(f"{name}: must be a whole number, got {value!r} (the environment); {_LAUNCH}")
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank >= size:
+        raise UserError(f"RANK: must be below WORLD_SIZE={size}, got {rank} (the environment); {_LAUNCH}")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if size == 1 or "SUBMITIT_EXECUTOR" in os.environ:
+        return
+    if missing:
+        raise UserError(f"{missing[0]}: not set, but WORLD_SIZE={size} is (the environment); {_LAUNCH}")
+    until = time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+            return
+        except (OSError, UnicodeError) as error:
+            # The name of a node that starts at the same time may come a little later.
+            if time.monotonic() > until:
+                reason = getattr(error, "strerror", None) or error
+                raise UserError(f"MASTER_ADDR: no host {os.environ['MASTER_ADDR']} ({reason}); {_LAUNCH}") from error
+            time.sleep(1)
 
 
 def discard_output() -> None:
@@ -193,7 +253,7 @@ def end_import(number: int, frame: FrameType | None) -> None:
     if "<frozen importlib._bootstrap>" not in files and __file__ in files[1:]:
         signal.default_int_handler(number, frame)
     # Once per node.
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if is_first_of_node():
         _say("interrupted: Ctrl-C ended this at once\n")
     os._exit(INTERRUPTED)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -225,14 +224,6 @@ def parse_record(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return dict(record)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """The text with escapes in place of characters that control a terminal; tabs and line ends stay."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cell(value: Any) -> Any:

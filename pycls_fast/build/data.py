@@ -170,6 +170,7 @@ def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | Ev
         num_workers=num_workers(config),
         pin_memory=world.device.type == "cuda",
         prefetch_factor=config.data.prefetch_factor,
+        timeout_seconds=config.parallel.timeout_seconds,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import re
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +85,9 @@ def _deaths_noticed_when_waiting() -> Iterator[None]:
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
 
+    timeout_seconds = 600.0
+    """How long a batch of the workers may be waited for."""
+
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
         sampler: Any = self.batch_sampler
@@ -94,19 +99,56 @@ class ImageLoader(DataLoader[Any]):
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
+            _limit_waiting(iterator, self.timeout_seconds)
         try:
             for batch in iterator:
                 count_batch()
                 if isinstance(batch, UserError):
                     raise batch
                 yield batch
-        except RuntimeError as error:
-            death = _worker_death(str(error), getattr(iterator, "_workers", []))
+        except (RuntimeError, OSError) as error:
+            death = _worker_death(str(error), getattr(iterator, "_workers", [])) or _shortage(str(error))
             if death is None:
                 raise
             raise UserError(death) from error
         finally:
             _stop_workers(iterator)
+
+
+def _limit_waiting(iterator: Any, seconds: float) -> None:
+    """Let an iterator raise when no batch has come for so long, as when a worker's thread for sending has died.
+
+    Not torch's `timeout`, which would look for dead workers only at its end.
+    """
+    attempt, waited = iterator._try_get_data, 0.0
+
+    def limited(*arguments: Any, **more: Any) -> Any:
+        nonlocal waited
+        asked = time.monotonic()
+        found, data = attempt(*arguments, **more)
+        waited = 0.0 if found else waited + time.monotonic() - asked
+        if waited > seconds:
+            raise UserError(
+                f"no batch has come from the data workers for {seconds:g} s (parallel.timeout_seconds), though all "
+                "live; see what they printed, and whether the data's disk answers; data.num_workers=0 shows the error"
+            )
+        return found, data
+
+    iterator._try_get_data = limited
+
+
+_SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")
+
+
+def _shortage(message: str) -> str | None:
+    """The message for what the machine lacks to pass batches between processes; None if it is about something else."""
+    found = _SHORTAGE.search(message)
+    if found is None:
+        return None
+    way_out = MORE_SHARED_MEMORY
+    if "Too many open files" in message:
+        way_out = "raise the limit (ulimit -n), or lower data.num_workers or data.prefetch_factor"
+    return f"data workers: {found[0]}; {way_out}"
 
 
 def _worker_death(message: str, workers: Sequence[BaseProcess]) -> str | None:
@@ -133,6 +175,7 @@ def make_loader(
     num_workers: int,
     pin_memory: bool = False,
     prefetch_factor: int = 2,
+    timeout_seconds: float = 600.0,
 ) -> ImageLoader:
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
@@ -141,6 +184,7 @@ def make_loader(
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
             asynchronously.
         prefetch_factor: batches that each worker has ready or in progress.
+        timeout_seconds: how long a batch of the workers may be waited for.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.
@@ -148,7 +192,7 @@ def make_loader(
     # Each would be forked from a process with the device's memory mapped, and get nothing to do.
     num_workers = min(num_workers, max(len(sampler), 1))
     with _workers_as_chosen():
-        return ImageLoader(
+        loader = ImageLoader(
             dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
@@ -159,6 +203,8 @@ def make_loader(
             # Otherwise the loader would draw the workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(dataset.seed),
         )
+    loader.timeout_seconds = timeout_seconds
+    return loader
 
 
 def _as_is(batch: Any) -> Any:

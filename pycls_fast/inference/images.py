@@ -17,6 +17,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, is_folder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
+from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 _KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
 
@@ -43,7 +44,7 @@ class GivenImages(Images):
         """The file's bytes or the pixels, and a dummy label."""
         item = self._items[index]
         if isinstance(item, Path):
-            return item.read_bytes(), 0
+            return read_bytes(item, IMAGE_BYTES), 0
         if isinstance(item, Image.Image):
             return np.asarray(as_rgb(item, upright=self._upright)), 0
         return item, 0

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.errors import DONE, MISTAKE, UserError, printable
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
@@ -81,7 +81,7 @@ def draw_maps(
         for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
             print(file)
     for name, reason in unreadable:
-        print(f"unreadable: {name}: {reason}", file=sys.stderr)
+        print(f"unreadable: {printable(name)}: {reason}", file=sys.stderr)
     return DONE if found else MISTAKE
 
 

@@ -13,10 +13,11 @@ from typing import Any, TextIO
 
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.errors import DONE, MISTAKE, UserError, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
+from pycls_fast.reading import cell
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.folder import output_file
@@ -95,7 +96,7 @@ def predict(
 
 def _report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None:
     for name, reason in unreadable:
-        print(f"unreadable: {name}: {reason}", file=sys.stderr)
+        print(f"unreadable: {printable(name)}: {reason}", file=sys.stderr)
     if unreadable:
         print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 
@@ -182,8 +183,8 @@ def _csv_rows(found: Iterable[Prediction]) -> Iterator[list[Any]]:
         if not header_is_written:
             yield _csv_header(len(each.top))
             header_is_written = True
-        cells = ((guess.label, guess.class_name, f"{guess.probability:.6g}") for guess in each.top)
-        yield [each.image, *(cell for cells_of_one in cells for cell in cells_of_one)]
+        cells = ((guess.label, cell(guess.class_name), f"{guess.probability:.6g}") for guess in each.top)
+        yield [cell(each.image), *(value for cells_of_one in cells for value in cells_of_one)]
     if not header_is_written:
         yield _csv_header(1)
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from pycls_fast.errors import discard_output
+from pycls_fast.errors import discard_output, printable
 
 _PLAIN_SECONDS = 5.0
 # From this many columns of the terminal on there is room for a long bar.
@@ -73,11 +73,11 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, markup=False)
+        self.console.print(printable(text), markup=False)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self.console.print(f"warning: {text}", style="yellow", markup=False)
+        self.console.print(f"warning: {printable(text)}", style="yellow", markup=False)
 
     def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
         """Show the run's bar, at the step it starts from; until the first numbers it may say that it `compiles`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from pycls_fast.config.compose import check, compose, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, is_first_of_node
 from pycls_fast.files import user_path
 from pycls_fast.train.loop import train
 
@@ -59,7 +58,7 @@ def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
     composed = compose(experiment, overrides, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
     config = check(composed, Purpose(trains=True))
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if is_first_of_node():
         for note in notes(config, composed):
             print(f"note: {note}", file=sys.stderr)
     folders: list[Path] = []

@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType
 
 from pycls_fast.config import launch
-from pycls_fast.errors import UserError, end_import
+from pycls_fast.errors import UserError, end_import, is_first_of_node
 
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
 _REQUEUE_SECONDS = 60
@@ -106,7 +106,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 def _answer(name: str) -> None:
     """Print an answer at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if is_first_of_node():
         # torchrun forwards only the first one.
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""

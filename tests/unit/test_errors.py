@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from pycls_fast.errors import UserError, first_line, one_of
+from pycls_fast.errors import UserError, first_line, one_of, reporting
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -34,3 +34,26 @@ def test_one_of_the_names_that_there_are() -> None:
 @pytest.mark.parametrize(("text", "line"), [("a\nb", "a"), ("\n  \nb", "b"), ("", "OSError"), ("\n", "OSError")])
 def test_the_first_line_of_any_error(text: str, line: str) -> None:
     assert first_line(OSError(text)) == line
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "no.such.host."}, "MASTER_ADDR"),
+    ],
+)
+def test_variables_of_launchers_are_checked_first(
+    variables: dict[str, str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pycls_fast.errors._RESOLVE_SECONDS", -1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert reporting(lambda: pytest.fail("started")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {key}: ")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.config.saved import SavedConfig, register
-from pycls_fast.errors import UserError
-from pycls_fast.reading import cell, parse_json, parse_record, printable, read_bytes, read_yaml
+from pycls_fast.errors import UserError, printable
+from pycls_fast.reading import cell, parse_json, parse_record, read_bytes, read_yaml
 
 
 def test_only_ordinary_files_of_a_sane_size_are_read(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Classes are matched by WordNet ids, which ImageNet's own class folders are named
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pycls_fast.data.sources.imagenet import VAL_NUMBER
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.sources.labels import read_lines
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.reading import read_json
 
 _WNID = re.compile(r"n\d{8}")
 
@@ -87,7 +87,7 @@ def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, va
     file = root / "real.json" if root.is_dir() else root
     order = _standard_order(classes, ids)
     try:
-        lists = json.loads(file.read_text(encoding="utf-8"))
+        lists = read_json(file)
         answers = [order[np.array(own, dtype=np.int64)] for own in lists]
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UserError(

@@ -15,6 +15,7 @@ from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Extensions of image files, in any case."""
@@ -67,7 +68,7 @@ class FileImages(Images, Mapped):
         self._numbered = numbered
 
     def read(self, index: int) -> tuple[bytes, int]:
-        return Path(self.name(index)).read_bytes(), int(self.labels[index])
+        return read_bytes(self.name(index), IMAGE_BYTES), int(self.labels[index])
 
     def name(self, index: int) -> str:
         return str(self.root / self._names[index])

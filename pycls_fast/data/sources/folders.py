@@ -21,7 +21,7 @@ from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, is_first_of_node
 
 _UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
 _LAYOUT = (
@@ -123,7 +123,7 @@ def _scan(root: Path) -> Index:
     counts = [len(listing.names) for listing in listings]
     unread = sum((listing.unread for listing in listings), Counter[str]())
     # Once per node: each rank opens the dataset.
-    if unread and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if unread and is_first_of_node():
         found = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
         print(
             f"note: {root}: images in formats that are not read are left out ({found}); convert them", file=sys.stderr

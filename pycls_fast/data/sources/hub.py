@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pycls_fast.data.sources.files import SPLIT_OF, find_files
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 
 class ArrowImages(Images):
@@ -35,8 +37,9 @@ class ArrowImages(Images):
     def read(self, index: int) -> tuple[bytes, int]:
         image = self._images[index].column(0)[0].as_py()
         if isinstance(image, dict):
-            image = Path(image["path"]).read_bytes() if image["bytes"] is None and image.get("path") else image["bytes"]
-        if image is None:
+            path, image = image.get("path"), image["bytes"]
+            image = read_bytes(path, IMAGE_BYTES) if image is None and isinstance(path, str) else image
+        if not isinstance(image, bytes):
             raise OSError("there is no image in this row")
         return image, int(self.labels[index])
 
@@ -63,7 +66,8 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Images]:
         # names are patterns.
         exact = [glob.escape(file) for file in found]
         dataset = _load(root, partial(_load_parquet, files=exact))
-        opened[split] = _open_split(f"{root} ({split})", dataset, options, names=names, may_lack=split == "test")
+        read = partial(_open_split, f"{root} ({split})", dataset, options, names=names, may_lack=split == "test")
+        opened[split] = _load(root, lambda _, read=read: read())  # type: ignore[misc]
     return as_splits(opened, options, where=root)
 
 
@@ -94,7 +98,12 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Images]:
         if split not in loaded:
             raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
     opened: dict[str, Images] = {
-        own: _open_split(f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test")
+        own: _load(
+            name,
+            lambda _, own=own, split=split: _open_split(  # type: ignore[misc]
+                f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test"
+            ),
+        )
         for own, split in named.items()
     }
     return as_splits(opened, options, where=name)
@@ -107,6 +116,8 @@ def _load(name: str, load: Callable[[Any], Any]) -> Any:
         raise UserError("data.source: parquet and hub need `datasets`: pip install -e '.[hub]'") from error
     try:
         return load(datasets)
+    except UserError:
+        raise
     except Exception as error:
         # Raised by the hub, the file system, Arrow or the dataset's own definition.
         reason = error.__cause__ or error
@@ -136,8 +147,14 @@ def _open_split(
     if may_lack and all(value is None for value in values):
         values = [-1] * len(values)
     names = names or getattr(features.get(label), "names", None)
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise UserError(f"{where}: the names of the classes in {label} are not texts; write them anew")
     classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
-    return ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
+    images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
+    with suppress(OSError):
+        # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
+        images.read(0)
+    return images
 
 
 def _column(dataset: Any, name: str) -> list[Any]:

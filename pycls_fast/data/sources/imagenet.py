@@ -15,6 +15,7 @@ import numpy as np
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.files import EXTENSIONS, FileImages
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.reading import read_bytes
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 """Finds the number of a validation image in its name."""
@@ -63,7 +64,7 @@ def _labels(root: Path) -> tuple[Mapping[str, str], Path]:
             if table.is_file():
                 return _read_kaggle(table), table
             if kit.is_dir():
-                return _read_devkit({name: (kit / name).read_bytes() for name in (_GROUND_TRUTH, _META)}), kit
+                return _read_devkit({name: read_bytes(kit / name) for name in (_GROUND_TRUTH, _META)}), kit
             if archive.is_file():
                 return _read_devkit(_unpack(archive)), archive
         # scipy's error for a damaged matrix is an Exception.

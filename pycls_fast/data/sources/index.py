@@ -25,6 +25,7 @@ import numpy as np
 
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.files import cache_folder, user_path
+from pycls_fast.reading import parse_json, read_bytes
 
 _FORMAT = 6
 _ABOUT = "about.json"
@@ -122,7 +123,7 @@ def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | 
 def _load(place: Path) -> Index | None:
     """The index; None if it is missing, incomplete or in another format."""
     try:
-        about = json.loads((place / _ABOUT).read_text(encoding="utf-8", errors="surrogateescape"))
+        about = parse_json(read_bytes(place / _ABOUT).decode(errors="surrogateescape"))
         if about["format"] != _FORMAT:
             return None
         arrays = {name: map_array(place / f"{name}.npy") for name in about["arrays"]}

@@ -10,6 +10,7 @@ import numpy as np
 
 from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.reading import read_bytes
 
 _MOST_CLASSES = 1_000_000
 ENCODING = "utf-8-sig"
@@ -105,7 +106,7 @@ def read_lines(file: Path) -> list[str]:
         UserError: the file is not UTF-8.
     """
     try:
-        text = file.read_text(encoding=ENCODING)
+        text = read_bytes(file).decode(ENCODING)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.start:,}); save it as UTF-8") from error
     return [line.strip() for line in text.splitlines() if line.strip()]

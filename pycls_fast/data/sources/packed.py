@@ -26,6 +26,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import flush
+from pycls_fast.reading import read_json
 
 FORMAT, VERSION = "pycls_fast packed images", 2
 TABLE, NAMES, NAME_ENDS, ABOUT = "table.npy", "names.npy", "name_ends.npy", "about.json"
@@ -125,7 +126,7 @@ def open_packed_split(folder: Path) -> PackedImages:
         UserError: files that are missing, of another version, or cut off.
     """
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(folder / ABOUT)
         if about["format"] != FORMAT or about["version"] != VERSION:
             raise ValueError(f"{about['format']!r} version {about['version']} instead of {VERSION}")
         table = map_array(folder / TABLE)

@@ -23,8 +23,10 @@ from pycls_fast.data.sources.remote import is_remote, open_whole, read_range, st
 from pycls_fast.data.sources.shards import CopiedShards, ShardCache
 from pycls_fast.data.sources.splits import OpenOptions, as_splits
 from pycls_fast.errors import UserError
+from pycls_fast.reading import parse_json
 
 _THREADS = 8
+_LABEL_BYTES = 1 << 24
 # Indexes of fewer samples of local shards are rebuilt at each start.
 _SMALLEST = 1_000
 # webdataset's: the key is everything up to the first dot of the file's own name.
@@ -200,7 +202,7 @@ def _scan(shard: str, label_field: str, may_lack: bool) -> list[_Found]:
         with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
             for key, members in _samples(file):
                 found.append(_read_sample(shard, key, members, label_field, may_lack))
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{shard} cannot be read after {len(found):,} samples ({error}); download it again") from error
     return found
 
@@ -225,7 +227,11 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
                 members = []
             last = key
             content = b""
+            if member.issparse() or member.size < 0:
+                raise tarfile.ReadError(f"{member.name} is sparse, so its bytes are not in the file")
             if extension in ("cls", "json"):
+                if member.size > _LABEL_BYTES:
+                    raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
                 extracted = tar.extractfile(member)
                 content = extracted.read() if extracted is not None else b""
             members.append((extension, member.offset_data, member.size, content))
@@ -246,7 +252,7 @@ def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: 
         raise UserError(f"{shard}: sample {key} has {len(images)} images, expected one (members: {extensions})")
     contents = {extension: content for extension, _, _, content in members}
     try:
-        label = contents.get("cls", b"").decode().strip() or json.loads(contents.get("json", b"{}")).get(label_field)
+        label = contents.get("cls", b"").decode().strip() or parse_json(contents.get("json", b"{}")).get(label_field)
     except (ValueError, AttributeError) as error:
         raise UserError(f"{shard}: the label of sample {key} is damaged ({error})") from error
     if label is None and may_lack:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_few, first_line
 from pycls_fast.files import our_config
 from pycls_fast.models.pretrained.traits import Traits
 from pycls_fast.reading import parse_json
 
 # The first bytes of PyTorch's files: archives, and pickles before version 1.6.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+# Weights hardly shrink; zeros do, a thousandfold.
+_MOST_UNPACKED = 200
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
@@ -100,9 +102,13 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(path, allow_pickle=False) as opened:
+            archive: Any = opened
+            size = sum(part.file_size for part in archive.zip.infolist())
+            if size > _MOST_UNPACKED * path.stat().st_size:
+                raise ValueError(f"it would unpack to {size:,} bytes")
             arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
         raise UserError(f"weights: {path} is not an archive of plain arrays ({error})") from error
     # numpy sees bfloat16 as two bytes of an unknown type.
     narrow = {name for name, array in arrays.items() if array.dtype.kind == "V" and array.dtype.itemsize == 2}
@@ -148,6 +154,9 @@ def _unwrapped(path: Path, loaded: Any) -> Contents:
     part = _choose_part(loaded)
     state = loaded[part] if part else loaded
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    odd = [name for name, t in tensors.items() if t.layout != torch.strided or t.is_quantized or t.device.type != "cpu"]
+    if odd:
+        raise UserError(f"weights: {path}: {first_few(odd)}: sparse, quantized or without values; save dense tensors")
     if not tensors:
         raise UserError(f"weights: {path} holds no weights; its entries are {', '.join(map(str, list(loaded)[:8]))}")
     settings = loaded.get("cfg")

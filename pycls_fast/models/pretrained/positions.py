@@ -35,7 +35,7 @@ def fit_positions(
     if _NAME not in tensors or _NAME not in shapes:
         return {}
     rows, width = tensors[_NAME], shapes[_NAME][1]
-    if rows.shape[1] != width:
+    if rows.ndim != 2 or rows.shape[1] != width:
         return {}
     theirs = {name: tensors[name].numel() // width for name in _TOKENS if name in tensors}
     ours = {name: math.prod(shapes[name]) // width for name in _TOKENS if name in shapes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
+from pycls_fast.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def _described(text: str) -> Preprocessing | None:
     if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
         return None
     try:
-        config = json.loads(about.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = read_json(about)
+    except (OSError, ValueError) as error:
         raise UserError(f"weights: {about} is not valid JSON ({error})") from error
     # Other libraries keep a config.json beside their weights, too.
     kept = config.get("pretrained_cfg") if isinstance(config, dict) else None

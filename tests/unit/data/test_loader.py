@@ -218,7 +218,7 @@ def test_the_machines_own_limits_are_no_damage() -> None:
     def no_more_files(index: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with pytest.raises(OSError, match="Too many open files"):
+    with pytest.raises(UserError, match=r"data workers: Too many open files; raise the limit \(ulimit -n\)"):
         list(train_loader(HookedImages(20, no_more_files), 0))
 
 
@@ -278,6 +278,14 @@ def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_batch_that_never_comes_is_an_error() -> None:
+    loader = train_loader(HookedImages(20, lambda index: time.sleep(300)), 1)
+    loader.timeout_seconds = 1
+    with pytest.raises(UserError, match=r"no batch has come from the data workers for 1 s"):
+        next(iter(loader))
+
+
 def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_is_needed() -> None:
     """Not in the middle of the step: there it would be a traceback, and a save would be cut off."""
     batches = iter(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
