@@ -6,20 +6,25 @@ has the formulas, `activations.py` the measurement on fake tensors, `auto.py` th
 
 from pycls_fast.plan.activations import Activations, measure
 from pycls_fast.plan.auto import resolve_auto
+from pycls_fast.plan.cluster import Cluster, accelerator, cluster, interval
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory import Copies, Sizes, State, divisors, largest, peak, state, update_transient
 from pycls_fast.plan.memory_plan import MemoryPlan, device_memory, gigabytes
 
 __all__ = [
     "Activations",
+    "Cluster",
     "Copies",
     "LiveMemory",
     "MemoryPlan",
     "Sizes",
     "State",
+    "accelerator",
+    "cluster",
     "device_memory",
     "divisors",
     "gigabytes",
+    "interval",
     "largest",
     "measure",
     "peak",

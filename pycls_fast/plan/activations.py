@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pycls_fast.network import Network
 from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.work import CountWork, Work
+
+Passes = tuple[tuple[Work, ...], tuple[Work, ...]]
+"""The kernels of a forward and of a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class BlockMemory:
         backward: the most in its backward pass, besides the gradient of its output; what it holds is included.
         parameters, trained: numbers of elements, not bytes.
         gradients: bytes of its parameters' gradients, in the format of the backward pass.
+        kernels: of its forward pass, and of its backward pass with what it recomputes.
     """
 
     held: int
@@ -46,6 +51,7 @@ class BlockMemory:
     parameters: int
     trained: int
     gradients: int
+    kernels: Passes = ((), ())
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Activations:
     moments: tuple[Moment, ...]
     outside: tuple[bool, ...]
     """Whether others than the blocks keep the first block's input, the second's, ..., and the last one's output."""
+    around: Passes = ((), ())
+    """The kernels outside the blocks."""
 
     def offloaded(self) -> Activations:
         """The same with all that blocks hold on the host: it returns for a block's own backward pass."""
@@ -110,15 +118,22 @@ def measure(
         autocast: the context of the forward pass, for the CPU.
         gradients_exist: gradients are added to those of an earlier microbatch.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _materialise(network)
+    with fake_memory(network):
         for parameter in network.parameters() if gradients_exist else ():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         known = [*network.parameters(), *network.buffers()]
         known += [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-        with LiveMemory(known) as memory:
-            return _Passes(network, memory).run(loss, images, autocast)
+        with LiveMemory(known) as memory, CountWork() as work:
+            return _Passes(network, memory, work).run(loss, images, autocast)
+
+
+@contextmanager
+def fake_memory(network: nn.Module) -> Iterator[None]:
+    """A context of fake tensors, in which a network from the meta device has parameters and buffers."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _materialise(network)
+        yield
 
 
 def _materialise(network: nn.Module) -> None:
@@ -145,6 +160,7 @@ class _Passes:
 
     network: Network
     memory: LiveMemory
+    work: CountWork
     kinds: dict[Any, tuple[BlockMemory, Callable[[], Tensor]]] = field(default_factory=dict)
     blocks: list[BlockMemory] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
@@ -165,11 +181,13 @@ class _Passes:
         del logits_BK
         done = len(self.blocks)
         outside = tuple(reference() is not None for reference in self.between)
+        forward = self.work.taken()
         if total.requires_grad:
             self.note(done, backward=False)
             total.backward()
         self.note(self.left(done), backward=total.requires_grad)
-        return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside)
+        around = (forward, self.work.taken())
+        return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside, around)
 
     between: list[weakref.ref[Any]] = field(default_factory=list)
     """The storages of the blocks' inputs, and of the last one's output."""
@@ -209,6 +227,7 @@ class _Passes:
     ) -> tuple[BlockMemory, Callable[[], Tensor]]:
         """Run a block forwards and backwards on an input of its own."""
         memory, nothing = self.memory, torch.empty(0, requires_grad=like.requires_grad)
+        before = self.work.taken()
         existed = {id(p) for p in unit.parameters() if p.grad is not None}
         base = memory.live
         features = _Source.apply(nothing, torch.empty_like(nothing), like.detach())
@@ -218,6 +237,7 @@ class _Passes:
         # What autocast has cast stays alive only as far as the backward pass needs it.
         torch.clear_autocast_cache()
         forward = memory.peak - base - input_bytes
+        forward_kernels = self.work.taken()
         del features
         output_bytes, output_ref = out.untyped_storage().nbytes(), weakref.ref(out.untyped_storage())
         shape, strides, dtype = out.shape, out.stride(), out.dtype
@@ -248,7 +268,9 @@ class _Passes:
             sum(p.numel() for p in unit.parameters()),
             sum(p.numel() for p in unit.parameters() if p.requires_grad),
             gradients,
+            (forward_kernels, self.work.taken()),
         )  # fmt: skip
+        self.work.found += before
         return block, lambda: torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 

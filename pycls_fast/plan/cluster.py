@@ -1,0 +1,113 @@
+"""Accelerators and clusters by their names: `clusters.yaml`, or a file that `plan calibrate` wrote."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pycls_fast.errors import UserError
+from pycls_fast.plan.time import Accelerator
+
+_FILE = Path(__file__).with_name("clusters.yaml")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks, one for each accelerator, and the links between them.
+
+    Attributes:
+        ranks: their number.
+        per_node: ranks of a node.
+        inside: bytes/s of a rank's bus within a node.
+        network: bytes/s of a node's network cards together.
+        latency: seconds of a hop inside a node, and across nodes.
+        jitter: the share of the speed lost at each doubling of the nodes.
+        cores: of a node.
+    """
+
+    accelerator: Accelerator
+    ranks: int
+    per_node: int
+    inside: float
+    network: float
+    latency: tuple[float, float]
+    jitter: float
+    cores: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return -(-self.ranks // self.per_node)
+
+    def gather(self, size: float, members: int, *, apart: int = 1) -> float:
+        """Seconds in which members gather `size` bytes, each its share, or reduce and scatter them (a ring).
+
+        Args:
+            members: ranks of the group.
+            apart: the distance of neighbours: 1 for consecutive ranks.
+        """
+        if members == 1:
+            return 0.0
+        nodes = min(max(math.ceil(members * apart / self.per_node), 1), members)
+        # Of a node's network each of the groups that cross it at once has a part.
+        per_group = self.network / min(apart, self.per_node)
+        bandwidth = min(self.inside, per_group) if nodes > 1 else self.inside
+        hops = (members - nodes) * self.latency[0] + (nodes - 1) * self.latency[1]
+        return (members - 1) / members * size / bandwidth + hops
+
+    def reduce(self, size: float, members: int, *, apart: int = 1) -> float:
+        """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered."""
+        return 2.0 * self.gather(size, members, apart=apart)
+
+    def efficiency(self) -> float:
+        """What jitter leaves of the speed."""
+        return 1.0 - self.jitter * math.log2(self.nodes)
+
+
+@cache
+def constants(file: Path = _FILE) -> Any:
+    """A file of accelerators, clusters and intervals."""
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def accelerator(name: str, file: Path = _FILE) -> Accelerator:
+    """An accelerator of a file."""
+    return Accelerator(**constants(file)["accelerators"][name])
+
+
+def cluster(text: str) -> Cluster:
+    """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME.
+
+    Raises:
+        UserError: there is no such cluster or file.
+    """
+    found = re.fullmatch(r"(?:(.+\.yaml):)?(\w+?)(?:x(\d+))?", text)
+    file = _FILE if found is None or found[1] is None else Path(found[1])
+    if not file.is_file():
+        raise UserError(f"cluster: {file}: no such file; `pycls-fast plan calibrate` writes one")
+    known = constants(file)["clusters"]
+    if found is None or found[2] not in known or found[3] == "0":
+        near = difflib.get_close_matches(found[2] if found else text, known, n=1)
+        way_out = f"did you mean {near[0]}x8?" if near else f"use one of {', '.join(known)} with a number: h100x64"
+        raise UserError(f"cluster: {text}: no such cluster; {way_out}")
+    settings = dict(known[found[2]])
+    ranks = int(found[3] or 1)
+    name = settings.pop("accelerator")
+    latency = tuple(settings.pop("latency"))
+    per_node = settings.pop("per_node")
+    if ranks > per_node and ranks % per_node:
+        raise UserError(f"cluster: {text}: nodes have {per_node} each; use a multiple of it")
+    return Cluster(accelerator(name, file), ranks, per_node, latency=latency, **settings)
+
+
+def interval(what: str) -> tuple[float, float]:
+    """The least and the most of measured over predicted "seconds" or "memory" in 90% of the cases."""
+    low, high = constants()["intervals"][what]
+    return low, high

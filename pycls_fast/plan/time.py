@@ -1,0 +1,161 @@
+"""How long kernels take on a device.
+
+A product takes the longer of its arithmetic, by the share of its tiles that is used, and of its bytes; everything else
+takes its bytes. The constants are in `clusters.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pycls_fast.plan.work import Work
+
+_Numbers = NDArray[np.float64]
+
+# Rows and columns of a product that a multiprocessor computes at a time; the depth that costs as much as its start; the
+# least depth of a part if few tiles are split along it. As in cuBLAS's large kernels; not fitted.
+_TILE, _START, _LEAST_DEPTH = 128, 64, 256
+PRODUCTS = ("product", "convolution", "grouped", "attention")
+_NUMBERS = ("bytes", "count", "m", "n", "k")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels as columns: what `Work` says of each, and how often it runs."""
+
+    kinds: NDArray[np.str_]
+    numbers: _Numbers
+    itemsize: NDArray[np.int64]
+    times: _Numbers
+
+    @classmethod
+    def of(cls, works: Sequence[Work], times: Sequence[float] | None = None) -> Kernels:
+        """The kernels of a list."""
+        numbers = np.array([[getattr(work, name) for name in _NUMBERS] for work in works], dtype=np.float64)
+        return cls(
+            np.array([work.kind for work in works], dtype=str),
+            numbers.reshape(-1, len(_NUMBERS)).T,
+            np.array([work.itemsize for work in works], dtype=np.int64),
+            np.ones(len(works)) if times is None else np.array(times, dtype=np.float64),
+        )
+
+    def between(self, other: Kernels, share: float) -> Kernels:
+        """The same kernels for another number of images: each number is affine in it; 0 is these, 1 the other ones."""
+        return replace(self, numbers=self.numbers + share * (other.numbers - self.numbers))
+
+    def divided(self, parts: int) -> Kernels:
+        """A rank's share of the kernels of a block whose heads and channels are divided (tensor parallelism)."""
+        numbers = self.numbers / np.array([parts, 1, 1, 1, 1])[:, None]
+        # Of a product the wider side, of the heads their number.
+        is_many = numbers[1] >= parts
+        numbers[1] = np.where(is_many, numbers[1] / parts, numbers[1])
+        for row, other in ((3, 4), (4, 3)):
+            is_wider = ~is_many & (self.numbers[row] >= self.numbers[other] + (row == 4))
+            numbers[row] = np.where(is_wider, numbers[row] / parts, numbers[row])
+        return replace(self, numbers=numbers)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all products, 2 for a multiply-add."""
+        _, count, m, n, k = self.numbers
+        return float((2.0 * count * m * n * k * self.times).sum())
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device.
+
+    Attributes:
+        memory: bytes.
+        flops: FLOP/s of dense products, by bytes of an element.
+        bandwidth: bytes/s, read and written.
+        units: multiprocessors; 1: tiles do not matter (a CPU).
+        efficiency: the share of `flops` that each kind of product reaches with full tiles, and of `bandwidth` that
+            "pass" and "depthwise" reach.
+        kernel: seconds that every kernel takes besides.
+        launch: seconds of the host for each kernel; eager code takes at least their sum.
+        fused: the share of a pass's bytes that compiled code moves.
+        images_per_core: images/s that a core of the host decodes and augments.
+    """
+
+    memory: float
+    flops: Mapping[int, float]
+    bandwidth: float
+    units: int = 1
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    kernel: float = 0.0
+    launch: float = 0.0
+    fused: float = 1.0
+    images_per_core: float = 500.0
+
+    def seconds(self, kernels: Kernels, *, compiled: bool = False) -> float:
+        """How long kernels take one after the other.
+
+        Args:
+            compiled: passes are fused, and the host is never late.
+        """
+        kinds, (moved, count, m, n, k) = kernels.kinds, kernels.numbers
+        is_product = np.isin(kinds, PRODUCTS)
+        share = np.array([self.efficiency.get(kind, 1.0) for kind in kinds])
+        through = np.where(kinds == "depthwise", share, self.efficiency.get("pass", 1.0))
+        moved = moved * np.where((kinds == "pass") & compiled, self.fused, 1.0)
+        least = moved / (self.bandwidth * through)
+        rate = np.array([self.flops[min(max(int(size), 2), 4)] for size in kernels.itemsize])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            full = np.where(kinds == "grouped", 1.0, self._used(count, m, n, k))
+            arithmetic = np.where(is_product, 2.0 * count * m * n * k / (rate * share * full), 0.0)
+        each = np.fmax(arithmetic, least) + self.kernel
+        launched = 0.0 if compiled else float(self.launch * kernels.times.sum())
+        return max(float((each * kernels.times).sum()), launched)
+
+    def _used(self, count: _Numbers, m: _Numbers, n: _Numbers, k: _Numbers) -> _Numbers:
+        """The share of the multiprocessors' arithmetic that a product's tiles use."""
+        if self.units == 1:
+            return np.ones_like(m)
+        rows, columns = np.ceil(m / _TILE), np.ceil(n / _TILE)
+        tiles = rows * columns * count
+        tiles = tiles * np.maximum(1.0, np.minimum(self.units / tiles, k / _LEAST_DEPTH))
+        waves = tiles / (np.ceil(tiles / self.units) * self.units)
+        used: _Numbers = m * n / (rows * columns * _TILE * _TILE) * waves * k / (k + _START)
+        return used
+
+
+def fitted(accelerator: Accelerator, rows: Sequence[tuple[Kernels, float]], *, compiled: bool = False) -> Accelerator:
+    """The accelerator whose efficiencies and seconds for a kernel explain measurements best.
+
+    Args:
+        accelerator: where the search begins; what its `efficiency` does not name is not fitted.
+        rows: kernels and the seconds that they took.
+
+    Returns:
+        the same with other constants; logarithms of the ratios have a robust loss, and the start has some weight.
+    """
+    from scipy.optimize import least_squares
+
+    names = list(accelerator.efficiency)
+    least = {"grouped": 0.002, "depthwise": 0.01}
+
+    def made(logs: _Numbers) -> Accelerator:
+        *shares, kernel = np.exp(logs)
+        return replace(accelerator, efficiency=dict(zip(names, map(float, shares), strict=True)), kernel=float(kernel))
+
+    def misses(logs: _Numbers) -> _Numbers:
+        tried = made(logs)
+        ratios = [tried.seconds(kernels, compiled=compiled) / measured for kernels, measured in rows]
+        stays = 0.15 * np.sqrt(len(rows) / 20) * (logs - start)
+        return np.concatenate([np.log(ratios), stays])
+
+    start = np.log([*accelerator.efficiency.values(), max(accelerator.kernel, 1e-7)])
+    low = np.log([*(least.get(name, 0.05) for name in names), 1e-7])
+    high = np.log([*(1.3 for _ in names), 1e-4])
+    found = least_squares(misses, np.clip(start, low, high), loss="soft_l1", f_scale=0.1, bounds=(low, high))
+    return made(found.x)
+
+
+def errors(accelerator: Accelerator, rows: Iterable[tuple[Kernels, float]], *, compiled: bool = False) -> _Numbers:
+    """Predicted over measured seconds, minus 1."""
+    return np.array([accelerator.seconds(kernels, compiled=compiled) / measured - 1.0 for kernels, measured in rows])

@@ -1,0 +1,134 @@
+"""Kernels that are counted on fake tensors, and the seconds that they take on a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pycls_fast import plan
+from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
+from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
+from pycls_fast.plan.work import CountWork, Work
+
+CPU = torch.device("cpu")
+DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units=8, kernel=1e-6)
+
+
+def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
+    """FLOPs of the forward and of the backward pass of a configuration."""
+    config = load_config("vit_digits", ["data=synthetic", "precision=fp32", *overrides])
+    made = plan.MemoryPlan(config, CPU, 1, 10)
+    found = made.activations(images, config.data.image_size, gradients_exist=False)
+    forward, backward = (
+        [*found.around[at], *(work for block in found.blocks for work in block.kernels[at])] for at in (0, 1)
+    )
+    return Kernels.of(forward).flops, Kernels.of(backward).flops
+
+
+def passes(network: nn.Module, images: int = 4) -> list[Work]:
+    """The kernels of a forward and a backward pass."""
+    network.zero_grad()
+    with CountWork() as found:
+        network(torch.randn(images, 3, 8, 8, requires_grad=True)).sum().backward()
+    return found.found
+
+
+def test_products_are_those_that_torch_counts() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, 2), nn.Flatten(), nn.Linear(16, 5))
+    with FlopCounterMode(display=False) as known:
+        network(torch.randn(4, 3, 8, 8, requires_grad=True)).sum().backward()
+    assert Kernels.of(passes(network)).flops == known.get_total_flops()
+
+
+def test_groups_divide_the_products_of_a_convolution() -> None:
+    # (torch's counter takes the backward pass of groups for whole products.)
+    whole, grouped = (Kernels.of(passes(nn.Conv2d(3, 12, 3, groups=groups, bias=False))) for groups in (1, 3))
+    assert whole.flops == 3 * grouped.flops == 3 * 2 * 4 * 36 * 12 * 27
+    assert "grouped" not in {work.kind for work in passes(nn.Conv2d(3, 12, 3))}
+    assert "depthwise" in {work.kind for work in passes(nn.Conv2d(3, 12, 3, groups=3))}
+
+
+def test_views_are_free_and_updates_in_place_move_what_they_read_and_write() -> None:
+    values, step = torch.ones(10, 10), torch.ones(10, 10)
+    with CountWork() as found:
+        values.t().reshape(100).view(50, 2)
+        torch._foreach_add_([values], [step])
+    # The transposed view is copied once.
+    assert [work.bytes for work in found.found] == [800, 1200]
+
+
+def test_recomputing_adds_the_blocks_forward_pass() -> None:
+    forward, backward = counted()
+    again, more = counted("speed.recompute=full")
+    assert again == forward
+    assert backward < more < backward + forward
+    assert more > backward + 0.8 * forward
+
+
+def test_kernels_of_other_numbers_of_images_are_affine() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    few, many, asked = (Kernels.of(passes(network, images)) for images in (4, 8, 20))
+    made = few.between(many, 4.0)
+    assert (made.numbers == asked.numbers).all()
+    assert DEVICE.seconds(made) == DEVICE.seconds(asked) > DEVICE.seconds(few)
+
+
+def test_a_product_that_leaves_tiles_empty_takes_longer_for_its_flops() -> None:
+    def rate(m: int, n: int) -> float:
+        table = Kernels.of([Work("product", 0.0, 1, m, n, 4096, 2)])
+        return table.flops / DEVICE.seconds(table)
+
+    assert rate(1024, 1024) > 1.5 * rate(1024, 72)
+    # 9 waves of 8 tiles for 65 tiles.
+    assert rate(1024, 1024) > rate(128 * 65, 128) > rate(128, 128) / 8
+
+
+def test_compiled_code_moves_less_and_does_not_wait_for_the_host() -> None:
+    device = replace(DEVICE, launch=1e-3, fused=0.5)
+    table = Kernels.of([Work("pass", 1e8)] * 4)
+    assert device.seconds(table) == pytest.approx(4e-3 + 4e-6)
+    assert device.seconds(table, compiled=True) == pytest.approx(2e-3 + 4e-6)
+    assert device.seconds(Kernels.of([Work("pass", 8.0)] * 4)) == pytest.approx(4e-3)
+
+
+def test_fitting_finds_the_constants_that_made_the_rows() -> None:
+    true = replace(DEVICE, efficiency={"product": 0.5, "pass": 0.7}, kernel=5e-6)
+    tables = [
+        Kernels.of([Work("product", 1e6, 1, 2.0**m, 512, 512, 2), Work("pass", 10.0**size)] * 3)
+        for m in range(8, 14)
+        for size in range(4, 9)
+    ]
+    rows = [(table, true.seconds(table)) for table in tables]
+    started = replace(true, efficiency={"product": 0.8, "pass": 0.5}, kernel=1e-6)
+    assert abs(errors(started, rows)).max() > 0.3
+    # The start has some weight.
+    assert abs(errors(fitted(started, rows), rows)).max() < 0.05
+
+
+def test_a_ring_takes_its_bytes_and_its_hops() -> None:
+    cluster = plan.cluster("h100x16")
+    one = plan.cluster("h100x8")
+    assert one.gather(8e9, 8) == pytest.approx(7e9 / one.inside + 7 * one.latency[0])
+    assert cluster.reduce(8e9, 16) > one.reduce(8e9, 8)
+    # Neighbours in other nodes share the network with seven more groups.
+    assert cluster.gather(8e9, 2, apart=8) == pytest.approx(4e9 / (cluster.network / 8) + cluster.latency[1])
+    assert cluster.gather(8e9, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("h10x8", "did you mean h100x8?"),
+        ("moon", "use one of"),
+        ("h100x12", "nodes have 8 each"),
+        ("here.yaml:cpux2", "calibrate"),
+    ],
+)
+def test_a_cluster_that_is_not_there(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        plan.cluster(text)
