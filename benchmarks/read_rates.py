@@ -23,12 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from pycls_fast.data.choices import Source
 from pycls_fast.data.pack import PackSettings, pack
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.splits import OpenOptions
 
 GROUP = 100
 READS, SECONDS = 2000, 3.0
@@ -92,10 +91,10 @@ def main() -> None:
         write_tars(files, folder / "tar")
         for split in SPLITS:
             pack(files, folder / "packed" / split, PackSettings(), workers=1, title=split)
-        opening = OpenOptions(cache=CachePolicy("off"))
         names = ("parquet, none", "parquet, snappy", "tar", "packed")
         sources = {"files": files} | {
-            name: Source.members[name.split(",")[0]]().open(str(folder / name), opening)["train"] for name in names
+            name: Source.choices()[name.split(",")[0]](index_cache="off").open(str(folder / name), Opening())["train"]
+            for name in names
         }
         rates: dict[str, list[float]] = {name: [] for name in sources}
         for number in range(chosen.rounds + 1):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pycls_fast.config.run import Model as Model
-    from pycls_fast.data.choices import Source as Source
     from pycls_fast.data.policies import Policy as Policy
+    from pycls_fast.data.source import Source as Source
     from pycls_fast.inference import Classifier
     from pycls_fast.observers import Callback as Callback
     from pycls_fast.observers import Tracker as Tracker
@@ -35,7 +35,7 @@ _FAMILIES = {
     "Optimizer": "optim.choices",
     "Policy": "data.policies",
     "Schedule": "optim.schedule",
-    "Source": "data.choices",
+    "Source": "data.source",
     "Tracker": "observers",
 }
 

@@ -21,7 +21,6 @@ from pycls_fast.choice import FAMILIES
 from pycls_fast.config import load_config
 from pycls_fast.config.help import help_text
 from pycls_fast.config.launch import NoOptions
-from pycls_fast.data.choices import Source
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from tests.integration.runs import ROOT, TINY, command, records, run_process
@@ -36,7 +35,7 @@ CHOSEN = {
     "my_loss": ["loss=focal", "loss.gamma=1.5"],
     "my_schedule": ["schedule=inverse_root", "schedule.timescale=4"],
     "my_policy": ["augment.policy={name: negative, probability: 1.0}"],
-    "my_source": ["data=auto", "data.source=stripes", "data.image_size=8", "data.global_batch_size=64"],
+    "my_source": ["data=stripes", "data.images=160", "data.image_size=8", "data.global_batch_size=64"],
     "my_model": ["model=tiny", "model.width=8"],
     "my_tracker": ["trackers=[table]"],
     "my_callback": ["callbacks=[{name: weights, of: head}]"],
@@ -60,7 +59,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for family in FAMILIES.values():
         monkeypatch.setattr(family, "_members", dict(family._members))
-    monkeypatch.setattr(Source, "members", dict(Source.members))
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name, None)
@@ -121,7 +119,7 @@ def test_a_source() -> None:
     given = small(*CHOSEN["my_source"], "imports=[my_source]", "run_dir=run", "schedule.max_steps=2")
     assert train(load_config("vit_digits", given)) == 0
     (record,) = records(Path("run"), "eval")
-    assert record["count"] == 64
+    assert record["count"] == 32
 
 
 def test_a_model_is_loaded_and_exported(images: Path) -> None:

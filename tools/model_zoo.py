@@ -13,7 +13,7 @@ from typing import Any
 
 from pycls_fast import published
 from pycls_fast.config import NoOptions, command_line, load_config
-from pycls_fast.config.run import Data
+from pycls_fast.config.run import Source
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
 # FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.
@@ -82,7 +82,7 @@ def _network(model: Mapping[str, Any]) -> str:
     return f"ViT {stem} {model['width']} x {model['depth']}"
 
 
-def hours(known: Published, data: Data, epochs: int) -> str:
+def hours(known: Published, data: Source, epochs: int) -> str:
     """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
     sizes = data.training_image_sizes
     parts = pairwise([*sizes, epochs])

@@ -10,21 +10,13 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.choices import Source
 from pycls_fast.data.sampling import Order, block_order, class_order
+from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet, open_eval_set
-from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.shards import ShardCache
-from pycls_fast.data.sources.splits import OpenOptions
-from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.parallel import World
-from pycls_fast.seeds import counter_seed
-
-# Random streams that must not repeat each other's draws, nor that of the initial weights (1).
-_SYNTHETIC_TRAIN, _SYNTHETIC_VAL = 2, 3
 
 
 def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Images]:
@@ -38,23 +30,19 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
         UserError: the data is missing or in an unknown layout.
     """
     data = config.data
-    if data.source == "synthetic":
-        size, classes = data.image_size, data.synthetic_classes
-        train_seed, val_seed = (counter_seed(config.seed, s) for s in (_SYNTHETIC_TRAIN, _SYNTHETIC_VAL))
-        return {
-            "train": SyntheticImages(data.synthetic_train_images, size, classes, train_seed),
-            "val": SyntheticImages(data.synthetic_val_images, size, classes, val_seed),
-        }
-    if data.root is None and Source.members[data.source].needs_root:
+    if data.root is None and data.needs_root:
         raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
     root = data.root or ""
     root = root if "://" in root else str(user_path(root))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    how = Opening(seed=config.seed, whole=whole, index_all=index_all, processes=ranks)
     try:
-        return Source.members[data.source]().open(root, _opening(config, world, index_all, whole))
+        return data.open(root, how)
     except PermissionError as error:
         raise UserError(f"data.root: {root} cannot be read ({error.filename}: {error.strerror})") from error
     except UserError as error:
-        raise UserError(*(_with_key(line) for line in error.lines)) from error
+        lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
+        raise UserError(*lines) from error
 
 
 def eval_set(config: RunConfig, classes: tuple[str, ...], world: World) -> EvalSet:
@@ -83,38 +71,6 @@ def imagenet_wnids() -> tuple[str, ...]:
     from timm.data import ImageNetInfo
 
     return tuple(ImageNetInfo("imagenet-1k").label_names())
-
-
-def _opening(config: RunConfig, world: World, index_all: bool, whole: bool) -> OpenOptions:
-    data = config.data
-    cache = CachePolicy(data.index_cache, smallest=0) if index_all else CachePolicy(data.index_cache)
-    shard_cache = None
-    if data.shard_cache is not None:
-        limit = None if data.shard_cache_gib is None else int(data.shard_cache_gib * 2**30)
-        shard_cache = ShardCache(user_path(data.shard_cache), limit, processes=_ranks_of_node(world))
-    return OpenOptions(
-        val_fraction=data.val_fraction,
-        split_seed=data.split_seed,
-        folds=data.folds,
-        fold=data.fold,
-        whole=whole,
-        train=data.train,
-        val=data.val,
-        path_column=data.path_column,
-        image_column=data.image_column,
-        label_column=data.label_column,
-        hub_config=data.hub_config,
-        cache=cache,
-        shard_cache=shard_cache,
-    )
-
-
-def _ranks_of_node(world: World) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-
-
-def _with_key(line: str) -> str:
-    return line if line.startswith("data.") else f"data.root: {line}"
 
 
 def names_id(source: Images) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
-from pycls_fast.data.choices import Source
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
 from pycls_fast.strategies import Strategy, strategy_of
@@ -337,7 +336,7 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
     # Every evaluation set except ReaL has its own images.
     needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
-    if needs_root and Source.members[config.data.source].needs_root and config.data.root is None:
+    if needs_root and config.data.needs_root and config.data.root is None:
         yield (
             "data.root",
             "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",

@@ -177,12 +177,7 @@ def _description(key: _Key) -> str:
 
 def _tag(key: _Key) -> str | None:
     """The key that chooses between the kinds of the key's group (`optim.name`); None for a group of one kind."""
-    if issubclass(key.section, Choice):
-        return f"{key.section.key}.{key.section.tag}"
-    group = key.name.partition(".")[0]
-    if len(_sections_of(key.name)) < 2:
-        return None
-    return next(f"{group}.{tag}" for tag in ("kind", "name") if tag in key.section.model_fields)
+    return f"{key.section.key}.{key.section.tag}" if issubclass(key.section, Choice) else None
 
 
 def _sections_of(name: str) -> tuple[type[Any], ...]:

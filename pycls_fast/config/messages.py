@@ -288,13 +288,10 @@ def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str,
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    for name in ("kind", "name"):
-        if name in section.model_fields:
-            return typing.get_args(section.model_fields[name].annotation)
-    return ()
+    return typing.get_args(section.model_fields[section.tag].annotation) if issubclass(section, Choice) else ()
 
 
 def _tag(section: type[BaseModel]) -> str:
     """The tag of a union's member, such as `name=sgd`."""
-    name = next(name for name in ("kind", "name") if name in section.model_fields)
-    return f"{name}={_tags(section)[0]}"
+    assert issubclass(section, Choice)
+    return f"{section.tag}={_tags(section)[0]}"

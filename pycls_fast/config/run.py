@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.choice import Choice, Section
-from pycls_fast.data.choices import Augment, Data
+from pycls_fast.data.choices import Augment, Auto, Source
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
@@ -257,7 +257,7 @@ class RunConfig(Section):
     that builds the network of a run's folder or checkpoint imports them: load only those that you trust. Exported files
     never import anything."""
     model: Model
-    data: Data = Data()
+    data: Source = Auto()
     augment: Augment = Augment()
     loss: Loss = SoftmaxLoss()
     optim: Optimizer
@@ -284,7 +284,6 @@ class RunConfig(Section):
 
 __all__ = [
     "Augment",
-    "Data",
     "Loss",
     "Model",
     "Optimizer",
@@ -295,6 +294,7 @@ __all__ = [
     "Runtime",
     "Schedule",
     "Section",
+    "Source",
     "Speed",
     "TimmModel",
     "ViTModel",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,11 +13,8 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data.choices import Source
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.shards import ShardCache
-from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.parallel import ALONE, StrategySettings, World
 from tests.unit.test_build import REFERENCE, record, vit, world
 
@@ -99,41 +95,20 @@ class TestStrategy:
 class Seen(Source, name="seen"):
     """A source of a user's own file."""
 
-    names_files = True
-    opened: ClassVar[list[tuple[str, OpenOptions]]] = []
+    opened: ClassVar[list[tuple[str, Opening]]] = []
 
-    def open(self, root: str, options: OpenOptions) -> dict[str, Images]:
-        self.opened.append((root, options))
+    def open(self, root: str, how: Opening) -> dict[str, Images]:
+        self.opened.append((root, how))
         return {}
 
 
 class TestSources:
-    def opened(self, *overrides: str, **how: bool) -> tuple[str, OpenOptions]:
-        build.sources(vit("data=auto", "data.source=seen", *overrides), ALONE, **how)
+    def opened(self, *overrides: str, **how: bool) -> tuple[str, Opening]:
+        build.sources(vit("data=seen", "seed=4", *overrides), ALONE, **how)
         return Seen.opened.pop()
 
-    def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_dataset(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        root, opening = self.opened(
-            "data.root=s3://somebody/birds",
-            "data.val_fraction=0.375", "data.split_seed=6", "data.train=most", "data.val=rest",
-            "data.folds=7", "data.fold=3",
-            "data.path_column=file", "data.image_column=photo", "data.label_column=species", "data.hub_config=small",
-            f"data.index_cache={tmp_path / 'index'}", f"data.shard_cache={tmp_path / 'shards'}",
-            "data.shard_cache_gib=1.5",
-        )  # fmt: skip
-        assert root == "s3://somebody/birds"
-        assert isinstance(opening.shard_cache, ShardCache)
-        made = ShardCache(tmp_path / "shards", 3 * 2**29)
-        assert (opening.shard_cache.folder, opening.shard_cache.limit) == (made.folder, made.limit)
-        assert opening.shard_cache.processes == 4
-        assert replace(opening, shard_cache=None) == OpenOptions(
-            val_fraction=0.375, split_seed=6, folds=7, fold=3, train="most", val="rest",
-            path_column="file", image_column="photo", label_column="species",
-            hub_config="small", cache=CachePolicy(str(tmp_path / "index")),
-        )  # fmt: skip
-
-    def test_nothing_chosen(self) -> None:
-        assert self.opened("data.root=/birds") == ("/birds", OpenOptions())
+        assert self.opened("data.root=s3://somebody/birds") == ("s3://somebody/birds", Opening(seed=4, processes=4))
         assert self.opened("data.root=/birds", whole=True)[1].whole
-        assert self.opened("data.root=/birds", index_all=True)[1].cache == CachePolicy("auto", smallest=0)
+        assert self.opened("data.root=/birds", index_all=True) == ("/birds", Opening(4, index_all=True, processes=4))

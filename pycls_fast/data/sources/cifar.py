@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.splits import OpenOptions, refuse_folds
+from pycls_fast.data.sources.splits import refuse_folds
 from pycls_fast.errors import UserError
 
 
@@ -67,7 +68,7 @@ def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
     return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
-def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Images]:
+def open_cifar(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
     """The training batches as "train", the test batch as "val".
 
     Args:
@@ -80,7 +81,7 @@ def open_cifar(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     if found is None:
         folders = " nor ".join(layout.folder for layout in _LAYOUTS)
         raise UserError(f"{root} holds neither {folders}; unpack the archive there (data/README.md)")
-    refuse_folds(str(root), options.folds)
+    refuse_folds(str(root), data.folds)
     folder, layout = found
     path = folder / layout.meta
     try:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder
 from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few, is_first_of_node
 
 _UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
@@ -33,7 +34,7 @@ _SCAN_THREADS = 16
 _TIME_STEP_NS = 2 * 10**9
 
 
-def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Images]:
+def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
     """The splits of a dataset on disk.
 
     They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/` or `test/` (in any case, `Training/` and
@@ -45,7 +46,7 @@ def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     Raises:
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
-    root = kaggle_root(Path(root))
+    root, cache = kaggle_root(Path(root)), CachePolicy.of(data, how)
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         raise UserError(f"the dataset folder {root.absolute()} {what}; {_LAYOUT}")
@@ -64,14 +65,14 @@ def open_folder(root: str | Path, options: OpenOptions) -> dict[str, Images]:
             )
         if len(folders) == 1 and subfolders(root / folders[0]):
             raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
-        return as_splits({"all": scan_classes(root, options.cache)}, options, where=str(root))
-    train = scan_classes(root / parts["train"], options.cache)
+        return as_splits({"all": scan_classes(root, cache)}, data, how, where=str(root))
+    train = scan_classes(root / parts["train"], cache)
     opened: dict[str, Images] = {"train": train}
     for split, name in parts.items():
         if split != "train":
             flat = None if name in nested else flat_validation(root / name, train.classes)
-            opened[split] = flat or scan_classes(root / name, options.cache)
-    return as_splits(opened, options, where=str(root))
+            opened[split] = flat or scan_classes(root / name, cache)
+    return as_splits(opened, data, how, where=str(root))
 
 
 class _Listing(NamedTuple):

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, find_files
 from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
@@ -50,7 +51,16 @@ class ArrowImages(Images):
         return f"{super().describe()} in {self._where}"
 
 
-def open_parquet(root: str, options: OpenOptions) -> dict[str, Images]:
+def open_parquet(
+    root: str,
+    data: Source,
+    how: Opening,
+    *,
+    train: str | None,
+    val: str | None,
+    image_column: str | None,
+    label_column: str,
+) -> dict[str, Images]:
     """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
@@ -58,7 +68,7 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Images]:
     Raises:
         UserError: missing files, columns or labels; `datasets` is not installed.
     """
-    files = find_files(root, (".parquet",), train=options.train, val=options.val)
+    files = find_files(root, (".parquet",), train=train, val=val)
     names = read_class_list(root)
     opened: dict[str, Images] = {}
     for split, found in files.items():
@@ -66,12 +76,21 @@ def open_parquet(root: str, options: OpenOptions) -> dict[str, Images]:
         # names are patterns.
         exact = [glob.escape(file) for file in found]
         dataset = _load(root, partial(_load_parquet, files=exact))
-        read = partial(_open_split, f"{root} ({split})", dataset, options, names=names, may_lack=split == "test")
-        opened[split] = _load(root, lambda _, read=read: read())  # type: ignore[misc]
-    return as_splits(opened, options, where=root)
+        opened[split] = _split(root, split, dataset, image_column, label_column, names=names, may_lack=split == "test")
+    return as_splits(opened, data, how, where=root)
 
 
-def open_hub(name: str, options: OpenOptions) -> dict[str, Images]:
+def open_hub(
+    name: str,
+    data: Source,
+    how: Opening,
+    *,
+    train: str | None,
+    val: str | None,
+    image_column: str | None,
+    label_column: str,
+    hub_config: str | None,
+) -> dict[str, Images]:
     """The splits of a dataset.
 
     Args:
@@ -85,12 +104,12 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Images]:
     if Path(name).is_dir():
         found = _load(name, lambda hf: hf.load_from_disk(name))
     else:
-        found = _load(name, lambda hf: hf.load_dataset(repository, options.hub_config, revision=revision or None))
+        found = _load(name, lambda hf: hf.load_dataset(repository, hub_config, revision=revision or None))
     loaded = dict(found) if isinstance(found, dict) else {"train": found}
-    named = {"train": options.train or "train"}
-    if options.val is not None:
-        named["val"] = options.val
-    elif options.train is None:
+    named = {"train": train or "train"}
+    if val is not None:
+        named["val"] = val
+    elif train is None:
         # The first validation split, else a test split, which is left out if it has no labels.
         other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
         named |= {} if other is None else {SPLIT_OF[other]: other}
@@ -98,15 +117,10 @@ def open_hub(name: str, options: OpenOptions) -> dict[str, Images]:
         if split not in loaded:
             raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
     opened: dict[str, Images] = {
-        own: _load(
-            name,
-            lambda _, own=own, split=split: _open_split(  # type: ignore[misc]
-                f"{name} ({split})", loaded[split], options, names=None, may_lack=own == "test"
-            ),
-        )
+        own: _split(name, split, loaded[split], image_column, label_column, may_lack=own == "test")
         for own, split in named.items()
     }
-    return as_splits(opened, options, where=name)
+    return as_splits(opened, data, how, where=name)
 
 
 def _load(name: str, load: Callable[[Any], Any]) -> Any:
@@ -129,8 +143,20 @@ def _load_parquet(hf: Any, files: list[str]) -> Any:
     return hf.load_dataset("parquet", data_files=files, split="train")
 
 
+def _split(name: str, split: str, *dataset_and_columns: Any, **how: Any) -> ArrowImages:
+    opened = _load(name, lambda _: _open_split(f"{name} ({split})", *dataset_and_columns, **how))
+    assert isinstance(opened, ArrowImages)
+    return opened
+
+
 def _open_split(
-    where: str, dataset: Any, options: OpenOptions, *, names: Sequence[str] | None, may_lack: bool
+    where: str,
+    dataset: Any,
+    image_column: str | None,
+    label: str,
+    *,
+    names: Sequence[str] | None = None,
+    may_lack: bool,
 ) -> ArrowImages:
     """
     Args:
@@ -139,7 +165,7 @@ def _open_split(
     """
     if not len(dataset):
         raise UserError(f"{where}: no rows")
-    column, label = _image_column(where, dataset, options.image_column), options.label_column
+    column = _image_column(where, dataset, image_column)
     features = dataset.features
     if label not in features and not may_lack:
         raise missing_column(where, label, list(features), "data.label_column")

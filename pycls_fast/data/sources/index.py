@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import map_array
 from pycls_fast.files import cache_folder, user_path
 from pycls_fast.reading import parse_json, read_bytes
@@ -56,6 +57,11 @@ class CachePolicy:
 
     place: str = "auto"
     smallest: int = 50_000
+
+    @classmethod
+    def of(cls, data: Source, how: Opening) -> CachePolicy:
+        """What `data.index_cache` says."""
+        return cls(data.index_cache, 0) if how.index_all else cls(data.index_cache)
 
 
 def load_or_build(

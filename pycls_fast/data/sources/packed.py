@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import flush
 from pycls_fast.reading import read_json
@@ -102,7 +103,7 @@ def is_packed(folder: Path) -> bool:
     return (folder / ABOUT).is_file() and (folder / TABLE).is_file()
 
 
-def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Images]:
+def open_packed(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
     """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random.
 
     Raises:
@@ -116,7 +117,7 @@ def open_packed(root: str | Path, options: OpenOptions) -> dict[str, Images]:
             "unfinished one (data/README.md)"
         )
     opened: dict[str, Images] = {split: open_packed_split(folder) for split, folder in folders.items()}
-    return as_splits(opened, options, where=str(root))
+    return as_splits(opened, data, how, where=str(root))
 
 
 def open_packed_split(folder: Path) -> PackedImages:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset, like_train
-from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.shards import ShardCache
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.seeds import counter_seed, frozen_generator, mixed
 
 
-def as_splits(opened: Mapping[str, Images], options: OpenOptions, *, where: str) -> dict[str, Images]:
+def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where: str) -> dict[str, Images]:
     """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
-    without other parts is split at random, or is "all" if `options.whole` says so. Labels are those of "train".
+    without other parts is split at random, or is "all" if `how.whole` says so. Labels are those of "train".
 
     Raises:
         UserError: no training images; see `split_at_random` and `like_train`.
@@ -34,21 +32,12 @@ def as_splits(opened: Mapping[str, Images], options: OpenOptions, *, where: str)
         raise UserError(f"{where}: no training images, only {', '.join(opened)}")
     train = parts.pop("train")
     if not parts:
-        return undivided(train, options, where=where)
-    refuse_folds(where, options.folds)
+        return {"all": train} if how.whole else split_at_random(train, data, where=where)
+    refuse_folds(where, data.folds)
     splits: dict[str, Images] = {"train": train}
     for name, source in parts.items():
         splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
     return splits
-
-
-def undivided(train: Images, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Images]:
-    """The splits of a dataset that comes without one: drawn at random, or "all" if `options.whole` says so.
-
-    Raises:
-        UserError: see `split_at_random`.
-    """
-    return {"all": train} if options.whole else split_at_random(train, options, by_name=by_name, where=where)
 
 
 def refuse_folds(where: str, folds: int | None) -> None:
@@ -61,14 +50,14 @@ def refuse_folds(where: str, folds: int | None) -> None:
         raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
 
 
-def split_at_random(source: Images, options: OpenOptions, *, by_name: bool = True, where: str) -> dict[str, Images]:
+def split_at_random(source: Images, data: Source, *, by_name: bool = True, where: str) -> dict[str, Images]:
     """Split class by class into "train" and "val"; at least one image of a class goes to each side.
 
     Each class is put in an order, from which the first images are held out. It is the order of a hash of the seed, the
     class's name and the image's name, so an image that is added or removed moves at most about one other image to the
     other side. Images that have only numbers are drawn by their position in the class instead.
 
-    With `options.folds` each class is cut into so many parts, of which `options.fold` is held out: each image in
+    With `data.folds` each class is cut into so many parts, of which `data.fold` is held out: each image in
     exactly one fold, so a class with fewer images is missing from some.
 
     Args:
@@ -92,14 +81,14 @@ def split_at_random(source: Images, options: OpenOptions, *, by_name: bool = Tru
     hashes = source.name_hashes() if by_name else None
     is_val = np.zeros(len(source), dtype=bool)
     ends = np.cumsum(counts)
-    folds, fold = options.folds, options.fold
+    folds, fold = data.folds, data.fold
     for name, count, end in zip(source.classes, counts.tolist(), ends.tolist(), strict=True):
         if count == 0:
             continue
         own = slice(end - count, end) if by_class is None else by_class[end - count : end]
         # Seeded by the class's name, so that adding a class leaves the split of the others as it was.
-        seed = counter_seed(options.split_seed, zlib.crc32(os.fsencode(name)))
-        size = min(max(int(count * options.val_fraction + 0.5), 1), count - 1)
+        seed = counter_seed(data.split_seed, zlib.crc32(os.fsencode(name)))
+        size = min(max(int(count * data.val_fraction + 0.5), 1), count - 1)
         if hashes is None:
             order = frozen_generator(seed).permutation(count)
         else:
@@ -124,37 +113,3 @@ def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.
         return order[number::folds]
     # An image that comes or goes moves one image at each end of a run; of the others it would move half.
     return order[number * len(order) // folds : (number + 1) * len(order) // folds]
-
-
-@dataclass(frozen=True)
-class OpenOptions:
-    """The options of all layouts.
-
-    Args:
-        val_fraction: the share of each class, in (0, 1), that a random split keeps for validation if there is no such
-            split.
-        split_seed: seed of the random split.
-        folds, fold: see `split_at_random`.
-        whole: a dataset without a validation split is not split at random; it is the split "all".
-        train, val: the files of a split by name: a path below the root, an absolute one or an address, with `*` and
-            `{000..146}`; for the hub the names of the splits. None finds them.
-        path_column, image_column, label_column: columns of tables; the last is also the field of a tar's `.json`. If
-            `image_column` is None, the only column with images is used.
-        hub_config: name of a dataset's configuration on the hub.
-        cache: where indexes of large datasets are kept.
-        shard_cache: where remote shards are kept; None reads each image separately over the network.
-    """
-
-    val_fraction: float = 0.2
-    split_seed: int = 0
-    folds: int | None = None
-    fold: int = 0
-    whole: bool = False
-    train: str | None = None
-    val: str | None = None
-    path_column: str = "path"
-    image_column: str | None = None
-    label_column: str = "label"
-    hub_config: str | None = None
-    cache: CachePolicy = field(default_factory=CachePolicy)
-    shard_cache: ShardCache | None = None

@@ -9,15 +9,20 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
 
 COUNT = 1797
 """Images in `sklearn.datasets.load_digits`, the test set of Alpaydin and Kaynak's Optical Recognition of
 Handwritten Digits (UCI Machine Learning Repository, 1998): 8 x 8 pixels."""
+
+# Random streams that must not repeat each other's draws, nor that of the initial weights (1).
+_TRAIN, _VAL = 2, 3
 
 
 class SyntheticImages(Images):
@@ -47,6 +52,17 @@ class SyntheticImages(Images):
 
     def describe(self) -> str:
         return f"{super().describe()}, synthetic, {self._image_size} x {self._image_size}"
+
+
+def open_synthetic(
+    image_size: int, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
+) -> dict[str, Images]:
+    """Noise for both splits."""
+    train, val = (counter_seed(seed, stream) for stream in (_TRAIN, _VAL))
+    return {
+        "train": SyntheticImages(synthetic_train_images, image_size, synthetic_classes, train),
+        "val": SyntheticImages(synthetic_val_images, image_size, synthetic_classes, val),
+    }
 
 
 def write_digits(folder: str | Path) -> None:
@@ -96,11 +112,11 @@ def _write_images(folder: Path) -> None:
         Image.fromarray(image_HW).save(folder / str(digit) / f"{number:04d}.png")
 
 
-def open_digits(root: str, options: OpenOptions) -> dict[str, Images]:
+def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
     """The embedded digits, written to `root` if they are not there; the published results are of a split by position.
 
     Raises:
         UserError: see `write_digits`.
     """
     write_digits(root)
-    return as_splits({"all": scan_classes(Path(root), options.cache, numbered=True)}, options, where=root)
+    return as_splits({"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}, data, how, where=root)

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import SPLIT_OF, FileImages, find_files
-from pycls_fast.data.sources.index import Index, load_or_build
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.labels import ENCODING, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
@@ -25,7 +26,16 @@ _SPLITS = ("train", "val", "test")
 _NO_LABEL = ("", None, "-1", -1)
 
 
-def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Images]:
+def open_manifest(
+    root: str | Path,
+    data: Source,
+    how: Opening,
+    *,
+    train: str | None,
+    val: str | None,
+    path_column: str,
+    label_column: str,
+) -> dict[str, Images]:
     """The splits of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
@@ -37,7 +47,7 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Images]:
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    files = find_files(str(place), EXTENSIONS, train=options.train, val=options.val, deep=False)
+    files = find_files(str(place), EXTENSIONS, train=train, val=val, deep=False)
     for split, found in files.items():
         if len(found) > 1:
             raise UserError(
@@ -47,19 +57,20 @@ def open_manifest(root: str | Path, options: OpenOptions) -> dict[str, Images]:
     base = place if place.is_dir() else place.parent
     opened: dict[str, Images] = {}
     for split, (file,) in files.items():
-        source, splits = _open_table(Path(file), base, names, options, is_test=split == "test")
+        source, splits = _open_table(
+            Path(file), base, names, (path_column, label_column), CachePolicy.of(data, how), is_test=split == "test"
+        )
         opened[split] = source
         if splits is not None and len(files) == 1:
             parts = ((name, np.flatnonzero(splits == number)) for number, name in enumerate(_SPLITS))
             opened = {name: Subset(source, rows) for name, rows in parts if len(rows)}
-    return as_splits(opened, options, where=str(place))
+    return as_splits(opened, data, how, where=str(place))
 
 
 def _open_table(
-    path: Path, base: Path, names: Sequence[str] | None, options: OpenOptions, *, is_test: bool
+    path: Path, base: Path, names: Sequence[str] | None, columns: tuple[str, str], cache: CachePolicy, *, is_test: bool
 ) -> tuple[FileImages, np.ndarray | None]:
     """The images of a table, from its file or its cached index, and their splits as positions in `_SPLITS`."""
-    columns = (options.path_column, options.label_column)
     status = path.stat()
     stamp = {
         "size": status.st_size,
@@ -71,7 +82,7 @@ def _open_table(
     index = load_or_build(
         path.absolute(),
         "manifest",
-        options.cache,
+        cache,
         build=lambda: _read_table(path, base, columns, names, stamp, is_test=is_test),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, find_files
@@ -21,8 +22,9 @@ from pycls_fast.data.sources.labels import name_classes, read_class_list
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import is_remote, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.shards import CopiedShards, ShardCache
-from pycls_fast.data.sources.splits import OpenOptions, as_splits
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.reading import parse_json
 
 _THREADS = 8
@@ -99,7 +101,17 @@ class TarImages(Images, Mapped):
         return f"{super().describe()} in {files}"
 
 
-def open_tars(root: str, options: OpenOptions) -> dict[str, Images]:
+def open_tars(
+    root: str,
+    data: Source,
+    how: Opening,
+    *,
+    train: str | None,
+    val: str | None,
+    label_column: str,
+    shard_cache: str | None,
+    shard_cache_gib: float | None,
+) -> dict[str, Images]:
     """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
@@ -111,28 +123,38 @@ def open_tars(root: str, options: OpenOptions) -> dict[str, Images]:
     Raises:
         UserError: missing shards, members or labels.
     """
-    files = find_files(root, (".tar",), train=options.train, val=options.val)
-    if options.shard_cache is not None:
-        options.shard_cache.check()
+    files = find_files(root, (".tar",), train=train, val=val)
     names = read_class_list(root)
-    opened = {split: _open_split(root, split, found, names, options) for split, found in files.items()}
-    return as_splits(opened, options, where=root)
+    copies = None
+    if shard_cache is not None:
+        limit = None if shard_cache_gib is None else int(shard_cache_gib * 2**30)
+        copies = ShardCache(user_path(shard_cache), limit, processes=how.processes)
+        copies.check()
+    # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
+    smallest = 0 if is_remote(next(iter(files.values()))[0]) or how.index_all else _SMALLEST
+    policy = CachePolicy(data.index_cache, smallest)
+    opened = {
+        split: _open_split(root, split, found, names, label_column, policy, copies) for split, found in files.items()
+    }
+    return as_splits(opened, data, how, where=root)
 
 
 def _open_split(
-    root: str, split: str, shards: Sequence[str], names: Sequence[str] | None, options: OpenOptions
+    root: str,
+    split: str,
+    shards: Sequence[str],
+    names: Sequence[str] | None,
+    label_field: str,
+    policy: CachePolicy,
+    copies: ShardCache | None,
 ) -> TarImages:
-    label_field, cache = options.label_column, options.cache
     with ThreadPoolExecutor(_THREADS) as pool:
         stamps = list(pool.map(_stamp, shards))
     stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
-    # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
-    smallest = 0 if is_remote(shards[0]) else _SMALLEST
-    cache = CachePolicy(cache.place, min(cache.smallest, smallest))
     index = load_or_build(
         root if is_remote(root) else Path(root).absolute(),
         f"tars_{split}",
-        cache,
+        policy,
         build=lambda: _build(root, shards, label_field, names, stamp, may_lack=split == "test"),
         count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda kept: kept == stamp,
@@ -141,7 +163,7 @@ def _open_split(
     keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
     paths = Texts.of(os.fsencode(shard) for shard in shards)
     versions = Texts.of(json.dumps(about).encode() for about in stamps)
-    return TarImages(root, index.more["classes"], paths, versions, keys, dict(index.arrays), options.shard_cache)
+    return TarImages(root, index.more["classes"], paths, versions, keys, dict(index.arrays), copies)
 
 
 def _stamp(shard: str) -> list[Any]:

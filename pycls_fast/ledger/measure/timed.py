@@ -10,6 +10,7 @@ import torch
 
 from pycls_fast import build, plan
 from pycls_fast.config import RunConfig
+from pycls_fast.data.choices import Synthetic
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.measure.workloads import (
@@ -84,7 +85,8 @@ def build_variant(
     if config.data.source != "synthetic" and config.data.root is None:
         # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
         # somewhere, and the record says from where.
-        config = config.with_values(data={"source": "synthetic"})
+        shared = config.data.model_dump(exclude={"source", *config.data.own()})
+        config = config.model_copy(update={"data": Synthetic(**shared)})
     config = with_precision(config, world)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)

@@ -87,7 +87,7 @@ def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, over
     base = ["data.source=folder", "data.root=x", "speed.compile=null"]
     values = load_config("vit_digits", base).model_dump(mode="json")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    overrides = ["data.train=null", override]
+    overrides = ["data.wnids=null", override]
     composed = load_config("vit_digits", [*base, *overrides])
     assert load_run_config(tmp_path, overrides) == composed
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,20 @@ from PIL import Image
 
 from pycls_fast.data.choices import Source
 from pycls_fast.data.pack import PackSettings, pack
+from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 
 
-def open_splits(kind: str, root: str, options: OpenOptions) -> dict[str, Images]:
-    """What `data.source` and `data.root` name."""
-    return Source.members[kind]().open(root, options)
+def opened(
+    kind: str, root: Path | str, *, whole: bool = False, index_all: bool = False, **keys: Any
+) -> dict[str, Images]:
+    """What `data.source` and `data.root` name, with further keys of `data`."""
+    source = Source.choices()[kind](**{"index_cache": "off", **keys})
+    return source.open(str(root), Opening(whole=whole, index_all=index_all))
 
 
-NO_CACHE = OpenOptions(cache=CachePolicy("off"))
 CLASSES = ("n01440764", "n02119789", "n09876543")
 
 
@@ -173,17 +174,12 @@ LAYOUTS = {
 }
 
 
-def open_layout(kind: str, root: Path, content: Content, options: OpenOptions = NO_CACHE) -> dict[str, Images]:
+def open_layout(kind: str, root: Path, content: Content) -> dict[str, Images]:
     """Write a layout and open it."""
-    return open_splits(kind, LAYOUTS[kind](root, content), options)
+    return opened(kind, LAYOUTS[kind](root, content))
 
 
-def opened(kind: str, root: Path | str, **options: object) -> dict[str, Images]:
-    """What a user opens, with `OpenOptions`'s fields."""
-    return open_splits(kind, str(root), replace(NO_CACHE, **options))  # type: ignore[arg-type]
-
-
-def mistake(kind: str, root: Path | str, **options: object) -> str:
+def mistake(kind: str, root: Path | str, **options: Any) -> str:
     """The one line that is told instead."""
     with pytest.raises(UserError) as caught:
         opened(kind, root, **options)

@@ -10,10 +10,9 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.data.sources.synthetic import write_digits
 from pycls_fast.errors import UserError
-from tests.unit.data.layouts import open_splits
+from tests.unit.data.layouts import opened
 
 
 def test_pixels_and_labels(tmp_path: Path) -> None:
@@ -26,7 +25,7 @@ def test_pixels_and_labels(tmp_path: Path) -> None:
             assert image.mode == "L"
             np.testing.assert_allclose(np.asarray(image), image_HW * 255 / 16, atol=0.5)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
-    sources = open_splits("digits", str(tmp_path / "data" / "digits"), OpenOptions())
+    sources = opened("digits", tmp_path / "data" / "digits")
     assert sources["train"].classes == tuple("0123456789")
     assert len(sources["train"]) + len(sources["val"]) == len(paths)
 

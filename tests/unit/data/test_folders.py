@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pycls_fast.data.choices import Folder
+from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import open_folder, scan_classes
-from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
@@ -24,7 +25,7 @@ def below(source: Images, root: Path) -> list[str]:
 
 
 def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> dict[str, Images]:
-    return open_folder(root, OpenOptions(val_fraction=val_fraction, split_seed=split_seed))
+    return open_folder(root, Folder(val_fraction=val_fraction, split_seed=split_seed), Opening())
 
 
 @pytest.mark.parametrize("val_name", ["val", "valid", "validation", "dev", "test"])
@@ -76,7 +77,7 @@ def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
     held_out: list[str] = []
     sizes = []
     for fold in range(5):
-        sources = open_folder(tmp_path, OpenOptions(val_fraction=0.25, split_seed=0, folds=5, fold=fold))
+        sources = open_folder(tmp_path, Folder(val_fraction=0.25, split_seed=0, folds=5, fold=fold), Opening())
         train, val = names(sources["train"]), names(sources["val"])
         assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
         for name, count in counts.items():
@@ -86,7 +87,7 @@ def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
         sizes.append(len(val))
     assert sorted(held_out) == sorted(str(path) for path in tmp_path.rglob("*.png"))
     assert max(sizes) - min(sizes) < 10
-    other = open_folder(tmp_path, OpenOptions(val_fraction=0.25, split_seed=1, folds=5, fold=0))
+    other = open_folder(tmp_path, Folder(val_fraction=0.25, split_seed=1, folds=5, fold=0), Opening())
     assert names(other["val"]) != held_out[: len(other["val"])]
 
 
@@ -95,13 +96,13 @@ def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
     found = []
     for fold in range(3):
         try:
-            found.append(len(open_folder(tmp_path / "one", OpenOptions(folds=3, fold=fold))["val"]))
+            found.append(len(open_folder(tmp_path / "one", Folder(folds=3, fold=fold), Opening())["val"]))
         except UserError as error:
             assert "use fewer than data.folds=3" in str(error)  # noqa: PT017  # one fold of three has no image
     assert found == [1, 1]
     write_tree(tmp_path / "two", {"train/a": 2, "val/a": 2})
     with pytest.raises(UserError, match=r"data.folds: .* has a validation split; use data.folds=null"):
-        open_folder(tmp_path / "two", OpenOptions(folds=3))
+        open_folder(tmp_path / "two", Folder(folds=3), Opening())
 
 
 def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTree) -> None:

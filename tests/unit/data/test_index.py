@@ -19,10 +19,9 @@ from pycls_fast.data.sources import folders, tables
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.splits import OpenOptions
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
-from tests.unit.data.layouts import open_splits, touch_older
+from tests.unit.data.layouts import opened, touch_older
 
 ALWAYS = CachePolicy("auto", smallest=0)
 
@@ -221,6 +220,6 @@ def test_two_label_columns_have_two_indexes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tables, "_read_csv", lambda path: (read.append(path), real(path))[1])
     for _ in range(2):
         for column, classes in (("genus", 2), ("species", 3)):
-            options = OpenOptions(cache=ALWAYS, label_column=column)
-            assert len(open_splits("manifest", str(table), options)["train"].classes) == classes
+            splits = opened("manifest", table, index_cache="auto", index_all=True, label_column=column)
+            assert len(splits["train"].classes) == classes
     assert len(read) == 2

@@ -21,14 +21,14 @@ from pycls_fast.data import pack as packing
 from pycls_fast.data.pack import PackSettings, pack, verify
 from pycls_fast.data.sources.base import Images, Relabelled
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.packed import PackedImages, open_packed, open_packed_split
+from pycls_fast.data.sources.packed import PackedImages, open_packed_split
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.started import Started
 from tests.unit.data.layouts import (
-    NO_CACHE,
     expected,
     make_content,
+    opened,
     samples_of,
     write_folder,
     write_packed,
@@ -38,7 +38,7 @@ CONTENT = make_content()
 
 
 def split(root: Path, name: str = "train") -> PackedImages:
-    source = open_packed(root, NO_CACHE)[name]
+    source = opened("packed", root)[name]
     assert isinstance(source, PackedImages)
     return source
 
@@ -143,7 +143,7 @@ def test_a_killed_packing_goes_on_with_the_shard(tmp_path: Path, folder: Path, m
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
     interrupt_at(9, source, out)
     with pytest.raises(UserError, match="which resumes an unfinished one"):
-        open_packed(out.parent, NO_CACHE)
+        opened("packed", out.parent)
     made: list[int] = []
     real = packing.store
     monkeypatch.setattr(packing, "store", lambda own, index, how: made.append(index) or real(own, index, how))
@@ -282,7 +282,7 @@ def test_changed_pixels_of_a_random_split_are_found(tmp_path: Path, folder: Path
         first = file.read(1)
         file.seek(0)
         file.write(bytes([first[0] ^ 1]))
-    sources = open_packed(tmp_path / "out", NO_CACHE)
+    sources = opened("packed", tmp_path / "out")
     train, val = sources["train"], sources["val"]
     assert not isinstance(train, PackedImages)
     for parts in ((train, val), (as_reversed(train), as_reversed(val))):
@@ -310,16 +310,16 @@ def test_a_file_that_is_cut_off(tmp_path: Path, name: str, pattern: str) -> None
     path = root / "train" / name
     os.truncate(path, path.stat().st_size - 9)
     with pytest.raises(UserError, match=pattern):
-        open_packed(root, NO_CACHE)
+        opened("packed", root)
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
     root = Path(write_packed(tmp_path / "packed", CONTENT))
     with pytest.raises(UserError, match="is no folder above packed splits"):
-        open_packed(root / "train", NO_CACHE)
+        opened("packed", root / "train")
     with pytest.raises(UserError, match="is no folder above packed splits; make them with"):
-        open_packed(tmp_path, NO_CACHE)
+        opened("packed", tmp_path)
     about = json.loads((root / "val/about.json").read_text())
     (root / "val/about.json").write_text(json.dumps({**about, "version": 7}))
     with pytest.raises(UserError, match=r"is not a complete packed split .*version 7 instead of 2"):
-        open_packed(root, NO_CACHE)
+        opened("packed", root)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pycls_fast.data.choices import Folder
 from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.splits import OpenOptions, split_at_random
+from pycls_fast.data.sources.splits import split_at_random
 from pycls_fast.seeds import counter_seed, frozen_generator
 from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, open_layout, opened
@@ -52,7 +53,7 @@ def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -
 
 
 def held_out(source: Images, seed: int = 0, **how: Any) -> set[str]:
-    splits = split_at_random(source, OpenOptions(split_seed=seed, **how), where="here")
+    splits = split_at_random(source, Folder(split_seed=seed, **how), where="here")
     parts = {name: {part.name(index) for index in range(len(part))} for name, part in splits.items()}
     assert not parts["train"] & parts["val"]
     assert len(parts["train"]) + len(parts["val"]) == len(source)
@@ -112,7 +113,7 @@ def test_every_image_is_held_out_as_often() -> None:
 def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: WriteTree) -> None:
     """The results of the embedded digits are of this split."""
     write_tree(tmp_path, {"3": 20, "8": 11})
-    options = OpenOptions(split_seed=5)
+    options = Folder(split_seed=5)
     splits = split_at_random(scan_classes(tmp_path, numbered=True), options, where="here")
     val = splits["val"]
     own = [Path(val.name(index)) for index in range(len(val))]

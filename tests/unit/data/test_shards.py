@@ -22,8 +22,7 @@ from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources import remote, shards
 from pycls_fast.data.sources.base import Images, Relabelled, Subset
-from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.shards import CopiedShards, Fetcher, ShardCache, Window, fetch_ahead
+from pycls_fast.data.sources.shards import CopiedShards, Fetcher, Window, fetch_ahead
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import CLASSES, expected, make_content, opened, samples_of, write_tars
@@ -49,7 +48,9 @@ def source_of(address: str, folder: Path, *, room: float | None = None) -> Image
     """The training split with copies in a folder, which has room for so many shards."""
     sizes = [path.stat().st_size for path in Path(address.removeprefix("file://")).glob("*train*")]
     limit = None if room is None else int(room * max(sizes))
-    return opened("tar", address, shard_cache=ShardCache(folder, limit))["train"]
+    return opened("tar", address, shard_cache=str(folder), shard_cache_gib=None if limit is None else limit / 2**30)[
+        "train"
+    ]
 
 
 def copied(source: Images) -> CopiedShards:
@@ -132,8 +133,8 @@ def memory(tmp_path: Path) -> Iterator[str]:
 
 
 def test_remote_shards(tmp_path: Path, memory: str) -> None:
-    policy = CachePolicy(str(tmp_path / "index"))
-    splits = opened("tar", memory, cache=policy)
+    policy = str(tmp_path / "index")
+    splits = opened("tar", memory, index_cache=policy)
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert splits["train"].prefers_blocks
@@ -142,7 +143,7 @@ def test_remote_shards(tmp_path: Path, memory: str) -> None:
     assert len(list((tmp_path / "index").rglob("about.json"))) == 2
     fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
     with pytest.raises(UserError, match="cannot be read after"):
-        opened("tar", memory, cache=policy)
+        opened("tar", memory, index_cache=policy)
 
 
 def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:

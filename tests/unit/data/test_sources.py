@@ -21,11 +21,10 @@ from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
-    NO_CACHE,
     expected,
     make_content,
     open_layout,
-    open_splits,
+    opened,
     samples_of,
     write_cifar10,
 )
@@ -35,20 +34,20 @@ CONTENT = make_content()
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Images]]:
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Images]]:
     """Each layout, opened."""
     root = tmp_path_factory.mktemp("layouts")
     found = {kind: open_layout(kind, root / kind, CONTENT) for kind in KINDS}
     generator = np.random.default_rng(3)
     images = generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
     labels = [int(n) for n in generator.integers(0, 3, 60)]
-    found["cifar"] = open_splits("auto", write_cifar10(root / "cifar", images, labels, CLASSES), NO_CACHE)
+    found["cifar"] = opened("auto", write_cifar10(root / "cifar", images, labels, CLASSES))
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_content_gives_the_same_samples(opened: dict[str, dict[str, Images]], kind: str) -> None:
-    splits = opened[kind]
+def test_the_same_content_gives_the_same_samples(layouts: dict[str, dict[str, Images]], kind: str) -> None:
+    splits = layouts[kind]
     assert set(splits) == {"train", "val"}
     for split, source in splits.items():
         assert source.classes == CLASSES
@@ -68,8 +67,8 @@ def test_test_images_are_the_validation_split_where_there_is_no_other(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Images]], kind: str) -> None:
-    source = opened[kind]["train"]
+def test_a_source_is_the_same_in_another_process(layouts: dict[str, dict[str, Images]], kind: str) -> None:
+    source = layouts[kind]["train"]
     source.read(0)
     copy = pickle.loads(pickle.dumps(source))
     assert samples_of(copy) == samples_of(source)
@@ -77,17 +76,17 @@ def test_a_source_is_the_same_in_another_process(opened: dict[str, dict[str, Ima
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_a_source_holds_no_long_python_list(opened: dict[str, dict[str, Images]], kind: str) -> None:
-    source = opened[kind]["train"]
+def test_a_source_holds_no_long_python_list(layouts: dict[str, dict[str, Images]], kind: str) -> None:
+    source = layouts[kind]["train"]
     for value in vars(source).values():
         assert not isinstance(value, (list, dict, tuple, set)) or len(value) < len(source)
 
 
 @pytest.mark.parametrize("kind", ["packed", "tar"])
 def test_files_of_many_images_stay_open(
-    opened: dict[str, dict[str, Images]], kind: str, monkeypatch: pytest.MonkeyPatch
+    layouts: dict[str, dict[str, Images]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = pickle.loads(pickle.dumps(opened[kind]["train"]))
+    source = pickle.loads(pickle.dumps(layouts[kind]["train"]))
     paths: list[str] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, flags: (paths.append(path), real(path, flags))[1])
@@ -100,10 +99,10 @@ def test_files_of_many_images_stay_open(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ranks_and_workers_together_see_exactly_the_epoch(
-    opened: dict[str, dict[str, Images]], kind: str, data: st.DataObject
+    layouts: dict[str, dict[str, Images]], kind: str, data: st.DataObject
 ) -> None:
     """Whatever the numbers of ranks before and after a restart, and in whichever order the source is read."""
-    source = opened[kind]["train"]
+    source = layouts[kind]["train"]
     count = len(source)
     before, after = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     parts = math.lcm(before, after)
@@ -147,9 +146,9 @@ def test_ranks_and_workers_together_see_exactly_the_epoch(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, Images]], kind: str) -> None:
+def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, Images]], kind: str) -> None:
     """Two epochs through worker processes: the right images, each once, the same as without workers."""
-    source = opened[kind]["train"]
+    source = layouts[kind]["train"]
     count = len(source)
 
     def batches(workers: int) -> list[tuple[list[int], list[int], bytes]]:
@@ -167,8 +166,8 @@ def test_workers_deliver_what_the_sampler_asks_for(opened: dict[str, dict[str, I
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_evaluation_visits_each_image_once(opened: dict[str, dict[str, Images]], kind: str) -> None:
-    source = opened[kind]["val"]
+def test_evaluation_visits_each_image_once(layouts: dict[str, dict[str, Images]], kind: str) -> None:
+    source = layouts[kind]["val"]
     seen: Counter[int] = Counter()
     for rank in range(3):
         sampler = EvalSampler(len(source), batch_size=2, rank=rank, world_size=3)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pycls_fast.data.choices import Source
-from pycls_fast.data.sources.index import CachePolicy
 from tests.unit.data.layouts import (
     expected,
     make_content,
@@ -163,7 +163,7 @@ def test_manifests_with_mistakes(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:
-    options = {"cache": CachePolicy(str(tmp_path / "index"), smallest=0), "val_fraction": 0.5}
+    options: dict[str, Any] = {"index_cache": str(tmp_path / "index"), "index_all": True, "val_fraction": 0.5}
     (tmp_path / "list.csv").write_text("path,label\na.jpg,x\nb.jpg,x\n")
     assert len(opened("manifest", tmp_path / "list.csv", **options)["train"]) == 1
     (kept,) = (tmp_path / "index").rglob("about.json")
@@ -176,5 +176,5 @@ def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> Non
 
 def test_every_source_has_its_row() -> None:
     table = (ROOT / "data" / "README.md").read_text().partition("| `data.source` | what |")[2].partition("\n\n")[0]
-    ours = [name for name, source in Source.members.items() if source.__module__.startswith("pycls_fast.")]
+    ours = [name for name, source in Source.choices().items() if source.__module__.startswith("pycls_fast.")]
     assert [name for name in ours if f"`{name}`" not in table] == []

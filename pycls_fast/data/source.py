@@ -1,0 +1,158 @@
+"""The section `data`: the family of sources, and the keys that all of them have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from pycls_fast.choice import Choice
+from pycls_fast.values import (
+    Deviation,
+    Mean,
+    NonNegativeInt,
+    Off,
+    PositiveInt,
+    PositiveIntOrAuto,
+    Seed,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from pycls_fast.data.sources.base import Images
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a tool opens a source, besides the source's own keys."""
+
+    seed: int = 0
+    """The run's, for images that are drawn."""
+    whole: bool = False
+    """A dataset without a validation split is not split at random; it is the split "all"."""
+    index_all: bool = False
+    """Keep the indexes of small datasets, too."""
+    processes: int = 1
+    """How many copy remote shards on this machine."""
+
+
+class Source(Choice, key="data", tag="source", default="auto"):
+    """Where images come from and how they are batched; `data/README.md` describes the layouts."""
+
+    is_split: ClassVar[bool] = False
+    """Whether there always is a validation split, so that data.folds cannot cut one."""
+    needs_root: ClassVar[bool] = True
+
+    source: str = ""
+    """How the images are stored; auto: class folders, packed images or CIFAR, by what is in root."""
+    root: Text | None = None
+    """A path; for tar possibly a URL, for hub the dataset's name."""
+    index_cache: Annotated[Text, Off] = "auto"
+    """Where lists of large datasets are kept: beside the data or in the user's cache (auto), in a folder, or nowhere
+    (off)."""
+    shuffle: Literal["auto", "full", "blocks"] = "auto"
+    """The order of training images: a permutation of all, or shard by shard (blocks); auto: blocks for remote data."""
+    shuffle_buffer: PositiveInt = 16384
+    """The number of images within which shuffle=blocks mixes."""
+    sampling: Literal["uniform", "square_root", "balanced"] = "uniform"
+    """How often a class appears in an epoch: by its number of images, by the square root of it, or all equally
+    often."""
+    eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
+    """What pycls-fast test scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
+    eval_root: Text | None = Field(default=None, validate_default=True)
+    """The folder with the files of eval_set."""
+    wnids: Text | None = None
+    """A file with ImageNet's 1,000 WordNet ids in the order of the outputs, if the classes are not named by them."""
+    exif_orientation: bool = False
+    """Turn images as their EXIF orientation says, as viewers do. torchvision, timm and published numbers ignore it;
+    photographs of phones need it. Saved and exported weights carry the setting."""
+    image_size: PositiveInt = 224
+    """The side of the square images that the network gets, in pixels."""
+    image_size_schedule: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
+    """Pairs of a first epoch and the size of training images from then on; before the first pair, and in evaluation, it
+    is image_size."""
+    global_batch_size: PositiveIntOrAuto = 256
+    """Images per step over all ranks and microbatches; auto: by the number of training images, up to 64."""
+    eval_batch_size: PositiveInt | None = None
+    """Images per rank in evaluation; null: as in training; in tools that only score, at most 128."""
+    num_workers: NonNegativeInt | None = None
+    """Loader processes per rank; null: the rank's share of the CPU cores, at most 16."""
+    prefetch_factor: Annotated[int, Field(gt=0, le=1024)] = 2
+    """Batches that each loader process prepares ahead."""
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The share of each class that is held out at random for validation, if there is no validation split."""
+    split_seed: Seed = 0
+    """The seed of that random choice."""
+    folds: Annotated[int, Field(ge=2)] | None = None
+    """Cross-validation: cut each class into so many parts, one of which is held out, instead of val_fraction."""
+    fold: NonNegativeInt = 0
+    """The part that is held out, counted from 0."""
+    normalization: Literal["configured", "weights"] = "configured"
+    """Where mean and standard deviation come from: mean and std, or what `weights` names, if that has them."""
+    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
+    """The means of red, green and blue, on the scale 0 to 1, that are subtracted."""
+    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
+    """The standard deviations of red, green and blue, on the scale 0 to 1."""
+    max_damaged: NonNegativeInt = 100
+    """Damaged images are reported, replaced in training and left out of evaluations; more than so many end the run."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _visits_in_any_order(cls, value: str, info: ValidationInfo) -> str:
+        if value != "uniform" and info.data.get("shuffle") == "blocks":
+            raise ValueError(
+                "visits images in any order, but data.shuffle=blocks follows the order of shards; use "
+                "data.shuffle=full or loss.class_weights=balanced"
+            )
+        return value
+
+    @field_validator("eval_root")
+    @classmethod
+    def _has_the_set(cls, value: str | None, info: ValidationInfo) -> str | None:
+        name = info.data.get("eval_set")
+        if name is not None and value is None:
+            raise ValueError(f"not set; give the files of data.eval_set={name} as data.eval_root=PATH")
+        return value
+
+    @field_validator("image_size_schedule")
+    @classmethod
+    def _increases(cls, value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        epochs = [epoch for epoch, _ in value]
+        if epochs != sorted(set(epochs)):
+            raise ValueError("epochs must increase")
+        return value
+
+    @field_validator("folds")
+    @classmethod
+    def _has_no_split(cls, value: int | None) -> int | None:
+        if value is not None and cls.is_split:
+            raise ValueError(
+                f"data.source={cls.model_fields['source'].default} has a validation split; use data.folds=null"
+            )
+        return value
+
+    @field_validator("fold")
+    @classmethod
+    def _is_one_of(cls, value: int, info: ValidationInfo) -> int:
+        folds = info.data.get("folds")
+        if value >= (folds or 1):
+            known = f"data.folds={folds}" if folds else "data.folds, which is not set (data.folds=5, say)"
+            raise ValueError(f"chooses one of {known}, counted from 0")
+        return value
+
+    @property
+    def training_image_sizes(self) -> dict[int, int]:
+        """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
+        return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
+
+    def open(self, root: str, how: Opening) -> dict[str, Images]:
+        """The splits by name, "train" and "val" among them; `as_splits` makes them of the parts that are found.
+
+        Args:
+            root: `data.root`, an absolute path unless it is an address or a name.
+
+        Raises:
+            UserError: no such dataset, one in another layout, or mistakes in it.
+        """
+        raise NotImplementedError
