@@ -99,7 +99,6 @@ NO_PATHS = (
     "weights_allow",
     "model.name",
     "model.options",
-    "data.source",
     "data.path_column",
     "data.image_column",
     "data.label_column",
