@@ -13,6 +13,7 @@ from pycls_fast.build.data import (
     prepare,
     prepare_on_host,
     preprocessing,
+    sources,
     train_loader,
     with_preprocessing,
 )
@@ -47,14 +48,6 @@ from pycls_fast.build.optimization import (
     schedule,
 )
 from pycls_fast.build.race import Race, compile_if_it_pays, cuda_precision, race, shared_race
-from pycls_fast.build.sources import (
-    class_counts,
-    eval_set,
-    imagenet_wnids,
-    names_id,
-    order_name,
-    sources,
-)
 from pycls_fast.build.switch_values import compile_for_gpu, has_compiler, has_decoder, switches
 
 __all__ = [
@@ -62,7 +55,6 @@ __all__ = [
     "apply_precision",
     "autocast",
     "check_mixing",
-    "class_counts",
     "compile_for_gpu",
     "compile_if_it_pays",
     "compute_dtype",
@@ -75,12 +67,10 @@ __all__ = [
     "ema",
     "eval_batches",
     "eval_loader",
-    "eval_set",
     "for_scoring",
     "freeze",
     "has_compiler",
     "has_decoder",
-    "imagenet_wnids",
     "is_sharded",
     "level",
     "loss",
@@ -88,11 +78,9 @@ __all__ = [
     "microbatch_size",
     "mixer",
     "model",
-    "names_id",
     "num_classes",
     "num_workers",
     "optimizer",
-    "order_name",
     "parameter_groups",
     "prepare",
     "prepare_on_host",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from importlib.util import find_spec
 
@@ -9,7 +10,6 @@ import torch
 
 from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.device import DTYPES, cores_per_rank, level
-from pycls_fast.build.sources import order
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
@@ -20,16 +20,44 @@ from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
-from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
+from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.models.pretrained import Preprocessing
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed
 
 # Large enough to keep a GPU busy without gradients, and small enough for a laptop.
 _SCORING_BATCH = 128
+
+
+def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Images]:
+    """The splits by name, "train" and "val" among them.
+
+    Args:
+        index_all: cache the indexes of small datasets, too.
+        whole: a dataset without a validation split is not split at random; it is the split "all".
+
+    Raises:
+        UserError: the data is missing or in an unknown layout.
+    """
+    data = config.data
+    if data.root is None and data.needs_root:
+        raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
+    root = data.root or ""
+    root = root if "://" in root else str(user_path(root))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    how = Opening(seed=config.seed, whole=whole, index_all=index_all, processes=ranks)
+    try:
+        return data.open(root, how)
+    except PermissionError as error:
+        raise UserError(f"data.root: {root} cannot be read ({error.filename}: {error.strerror})") from error
+    except UserError as error:
+        lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
+        raise UserError(*lines) from error
 
 
 def train_loader(
@@ -48,7 +76,7 @@ def train_loader(
         start_step=start_step,
         total_steps=steps,
         accumulation_steps=config.optim.microbatches,
-        order=order(config, source),
+        order=order_of(source, config.data, config.augment.repeats),
         repeats=config.augment.repeats,
     )
     # A single image of a rare class may fill a whole epoch.

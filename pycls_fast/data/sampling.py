@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
+from pycls_fast.data.source import Source
+from pycls_fast.data.sources.base import Images, checksum
+from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed, frozen_generator, microbatch_seed
 
 Key = tuple[int, int]
@@ -243,3 +247,53 @@ def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> 
         return images[:0]
     rounds, rest = divmod(quota, len(images))
     return np.concatenate([np.tile(images, rounds), generator.permutation(images)[:rest]])
+
+
+def order_of(source: Images, data: Source, repeats: int) -> Order | None:
+    """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
+
+    Raises:
+        UserError: blocks were requested of a source without them, or classes of one that is slow in any other order.
+    """
+    ends, how = source.block_ends, data.shuffle
+    if data.sampling != "uniform":
+        if how == "auto" and source.prefers_blocks:
+            raise UserError(
+                f"data.sampling: {data.sampling} visits images in any order, which is slow with this source; "
+                "use loss.class_weights=balanced, or data.shuffle=full to do it anyway"
+            )
+        power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
+        labels = source.labels
+        return partial(class_order, labels=labels, power=power, repeats=repeats)
+    if not _in_blocks(source, data):
+        return None
+    if ends is None:
+        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
+    buffer, batch = data.shuffle_buffer, _images_per_batch(data.global_batch_size, repeats)
+    return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
+
+
+def _images_per_batch(batch: int, repeats: int) -> int:
+    """The images of the blocks' order that a global batch takes.
+
+    The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide this number, a
+    rank reads at most `augment.repeats` times its share.
+    """
+    return batch // repeats if batch % repeats == 0 else batch
+
+
+def order_name(source: Images, data: Source) -> str:
+    """Identifies the order of an epoch's images, which depends on where they are stored: a run has to keep it.
+
+    "full", "classes", or "blocks-" and a checksum of the blocks.
+    """
+    if data.sampling != "uniform":
+        return "classes"
+    if not _in_blocks(source, data):
+        return "full"
+    return f"blocks-{checksum(source.block_ends)}"
+
+
+def _in_blocks(source: Images, data: Source) -> bool:
+    how = data.shuffle
+    return how == "blocks" or (how == "auto" and source.prefers_blocks)

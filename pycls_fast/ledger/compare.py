@@ -195,7 +195,7 @@ def _same_images(splits: Mapping[str, Images], predictions: Predictions, state: 
         return False
     # A random split of other images has other ones in both parts.
     names = state.get("train_names")
-    return names is None or not source.drawn or names == build.names_id(splits["train"])
+    return names is None or not source.drawn or names == splits["train"].names_id()
 
 
 def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Images], str | None]:

@@ -69,7 +69,9 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     images = steps * config.data.global_batch_size
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
     network = place_model(network, world, memory_format=switches.memory_format)
-    counts = build.class_counts(config, sources["train"])
+    train, counts = sources["train"], None
+    if config.loss.class_weights != "none":
+        counts = np.bincount(train.labels, minlength=len(train.classes))
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 

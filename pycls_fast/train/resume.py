@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycls_fast import build
 from pycls_fast.config import command_alone, is_command, launch
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sampling import order_name
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
@@ -272,7 +272,7 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
             "another order; use the same files and data.source, or start again in another run_dir"
         )
-    elif "data.sampling" not in reported and ordered != (order := build.order_name(run.config, train)):
+    elif "data.sampling" not in reported and ordered != (order := order_name(train, run.config.data)):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         yield (
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
@@ -291,7 +291,7 @@ def _other_experiment(config: RunConfig, path: Path, before: str, wrong: Sequenc
 
 
 def _differ(before: str, now: str) -> bool:
-    """Whether two identifications of images (`build.names_id`) are of the same kind and differ.
+    """Whether two identifications of images (`Images.names_id`) are of the same kind and differ.
 
     The same images may have names in one layout and numbers in another.
     """

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pycls_fast import build
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sampling import order_name
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import Complexity
@@ -81,8 +81,8 @@ class Run:
 
     @cached_property
     def train_names(self) -> str:
-        """See `build.names_id`; takes 2 s for 14 million images."""
-        return build.names_id(self.parts.sources["train"])
+        """See `Images.names_id`."""
+        return self.parts.sources["train"].names_id()
 
     def epoch(self, step: int) -> float:
         """A number of steps in epochs."""
@@ -123,7 +123,7 @@ class Run:
             "classes": list(self.classes),
             "train_images": len(self.parts.sources["train"]),
             "train_names": self.train_names,
-            "order": build.order_name(self.config, self.parts.sources["train"]),
+            "order": order_name(self.parts.sources["train"], self.config.data),
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,

@@ -48,7 +48,7 @@ class Weights:
     """The configuration of the run that they come from."""
     fill: Callable[[Mapping[str, Tensor]], None]
     train_names: str | None = None
-    """Identifies the training images of that run (`build.names_id`); None if the file does not say."""
+    """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
 
 
 @dataclass(frozen=True)

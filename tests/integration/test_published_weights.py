@@ -18,9 +18,11 @@ from timm.data import create_transform, resolve_data_config
 from pycls_fast import build, published
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import PillowPicture
+from pycls_fast.data.sources.eval_sets import imagenet_wnids
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
+from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.score import score
 from tests.integration.runs import command, run_process
@@ -206,7 +208,7 @@ def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
     tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timm_folder(tmp_path / "deit")
-    monkeypatch.setattr(build, "imagenet_wnids", lambda: CLASSES)
+    monkeypatch.setattr(scoring, "imagenet_wnids", lambda: CLASSES)
     settings = (f"weights={tmp_path / 'deit'}", f"data.eval_root={images / 'val'}", *OURS, *MACHINE)
     config = load_config("deit_s16", [*settings, "data.eval_set=sketch"])
     assert score(config, "val", str(tmp_path / "sketch.json")) == 0
@@ -222,7 +224,7 @@ def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
 
 
 def test_imagenets_ids() -> None:
-    ids = build.imagenet_wnids()
+    ids = imagenet_wnids()
     assert (len(ids), ids[0], ids[999]) == (1000, "n01440764", "n15075141")
     assert list(ids) == sorted(ids)
 

@@ -12,7 +12,7 @@ from pycls_fast import build
 from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
-from pycls_fast.data.sampling import block_order, class_order
+from pycls_fast.data.sampling import block_order, class_order, order_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.speed import Speed
@@ -79,7 +79,8 @@ class Labelled(Images):
 
 
 def ordered(*overrides: str) -> Any:
-    return build_data.order(vit("data.global_batch_size=12", *overrides), Labelled())
+    config = vit("data.global_batch_size=12", *overrides)
+    return order_of(Labelled(), config.data, config.augment.repeats)
 
 
 @pytest.mark.parametrize(("sampling", "power"), [("balanced", 0.0), ("square_root", 0.5)])

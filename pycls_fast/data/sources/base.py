@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pycls_fast.data.sources.shards import CopiedShards
 from pycls_fast.errors import UserError, first_few
+
+
+def checksum(integers: Any) -> str:
+    """A CRC-32 of whole numbers, as 8 hexadecimal digits."""
+    return f"{zlib.crc32(np.ascontiguousarray(integers, np.int64).tobytes()):08x}"
 
 
 class Images:
@@ -58,6 +65,15 @@ class Images:
         The name is the layout's: the path below the root, as a table writes it, or the key in a shard.
         """
         return None
+
+    def names_id(self) -> str:
+        """Identifies the images' names in their order: "names-" and a checksum.
+
+        "numbers-" if they have none, with the checksum of their positions if they are a part of a larger source. Takes
+        2 s for 14 million images.
+        """
+        hashes = self.name_hashes()
+        return f"numbers-{checksum(getattr(self, 'rows', ()))}" if hashes is None else f"names-{checksum(hashes)}"
 
     def checksum_holds(self, index: int) -> bool:
         """Whether the stored image is the one that was packed; also True for a source without checksums.

@@ -127,3 +127,10 @@ def _wnids_of_outputs(classes: Sequence[str], wnids: str | Path | None) -> tuple
 def _standard_order(classes: Sequence[str], ids: Sequence[str] | None) -> np.ndarray:
     """The output of the k-th of the sorted WordNet ids; without ids the outputs are taken to be in that order."""
     return np.argsort(np.array(ids)) if ids is not None else np.arange(len(classes))
+
+
+def imagenet_wnids() -> tuple[str, ...]:
+    """ImageNet-1k's 1,000 WordNet ids in the order of every published model's outputs."""
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())

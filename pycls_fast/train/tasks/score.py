@@ -11,7 +11,7 @@ from typing import Any
 from pycls_fast import build, published
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
-from pycls_fast.data.sources.eval_sets import EvalSet
+from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval_set
 from pycls_fast.errors import DONE, UserError, first_few
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
@@ -111,7 +111,16 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
     if config.data.eval_set is not None:
         if split != "val":
             raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
-        return build.eval_set(config, _classes(config, found, ours), world)
+        data = config.data
+        assert data.eval_set is not None
+        assert data.eval_root is not None
+        return open_eval_set(
+            data.eval_set,
+            user_path(data.eval_root),
+            classes=_classes(config, found, ours),
+            wnids=None if data.wnids is None else user_path(data.wnids),
+            val=build.sources(config, world)["val"] if data.eval_set == "real" else None,
+        )
     sources = build.sources(config, world, whole=split == "all")
     if split not in sources:
         has_all = any(source.drawn for source in sources.values())
@@ -133,7 +142,7 @@ def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tupl
         return ours.classes
     # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
     if config.model.num_classes in (None, 1000):
-        return build.imagenet_wnids()
+        return imagenet_wnids()
     raise UserError(
         f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
         f"{config.model.num_classes} is not ImageNet-1k's 1000"
@@ -145,7 +154,7 @@ def _other_split(
 ) -> str | None:
     """What to say of a random split that is not the one that the weights were trained on."""
     names = None if ours is None else ours.train_names
-    if names is not None and names == build.names_id(sources["train"]):
+    if names is not None and names == sources["train"].names_id():
         return None
     if not _is_own_root(config, ours):
         total = sum(len(source) for source in sources.values())

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.sampling import TrainSampler, class_order
+from pycls_fast.data.sampling import TrainSampler, class_order, order_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.data.transforms import TrainTransform
@@ -116,9 +115,9 @@ def test_the_configuration_chooses_and_refuses() -> None:
     source = SyntheticImages(4, 8, 2, seed=0)
     source.labels = np.array([0, 1, 1, 1])
     config = load_config("vit_digits", ["data.sampling=balanced"])
-    order = build.data.order(config, source)
+    order = order_of(source, config.data, 1)
     assert order is not None
     assert np.bincount(source.labels[order(0, 0) % 4]).tolist() == [2, 2]
-    assert build.data.order(load_config("vit_digits"), source) is None
+    assert order_of(source, load_config("vit_digits").data, 1) is None
     with pytest.raises(UserError, match=r"data.sampling: visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])

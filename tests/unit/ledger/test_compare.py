@@ -303,7 +303,7 @@ def test_data_that_has_changed(a: Path, b: Path, digits: Path, tmp_path: Path) -
         predicted_N = labels_N if run is a else 1 - labels_N
         Predictions(np.arange(8), labels_N, predicted_N, losses_N, losses_N).save(run / "predictions.npz")
     with build.world(config) as world:
-        names = build.names_id(build.sources(config, world)["train"])
+        names = build.sources(config, world)["train"].names_id()
     (b / "checkpoints" / "step_000000010").mkdir(parents=True)
     (b / "checkpoints" / "step_000000010" / "state.json").write_text(json.dumps({"train_names": names}))
     assert read_run_files(str(a)).missing is read_run_files(str(b)).missing is None

@@ -11,6 +11,7 @@ import pytest
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.data.sampling import order_name
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
@@ -104,7 +105,7 @@ def test_every_key_that_must_stay_has_a_case() -> None:
 def test_what_must_stay(name: str) -> None:
     override, key = CHANGES[name]
     shards = Shards(3, 7)
-    order = build.order_name(load_config("vit_digits"), shards)
+    order = order_name(shards, load_config("vit_digits").data)
     with pytest.raises(UserError) as caught:
         go_on(override, source=shards, order=order)
     keys = [line.partition(":")[0] for line in caught.value.lines]
@@ -145,12 +146,12 @@ def test_names_of_images(tmp_path: Path) -> None:
             for number in (*range(9), last):
                 (tmp_path / place / name / f"{number}.png").touch()
         own = ["data=folder", f"data.root={tmp_path / place}", f"data.split_seed={seed}"]
-        found.append(build.names_id(build.sources(load_config("vit_digits", own), ALONE)["train"]))
+        found.append(build.sources(load_config("vit_digits", own), ALONE)["train"].names_id())
     assert all(text.startswith("names-") for text in found)
     assert found[0] == found[1]
     assert len(set(found)) == 3
     numbered = [load_config("vit_digits", ["data=synthetic", f"data.image_size={size}"]) for size in (8, 16)]
-    texts = {build.names_id(build.sources(config, ALONE)["train"]) for config in numbered}
+    texts = {build.sources(config, ALONE)["train"].names_id() for config in numbered}
     assert len(texts) == 1
     assert texts.pop().startswith("numbers-")
 
@@ -185,7 +186,7 @@ def test_every_key_that_is_told_has_a_case() -> None:
 @pytest.mark.slow
 def test_the_order_depends_on_the_storage() -> None:
     config, shards = load_config("vit_digits"), Shards(3, 7)
-    order = build.order_name(config, shards)
+    order = order_name(shards, config.data)
     assert go_on(source=shards, order=order) == []
     assert go_on() == []
     for source in (Shards(4, 7), SyntheticImages(7, 8, 2, 0)):
