@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # .venv is rebuilt when the packages to install have changed.
 READY := $(VENV)/.installed
 
-.PHONY: install train test test-slow test-cuda gate gate-baseline lint format clean
+.PHONY: install train test test-slow test-cuda faults gate gate-baseline lint format clean
 
 install: $(READY)
 
@@ -34,6 +34,11 @@ test-slow: $(READY)
 
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -m cuda
+
+# Kills, full disks, lost ranks, damaged files, odd values: SECURITY.md. SEED=2 tries others.
+SEED ?= 1
+faults: $(READY)
+	$(BIN)/python -m tests.faults --seed $(SEED) --minutes 30
 
 # A small ladder, compared with a stored baseline; see docs/ledger.md. Only ratios of speeds, and only losses of more than
 # half, because test machines are shared. The baseline is from a CPU, so a GPU is hidden.

@@ -30,6 +30,8 @@ def read_bytes(file: str | Path, limit: int = TEXT_BYTES) -> bytes:
     Raises:
         OSError: it is no ordinary file or has more than `limit` bytes, besides the system's reasons.
     """
+    if "\0" in os.fspath(file):
+        raise OSError(errno.EINVAL, "has a NUL in its name", repr(file))
     # O_NONBLOCK: opening a pipe without a writer would wait for one.
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
         status = os.fstat(opened.fileno())

@@ -53,8 +53,9 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     how = Opening(seed=config.seed, whole=whole, index_all=index_all, processes=ranks)
     try:
         return data.open(root, how)
-    except PermissionError as error:
-        raise UserError(f"data.root: {root} cannot be read ({error.filename}: {error.strerror})") from error
+    except OSError as error:
+        place, reason = str(error.filename or root)[:200], error.strerror or error
+        raise UserError(f"data.root: {root[:200]} cannot be read ({place}: {reason}); give another") from error
     except UserError as error:
         lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
         raise UserError(*lines) from error

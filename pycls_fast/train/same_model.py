@@ -28,7 +28,10 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     Raises:
         UserError: a line for each setting that differs.
     """
-    before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
+    try:
+        before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"weights: {source}: the model it was trained as cannot be read ({error})") from error
     wrong = [
         f"weights: {source} was trained with model.{key}={as_typed(before[key])} and the model has "
         f"{as_typed(now[key])}, which computes something else with the same tensors; use {_way_out(key, before)}"

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,8 +143,8 @@ def map_array(path: Path) -> np.ndarray:
     # An empty array cannot be mapped.
     try:
         array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
-    except EOFError as error:
-        raise ValueError(f"{path} is empty") from error
+    except (EOFError, SyntaxError, TokenError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{path} holds no array ({error})") from error
     if isinstance(array, np.memmap):
         vars(array)["stamp"] = stamp
     return array

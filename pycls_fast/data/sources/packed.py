@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts, map_array
@@ -27,7 +28,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import flush
-from pycls_fast.reading import read_json
+from pycls_fast.reading import check, read_json
 
 FORMAT, VERSION = "pycls_fast packed images", 2
 TABLE, NAMES, NAME_ENDS, ABOUT = "table.npy", "names.npy", "name_ends.npy", "about.json"
@@ -120,6 +121,17 @@ def open_packed(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     return as_splits(opened, data, how, where=str(root))
 
 
+class _About(BaseModel):
+    """What is read of `ABOUT`."""
+
+    model_config = ConfigDict(strict=True)
+    classes: list[str]
+    count: PositiveInt
+    shards: list[NonNegativeInt]
+    how: str
+    store: str
+
+
 def open_packed_split(folder: Path) -> PackedImages:
     """Open one packed split.
 
@@ -130,6 +142,7 @@ def open_packed_split(folder: Path) -> PackedImages:
         about = read_json(folder / ABOUT)
         if about["format"] != FORMAT or about["version"] != VERSION:
             raise ValueError(f"{about['format']!r} version {about['version']} instead of {VERSION}")
+        check(_About, about)
         table = map_array(folder / TABLE)
         names = Texts(map_array(folder / NAMES), map_array(folder / NAME_ENDS))
         counts = {len(table), len(names), about["count"], sum(about["shards"])}

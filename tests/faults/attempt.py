@@ -1,0 +1,158 @@
+"""One try: a tool in a forked process, with its output, its end, and what it left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+Action = Callable[[], int]
+LIMIT = 90.0
+"""Seconds; nothing that is tried here takes a tenth of it."""
+_SHARED_MEMORY = Path("/dev/shm")
+_CRASH = 70
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: its exit status, minus the number of the signal that ended it, or None if it had to be."""
+
+    status: int | None
+    text: str
+    left: tuple[str, ...]
+
+    def short(self, allowed: Iterable[int] = (0, 2)) -> list[str]:
+        """What is wrong with it; a mistake is one line and status 2, never a traceback."""
+        found = [f"left {what}" for what in self.left]
+        last = next((line for line in reversed(self.text.splitlines()) if line.strip()), "")
+        if self.status is None:
+            found.append(f"waited for more than {LIMIT:g} s: {last}")
+        elif "Traceback (most recent" in self.text or self.status == _CRASH:
+            found.append(f"traceback: {last}")
+        elif self.status not in allowed:
+            found.append(f"status {self.status}: {last}")
+        elif self.status == 2 and not last:
+            found.append("status 2 without a line")
+        if "\x1b" in self.text:
+            found.append("a control character reached the terminal")
+        return found
+
+
+def tool(*arguments: str) -> Action:
+    """A verb of the command line."""
+
+    def action() -> int:
+        from pycls_fast.cli import main
+
+        sys.argv = ["pycls-fast", *arguments]
+        main()
+
+    return action
+
+
+class Child:
+    """A process that runs an action in a folder, after `setup`."""
+
+    def __init__(
+        self,
+        action: Action,
+        folder: Path,
+        *,
+        setup: Callable[[], object] = lambda: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._shared = set(_SHARED_MEMORY.glob("torch_*"))
+        self._read, write = os.pipe()
+        self._text = b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(action, folder, setup, environment or {}, write)
+        os.close(write)
+        os.set_blocking(self._read, False)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self.pid, number)
+
+    def runs_for(self, seconds: float) -> bool:
+        """Wait; whether the process still runs then."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return False
+            self._drain()
+            time.sleep(0.005)
+        return True
+
+    def end(self, limit: float = LIMIT) -> Outcome:
+        """Wait for the end, and clean up."""
+        in_time = not self.runs_for(limit)
+        if not in_time:
+            self.signal(signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self._drain()
+        os.close(self._read)
+        left = []
+        if in_time and not os.WIFSIGNALED(status) and _lives(self.pid):
+            left.append("processes")
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if in_time and not os.WIFSIGNALED(status):
+            left += [str(path) for path in set(_SHARED_MEMORY.glob(f"torch_{self.pid}_*")) - self._shared]
+        code = os.waitstatus_to_exitcode(status) if in_time else None
+        return Outcome(code, self._text.decode(errors="replace"), tuple(left))
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            while part := os.read(self._read, 1 << 16):
+                self._text += part
+
+
+def attempt(action: Action, folder: Path, **how: object) -> Outcome:
+    """Run an action to its end; other arguments are `Child`'s."""
+    return Child(action, folder, **how).end()  # type: ignore[arg-type]
+
+
+def _lives(group: int) -> bool:
+    """Whether processes of a group still run a second later: those that a pipe's end tells to end need a moment."""
+    for _ in range(20):
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _run(
+    action: Action, folder: Path, setup: Callable[[], object], environment: Mapping[str, str], output: int
+) -> None:
+    status = _CRASH
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.chdir(folder)
+        os.environ.update(environment)
+        setup()
+        status = action()
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else 0
+    except BaseException:  # noqa: BLE001  # told to the parent
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,131 @@
+"""What is damaged: one finished run, and the same few images in every layout. Made once, in forked processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycls_fast.data.sources.synthetic import write_digits
+from pycls_fast.train import checkpoint
+from tests.factories import load_checkpoint
+from tests.faults.attempt import Child, Outcome, attempt, tool
+from tests.integration.runs import TINY
+from tests.unit.data import layouts
+
+STEPS = 44
+
+
+def settings(*overrides: str, config_name: str = "vit_digits") -> list[str]:
+    """A training of two seconds, with the loader in its own process."""
+    fixed = ("optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkpoint_every_steps=4", "runtime.device=cpu")
+    return ["--config-name", config_name, *TINY, *fixed, *overrides]
+
+
+class Lab:
+    """A folder with `run`, `weights.*`, and a folder for each layout of data.
+
+    Attributes:
+        digits: class folders.
+        seconds: how long the undisturbed run took.
+        wanted: its last state, as `fingerprint` tells it; of two ranks, under "ranks".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digits = folder / "digits"
+        self.wanted: dict[str, str] = {}
+        self._must(attempt(lambda: write_digits(self.digits) or 0, folder))
+        self.train = ("train", *settings(f"data.root={self.digits}"))
+        self._must(attempt(tool(*self.train, "run_dir=run"), folder))
+        self.wanted["run"] = self.fingerprint(folder)
+        self._must(attempt(tool("export", "weights=run", "output=weights.safetensors"), folder))
+        self._must(attempt(self._write_layouts, folder))
+
+    def _must(self, outcome: Outcome) -> None:
+        assert outcome.status == 0, outcome.text
+
+    def _write_layouts(self) -> int:
+        content = layouts.make_content((12, 12, 12), (6, 6, 6))
+        writers = {
+            "folder": layouts.write_folder,
+            "table": layouts.write_manifest,
+            "parquet": layouts.write_hub_parquet,
+            "tar": layouts.write_tars,
+            "packed": layouts.write_packed,
+        }
+        for name, write in writers.items():
+            (self.folder / name).mkdir()
+            write(self.folder / name, content)
+        model = load_checkpoint(self.folder / "run" / "checkpoints" / "best")["model"]
+        torch.save(model, self.folder / "weights.pth")
+        np.savez(self.folder / "weights.npz", **{name: value.numpy() for name, value in model.items()})
+        return 0
+
+    def copy(self, name: str, folder: Path) -> Path:
+        """A copy of something in the lab, in a folder."""
+        source = self.folder / name
+        if source.is_dir():
+            return Path(shutil.copytree(source, folder / name, symlinks=True))
+        return Path(shutil.copy(source, folder / name))
+
+    def fingerprint(self, folder: Path) -> str:
+        """What `folder/run` ended with: a hash of its last tensors, and whether its records have each step once."""
+
+        def action() -> int:
+            newest = next(checkpoint.checkpoints(folder / "run" / "checkpoints"))
+            state = load_checkpoint(newest)
+            digest = hashlib.sha256()
+            _hash({part: state[part] for part in ("model", "ema", "optimizer")}, digest)
+            lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+            steps = [record["step"] for record in lines if record["kind"] == "train"]
+            print("state", digest.hexdigest(), steps == list(range(1, STEPS + 1)), state["step"])
+            return 0
+
+        return attempt(action, folder).text.strip().rpartition("state ")[2]
+
+    def two_ranks(self, folder: Path) -> list[Child]:
+        """Two processes of one run."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        return [
+            Child(
+                tool(*self.train, "run_dir=run", "parallel=ddp", "parallel.timeout_seconds=5"),
+                folder,
+                environment={
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                },
+            )
+            for rank in range(2)
+        ]
+
+
+def _hash(values: Mapping[str, Any], digest: Any) -> None:
+    for key in sorted(values):
+        value = values[key]
+        digest.update(key.encode())
+        if isinstance(value, Mapping):
+            _hash(value, digest)
+        else:
+            digest.update(
+                value.contiguous().view(-1).numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode()
+            )
+
+
+def pick(draw: random.Random, folder: Path, *patterns: str) -> Path:
+    """One of the files that match, below a folder."""
+    return draw.choice(sorted(file for pattern in patterns for file in folder.rglob(pattern) if file.is_file()))

@@ -1,0 +1,183 @@
+"""Odd environments, limits, files and links: each with what is run there, and what may come of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.lab import Lab
+
+Prepare = Callable[[Lab, Path], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is prepared (it returns the arguments; `train` stands for the whole training), and the process's limits."""
+
+    prepare: Prepare
+    setup: Callable[[], object] = lambda: None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    allowed: tuple[int, ...] = (0, 2)
+    after: Callable[[Path, str], list[str]] | None = None
+    workers_tell: bool = False
+    """Whether torch's thread in a worker may print its traceback before the line."""
+
+
+def _train(*overrides: str) -> Prepare:
+    return lambda lab, folder: ["train", "run_dir=run", "schedule.max_steps=3", *overrides]
+
+
+def _limit(kind: int, value: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (value, value))
+
+
+def _odd_image(make: Callable[[Path], object], *arguments: str) -> Prepare:
+    """One odd file among the images of class folders; LAB/run predicts, or it is trained on."""
+
+    def prepare(lab: Lab, folder: Path) -> Sequence[str]:
+        images = lab.copy("folder", folder)
+        make(images / "train" / "n01440764" / "x.jpg")
+        where = {"RUN": str(lab.folder / "run"), "IMAGES": str(images / "train")}
+        return [where.get(word, word) for word in arguments]
+
+    return prepare
+
+
+_ON_FOLDER = ("train", "data=folder", "data.root=folder", "data.global_batch_size=4", "schedule.max_steps=9")
+
+
+def _on_run(change: Callable[[Path], object], *arguments: str) -> Prepare:
+    def prepare(lab: Lab, folder: Path) -> Sequence[str]:
+        change(lab.copy("run", folder))
+        return arguments
+
+    return prepare
+
+
+def _sparse(path: Path, size: int = 8 << 30) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def _config(text: str) -> Callable[[Path], object]:
+    """A run whose configuration is a stranger's; its checkpoints, which have one too, are away."""
+
+    def change(run: Path) -> None:
+        shutil.rmtree(run / "checkpoints")
+        (run / "best.safetensors").unlink(missing_ok=True)
+        config = run / "config.yaml"
+        config.write_text(text if "\n" in text else config.read_text() + f"\n{text}\n")
+
+    return change
+
+
+def _aliases() -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    return "\n".join(lines)
+
+
+def _secret(folder: Path, text: str) -> list[str]:
+    return ["a secret was told"] if "s3cr3t" in text or list(folder.glob("*s3cr3t*")) else []
+
+
+def _lock(run: Path) -> None:
+    (run.parent / "victim").write_text("as before")
+    (run / ".lock").symlink_to("../victim")
+
+
+def _victim(folder: Path, text: str) -> list[str]:
+    return [] if (folder / "victim").read_text() == "as before" else ["a file outside of the run was overwritten"]
+
+
+def _refused(folder: Path, text: str) -> list[str]:
+    kept = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [] if "records of checkpoints" in text and kept > 40 else ["records were lost without a line"]
+
+
+def _evil_name(path: Path) -> None:
+    path.with_name("=1+evil\x1b[31m\u202e.jpg").write_bytes(b"no image")
+
+
+def _formulas(folder: Path, text: str) -> list[str]:
+    lines = (folder / "out.csv").read_text().splitlines() if (folder / "out.csv").exists() else []
+    return [f"a formula: {line}" for line in lines if line.startswith("=")]
+
+
+_LAUNCHERS: Mapping[str, Mapping[str, str]] = {
+    "WORLD_SIZE=abc": {"WORLD_SIZE": "abc"},
+    "LOCAL_RANK=x": {"LOCAL_RANK": "x"},
+    "LOCAL_RANK=": {"LOCAL_RANK": ""},
+    "MASTER_PORT=abc": {"MASTER_PORT": "abc", "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+    "no RANK": {"WORLD_SIZE": "2"},
+    "RANK=5 of 2": {"RANK": "5", "WORLD_SIZE": "2"},
+    "no such host": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
+    "no home": {"HOME": "", "XDG_CACHE_HOME": ""},
+    "no folder for temporary files": {"TMPDIR": "/nonexistent"},
+    "SLURM_PROCID=x": {"SLURM_PROCID": "x"},
+}
+_NOFILE, _DATA, _FSIZE, _STACK = (
+    resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_STACK,
+)  # fmt: skip
+
+CASES: Mapping[str, Case] = {
+    **{name: Case(_train(), environment=variables) for name, variables in _LAUNCHERS.items()},
+    **{
+        f"{limit} descriptors, {workers} workers": Case(
+            _train(f"data.num_workers={workers}"), _limit(_NOFILE, limit), workers_tell=workers > 0
+        )
+        for limit in (25, 40, 64)
+        for workers in (0, 2)
+    },
+    "little memory": Case(_train(), _limit(_DATA, 300 << 20)),
+    "small files, workers": Case(_train("data.num_workers=2"), _limit(_FSIZE, 20_000), allowed=(0, 1, 2)),
+    "small files": Case(_train(), _limit(_FSIZE, 2_000), allowed=(0, 1, 2)),
+    "small stack": Case(_train(), _limit(_STACK, 1 << 20)),
+    "standard output is closed": Case(_train(), lambda: os.close(1), allowed=(0, 1, 2)),
+    "standard input is closed": Case(_train(), lambda: os.close(0)),
+    "the current folder is gone": Case(_train(), lambda: Path.cwd().rmdir()),
+    "little recursion": Case(_train(), lambda: sys.setrecursionlimit(400), allowed=(0, 1, 2)),
+    "a very long root": Case(_train(f"data.root={'x' * 5000}")),
+    "a long part of the root": Case(_train(f"data.root=/tmp/{'x' * 300}")),
+    "/proc/self as root": Case(_train("data=folder", "data.root=/proc/self")),
+    "a pipe among images": Case(_odd_image(os.mkfifo, *_ON_FOLDER)),
+    "a device among images": Case(_odd_image(lambda path: path.symlink_to("/dev/zero"), *_ON_FOLDER)),
+    "a sparse file among images": Case(_odd_image(_sparse, *_ON_FOLDER)),
+    "a folder among images": Case(_odd_image(Path.mkdir, *_ON_FOLDER)),
+    "a circular link among images": Case(_odd_image(lambda path: path.symlink_to(path), *_ON_FOLDER)),
+    "a folder in itself": Case(_odd_image(lambda path: path.with_name("y").symlink_to("."), *_ON_FOLDER)),
+    "a pipe to predict": Case(_odd_image(os.mkfifo, "predict", "RUN", "IMAGES")),
+    "a device to predict": Case(_odd_image(lambda path: path.symlink_to("/dev/zero"), "predict", "RUN", "IMAGES")),
+    "a pipe to verify": Case(_odd_image(os.mkfifo, "prepare", "verify", "data=folder", "data.root=folder")),
+    "an evil name in a terminal": Case(_odd_image(_evil_name, *_ON_FOLDER)),
+    "an evil name in a table": Case(
+        _odd_image(_evil_name, "predict", "RUN", "IMAGES", "format=csv", "output=out.csv"), after=_formulas
+    ),
+    "a pipe as weights": Case(lambda lab, folder: os.mkfifo(folder / "w.pth") or ["train", "weights=w.pth"]),
+    "a pipe as configuration": Case(
+        _on_run(lambda run: (run / "config.yaml").unlink() or os.mkfifo(run / "config.yaml"), "score", "weights=run")
+    ),
+    "a lock that is a link": Case(
+        _on_run(_lock, "train", "run_dir=run", "schedule.max_steps=45"), after=_victim
+    ),
+    "checkpoints that are not mounted": Case(
+        _on_run(lambda run: shutil.rmtree(run / "checkpoints"), "train", "run_dir=run"), allowed=(2,), after=_refused
+    ),
+    "no metrics.jsonl": Case(_on_run(lambda run: (run / "metrics.jsonl").unlink(), "train", "run_dir=run")),
+    "another order": Case(_on_run(lambda run: None, "train", "run_dir=run", "data.shuffle=blocks")),
+    "a bomb of aliases": Case(_on_run(_config(_aliases()), "score", "weights=run")),
+    "a bomb of aliases in a table of runs": Case(_on_run(_config(_aliases()), "runs", "run")),
+    "20,000 brackets": Case(_on_run(_config("[" * 20_000 + "\n"), "score", "weights=run")),
+    "a stranger's interpolation": Case(
+        _on_run(_config("loss: ${oc.env:SECRET}"), "score", "weights=run"),
+        environment={"SECRET": "s3cr3t"}, allowed=(2,), after=_secret,
+    ),
+    "a stranger's defaults": Case(_on_run(_config("defaults: [base]"), "score", "weights=run"), allowed=(2,)),
+    "a stranger's Hydra": Case(_on_run(_config("hydra: {job: {chdir: true}}"), "score", "weights=run"), allowed=(2,)),
+    "a stranger's module": Case(_on_run(_config("imports: [/tmp/evil]"), "score", "weights=run"), allowed=(2,)),
+}  # fmt: skip
