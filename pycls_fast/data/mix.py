@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,54 +23,45 @@ class Mixed(NamedTuple):
         return labels_B, labels_B.roll(1, 0), self.lam
 
 
+@dataclass(frozen=True)
 class Mixer:
     """Mixes whole batches with one lam, by mixup or CutMix.
 
     All draws are made on the host from the step's seed, so nothing waits for the device.
+
+    Attributes:
+        mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off, of which one is on.
+        switch_probability: probability of CutMix rather than mixup when both are on.
+        probability: probability of mixing a batch (an image, a pair) at all.
     """
 
-    def __init__(
-        self,
-        *,
-        mixup_alpha: float = 0.0,
-        cutmix_alpha: float = 0.0,
-        switch_probability: float = 0.5,
-        probability: float = 1.0,
-    ) -> None:
-        """
-        Args:
-            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off.
-            switch_probability: probability of CutMix rather than mixup when both are on.
-            probability: probability of mixing a batch at all.
-        """
-        if not max(mixup_alpha, cutmix_alpha) > 0 or min(mixup_alpha, cutmix_alpha) < 0:
-            raise ValueError(f"one alpha must be positive, none negative: {mixup_alpha}, {cutmix_alpha}")
-        if not (0 <= switch_probability <= 1 and 0 <= probability <= 1):
-            raise ValueError(f"not a probability: {switch_probability}, {probability}")
-        self._mixup_alpha = mixup_alpha
-        self._cutmix_alpha = cutmix_alpha
-        self._probability = probability
-        if mixup_alpha > 0 and cutmix_alpha > 0:
-            self._cutmix_probability = switch_probability
-        else:
-            self._cutmix_probability = 1.0 if cutmix_alpha > 0 else 0.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    switch_probability: float = 0.5
+    probability: float = 1.0
 
-    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
+    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed | MixedElements]:
         """The mixed images (new memory, or the same tensor if nothing was mixed), and how."""
-        generator = frozen_generator(seed)
-        if generator.random_sample() >= self._probability:
-            return images_BCHW, Mixed(lam=1.0)
-        if generator.random_sample() >= self._cutmix_probability:
-            lam = float(generator.beta(self._mixup_alpha, self._mixup_alpha))
-            return mixup(images_BCHW, lam), Mixed(lam=lam)
-        lam = float(generator.beta(self._cutmix_alpha, self._cutmix_alpha))
-        height, width = images_BCHW.shape[2:]
+        lam, box = self._draw(frozen_generator(seed), *images_BCHW.shape[2:])
+        if box is not None:
+            return cutmix(images_BCHW, box), Mixed(lam)
+        return images_BCHW if lam == 1 else mixup(images_BCHW, lam), Mixed(lam)
+
+    def _draw(
+        self, generator: np.random.RandomState, height: int, width: int
+    ) -> tuple[float, tuple[int, int, int, int] | None]:
+        """Draw lam, and the box of CutMix; lam is 1 where nothing is mixed."""
+        if generator.random_sample() >= self.probability:
+            return 1.0, None
+        one_way = 0.0 if self.cutmix_alpha == 0 else 1.0
+        cutmix_probability = self.switch_probability if min(self.mixup_alpha, self.cutmix_alpha) > 0 else one_way
+        if generator.random_sample() >= cutmix_probability:
+            return float(generator.beta(self.mixup_alpha, self.mixup_alpha)), None
+        lam = float(generator.beta(self.cutmix_alpha, self.cutmix_alpha))
         center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
-        box = cutmix_box(lam, height, width, center_y, center_x)
-        top, bottom, left, right = box
+        top, bottom, left, right = box = cutmix_box(lam, height, width, center_y, center_x)
         # The box is clipped at the borders and its sides are whole pixels, so its true share is computed.
-        lam = 1 - (bottom - top) * (right - left) / (height * width)
-        return cutmix(images_BCHW, box), Mixed(lam=lam)
+        return 1 - (bottom - top) * (right - left) / (height * width), box
 
 
 def mixup(images_BCHW: torch.Tensor, lam: float) -> torch.Tensor:
@@ -112,41 +104,20 @@ class MixedElements(NamedTuple):
         return labels_B, labels_B.flip(0), self.lam_B
 
 
-class ElementMixer:
+@dataclass(frozen=True)
+class ElementMixer(Mixer):
     """Mixes each image with its counterpart from the batch's other end, by mixup or CutMix.
 
-    All draws are made on the host from the step's seed, so nothing waits for the device.
+    Attributes:
+        mode: "elem" draws method, lam and box for each image; "pair" the same for both images of a pair.
     """
 
-    def __init__(
-        self,
-        *,
-        mode: Literal["pair", "elem"],
-        mixup_alpha: float,
-        cutmix_alpha: float,
-        switch_probability: float = 0.5,
-        probability: float = 1.0,
-    ) -> None:
-        """
-        Args:
-            mode: "elem" draws method, lam and box for each image; "pair" the same for both images of a pair.
-            mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off.
-            switch_probability: probability of CutMix rather than mixup when both are on.
-            probability: probability of mixing an image (a pair) at all.
-        """
-        if mode not in ("pair", "elem") or not max(mixup_alpha, cutmix_alpha) > 0 or min(mixup_alpha, cutmix_alpha) < 0:
-            raise ValueError(f"mode {mode!r}, alpha {mixup_alpha} and {cutmix_alpha}")
-        self._mode = mode
-        self._mixup_alpha = mixup_alpha
-        self._cutmix_alpha = cutmix_alpha
-        self._probability = probability
-        only_one_way = 1.0 if mixup_alpha == 0 else 0.0
-        self._cutmix_probability = switch_probability if min(mixup_alpha, cutmix_alpha) > 0 else only_one_way
+    mode: Literal["pair", "elem"] = "elem"
 
     def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, MixedElements]:
         """The mixed images (new memory), and how."""
         batch, _, height, width = images_BCHW.shape
-        share_B, box_B4 = self._draw(batch, height, width, seed)
+        share_B, box_B4 = self._draw_all(batch, height, width, seed)
         # The share that mixup keeps of an image; CutMix copies a box of the counterpart and keeps the other pixels.
         kept_B = np.where(box_B4[:, 2:].any(axis=1), 1.0, share_B)
         kept_B111, boxes_B4 = (_send(x, images_BCHW.device) for x in (kept_B.reshape(-1, 1, 1, 1), box_B4))
@@ -156,23 +127,17 @@ class ElementMixer:
         mixed_BCHW = torch.where(mask_B1HW, other_BCHW, images_BCHW * kept_B111 + other_BCHW * (1 - kept_B111))
         return mixed_BCHW, MixedElements(_send(share_B.astype(np.float32), images_BCHW.device))
 
-    def _draw(self, batch: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_all(self, batch: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """`lam_B` and the boxes of CutMix (top, left, height, width), zeros for none."""
         generator = frozen_generator(seed)
         share_B = np.ones(batch)
         box_B4 = np.zeros((batch, 4), dtype=np.int64)
-        for i in range(batch // 2 if self._mode == "pair" else batch):
-            if generator.random_sample() >= self._probability:
-                continue
-            if generator.random_sample() >= self._cutmix_probability:
-                share_B[i] = generator.beta(self._mixup_alpha, self._mixup_alpha)
-                continue
-            lam = float(generator.beta(self._cutmix_alpha, self._cutmix_alpha))
-            center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
-            top, bottom, left, right = cutmix_box(lam, height, width, center_y, center_x)
-            box_B4[i] = top, left, bottom - top, right - left
-            share_B[i] = 1 - (bottom - top) * (right - left) / (height * width)
-        if self._mode == "pair":
+        for i in range(batch // 2 if self.mode == "pair" else batch):
+            share_B[i], box = self._draw(generator, height, width)
+            if box is not None:
+                top, bottom, left, right = box
+                box_B4[i] = top, left, bottom - top, right - left
+        if self.mode == "pair":
             share_B[(batch + 1) // 2 :] = share_B[: batch // 2][::-1]
             box_B4[(batch + 1) // 2 :] = box_B4[: batch // 2][::-1]
         return share_B, box_B4

@@ -56,8 +56,6 @@ class Prepare(nn.Module):
             device: the batches' device.
         """
         super().__init__()
-        if erase_value not in ("mean", "noise"):
-            raise ValueError(f"unknown erase_value {erase_value!r}")
         self._dtype = dtype
         self._compute_dtype = torch.promote_types(dtype, torch.float32)
         self._erase_value = erase_value
@@ -153,13 +151,10 @@ def to_device(batches: Iterable[Batch], device: torch.device | str, *, mode: str
 
     Raises:
         UserError: "prefetch" to a device that is not CUDA.
-        ValueError: an unknown mode.
     """
     device = torch.device(device)
     if mode == "blocking":
         return (batch.to(device) for batch in batches)
-    if mode != "prefetch":
-        raise ValueError(f"unknown mode {mode!r}")
     if device.type != "cuda":
         raise UserError(f'copying ahead ("prefetch") needs a CUDA device, not {device.type}; use "blocking"')
     return _prefetch(iter(batches), device)

@@ -114,17 +114,6 @@ class TrainSampler:
                 batch has all first copies, then all second ones ..., because `Mixer` mixes neighbours: adjacent copies
                 would be mixed with each other. DeiT puts the copies on different ranks.
         """
-        if not 1 <= global_batch_size <= count:
-            raise ValueError(f"global_batch_size {global_batch_size} of count {count}")
-        if global_batch_size % (world_size * accumulation_steps):
-            raise ValueError(
-                f"global_batch_size {global_batch_size} for world_size {world_size} x accumulation_steps "
-                f"{accumulation_steps}"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        if not 0 <= start_step <= total_steps:
-            raise ValueError(f"start_step {start_step} of total_steps {total_steps}")
         self.steps_per_epoch = count // global_batch_size
         self._count = count
         self._seed = seed
@@ -180,8 +169,6 @@ class EvalSampler:
             count: images in the set.
             batch_size: the largest number of images in a rank's batch.
         """
-        if count < 0 or batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(f"count {count}, batch_size {batch_size}, rank {rank} of {world_size}")
         self._count = count
         self._global_batch_size = batch_size * world_size
         self._rank = rank

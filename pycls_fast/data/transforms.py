@@ -88,8 +88,6 @@ class TrainTransform:
             erase_probability: probability of erasing a box (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3 to
                 3.3).
         """
-        if crop not in ("random_resized", "pad", "none"):
-            raise ValueError(f"unknown crop {crop!r}")
         self.image_size = image_size
         self.erases = erase_probability > 0
         self._interpolation = interpolation
@@ -198,8 +196,6 @@ class EvalTransform:
             crop_ratio: 224 of 256 pixels, 0.875, is from Krizhevsky et al. 2012; 1.0 keeps that side whole.
             fill: red, green and blue, 0 to 255.
         """
-        if not 0 < crop_ratio <= 1:
-            raise ValueError(f"crop_ratio must lie in (0, 1], got {crop_ratio}")
         self.image_size = image_size
         self._resized_side = round(image_size / crop_ratio)
         self._crop = crop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -198,18 +197,3 @@ def test_memory_that_does_not_suffice(
         match=r"^data.global_batch_size: 1 x cpu is out of memory with 64 \(.*; use optim.accumulation_steps=2",
     ):
         train(load_config("vit_digits", settings))
-
-
-def test_all_images_damaged(tmp_path: Path) -> None:
-    good(tmp_path / "images")
-    for path in (tmp_path / "images").rglob("*.png"):
-        os.truncate(path, 0)
-    settings = [
-        *TINY,
-        "data=folder",
-        "data.global_batch_size=4",
-        f"data.root={tmp_path / 'images'}",
-        "data.num_workers=1",
-    ]
-    with pytest.raises(UserError, match="damaged"):
-        train(load_config("vit_digits", [*settings, f"run_dir={tmp_path / 'run'}"]))

@@ -140,24 +140,6 @@ def damaged(tmp_path: Path, digits: Path) -> tuple[Path, dict[str, str], list[Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_one_image_in_a_hundred_is_damaged(
-    tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], workers: int
-) -> None:
-    root, said, odd = damaged
-    overrides = ("data.global_batch_size=50", "schedule.epochs=2", f"data.num_workers={workers}")
-    losses = run(tmp_path / "run", root, *overrides, "augment=inception")
-    assert np.isfinite([loss for _, loss in losses]).all()
-    events = {record["name"]: record["reason"] for record in records(tmp_path / "run", "event")}
-    assert set(events) == set(said)
-    for name, word in said.items():
-        assert word in events[name]
-    assert not {str(path) for path in odd} & set(events)
-    with pytest.raises(UserError, match=r"^data.max_damaged: \d images cannot be read, more than 3:"):
-        run(tmp_path / "few", root, *overrides, "data.max_damaged=3")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one", "a class"])
 def test_files_that_vanish_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, how: str) -> None:
     """What was not yet read is reported, nothing hangs, and the run goes on as long as the limit allows."""

@@ -55,8 +55,7 @@ def open_eval_set(
     root = Path(root)
     ids = _wnids_of_outputs(classes, wnids)
     if name == "real":
-        if val is None:
-            raise ValueError("the images of ReaL are ImageNet's validation images")
+        assert val is not None
         return _open_real(root, classes, ids, val)
     folders = subfolders(root) if root.is_dir() else []
     if not folders:

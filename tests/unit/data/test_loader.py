@@ -134,15 +134,6 @@ def test_a_sample_depends_on_seed_epoch_and_index() -> None:
     assert len({image(1, (0, 3)), image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3))}) == 4
 
 
-def test_world_size_does_not_matter() -> None:
-    source = SyntheticImages(20, 20, 3, seed=0)
-    alone = list(train_loader(source, 0))
-    ranks = [list(train_loader(source, 0, rank=rank, world_size=3)) for rank in range(3)]
-    for step, batch in enumerate(alone):
-        together = torch.cat([ranks[rank][step].images_BHWC for rank in range(3)])
-        assert torch.equal(together, batch.images_BHWC)
-
-
 def test_resuming_reads_nothing_that_was_seen() -> None:
     read: list[int] = []
     source = HookedImages(20, read.append)

@@ -136,18 +136,6 @@ def test_layouts_with_names(tmp_path: Path) -> None:
         assert hashes is None or len(set(hashes.tolist())) == len(train) == 27
 
 
-def test_a_packed_folder_is_split_as_the_folder(tmp_path: Path) -> None:
-    content = {"train": make_content(train=(8, 9, 10))["train"]}
-    LAYOUTS["folder"](tmp_path / "folder", content)
-    LAYOUTS["packed"](tmp_path / "packed", content)
-    found = []
-    for kind in ("folder", "packed"):
-        val = opened(kind, tmp_path / kind)["val"]
-        assert val.drawn
-        found.append([val.read(index) for index in range(len(val))])
-    assert found[0] == found[1]
-
-
 def test_the_whole_of_a_dataset(tmp_path: Path, write_tree: WriteTree) -> None:
     write_tree(tmp_path / "plain", {"a": 1, "b": 3})
     write_tree(tmp_path / "above", {"train/a": 1, "train/b": 3})

@@ -134,19 +134,6 @@ def test_epochs_differ() -> None:
     assert sorted(first) == sorted(second)
 
 
-def test_batches_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="global_batch_size 8 of count 7"):
-        TrainSampler(7, seed=0, global_batch_size=8, total_steps=1)
-    with pytest.raises(ValueError, match="global_batch_size 8 for world_size 3 x accumulation_steps 1"):
-        TrainSampler(100, seed=0, global_batch_size=8, world_size=3, total_steps=1)
-    with pytest.raises(ValueError, match="world_size 2 x accumulation_steps 3"):
-        TrainSampler(100, seed=0, global_batch_size=8, world_size=2, accumulation_steps=3, total_steps=1)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        TrainSampler(100, seed=0, global_batch_size=8, rank=2, world_size=2, total_steps=1)
-    with pytest.raises(ValueError, match="start_step 2 of total_steps 1"):
-        TrainSampler(100, seed=0, global_batch_size=8, start_step=2, total_steps=1)
-
-
 @settings(max_examples=100, deadline=None)
 @given(count=st.integers(0, 200), batch_size=st.integers(1, 20), world_size=st.integers(1, 9))
 def test_evaluation_sees_every_image_once(count: int, batch_size: int, world_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 from collections import Counter
@@ -10,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
-from pycls_fast.data.sampling import EvalSampler, TrainSampler, block_order
+from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from tests.unit.data.layouts import (
@@ -93,56 +90,6 @@ def test_files_of_many_images_stay_open(
     for _ in range(2):
         assert samples_of(source) == expected(CONTENT["train"])
     assert len(paths) == {"packed": 1, "tar": 3}[kind]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_ranks_and_workers_together_see_exactly_the_epoch(
-    layouts: dict[str, dict[str, Images]], kind: str, data: st.DataObject
-) -> None:
-    """Whatever the numbers of ranks before and after a restart, and in whichever order the source is read."""
-    source = layouts[kind]["train"]
-    count = len(source)
-    before, after = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    parts = math.lcm(before, after)
-    batch = parts * data.draw(st.integers(1, count // parts))
-    steps_per_epoch = count // batch
-    stop = data.draw(st.integers(0, steps_per_epoch))
-    seed = data.draw(st.integers(0, 2**40))
-    ends = source.block_ends
-    in_blocks = ends is not None and data.draw(st.booleans())
-    buffer = data.draw(st.integers(1, 2 * count))
-
-    def order(seed: int, epoch: int) -> np.ndarray:
-        assert ends is not None
-        return block_order(seed, epoch, ends, buffer=buffer, global_batch_size=batch)
-
-    seen: Counter[tuple[int, int]] = Counter()
-    for world_size, first, last in ((before, 0, stop), (after, stop, 2 * steps_per_epoch)):
-        for rank in range(world_size):
-            sampler = TrainSampler(
-                count,
-                seed=seed,
-                global_batch_size=batch,
-                rank=rank,
-                world_size=world_size,
-                start_step=first,
-                total_steps=last,
-                order=order if in_blocks else None,
-            )
-            seen.update(key for keys in sampler for key in keys)
-    for epoch in range(2):
-        own = {index: times for (of, index), times in seen.items() if of == epoch}
-        assert len(own) == steps_per_epoch * batch
-        assert set(own.values()) == {1}
-        assert own.keys() <= set(range(count))
-    batch_size = data.draw(st.integers(1, 7))
-    evaluated: Counter[int] = Counter()
-    for rank in range(before):
-        shares = EvalSampler(count, batch_size=batch_size, rank=rank, world_size=before)
-        evaluated.update(index for keys in shares for _, index in keys)
-    assert evaluated == Counter(range(count))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cifar"])
