@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
+from pycls_fast import __version__
 from pycls_fast.errors import DONE, MISTAKE, end_imports_at_ctrl_c
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ VERBS = {
     "maps": "predict",
 }
 """The verbs and their files in `commands/`."""
+
+EXAMPLES = {
+    "train": "pycls-fast train --config-name finetune data.root=my_images weights=timm:resnet50.a1_in1k epochs=10",
+    "test": "pycls-fast test weights=RUN output=scores.json",
+    "predict": "pycls-fast predict RUN more_images format=csv",
+    "export": "pycls-fast export weights=RUN output=model.onnx format=onnx",
+    "prepare": "pycls-fast prepare verify data.root=my_images",
+    "time": "pycls-fast time --config-name vit_s16 'compare=[speed=reference,speed=fast]'",
+    "ledger": "pycls-fast ledger --config-name vit_digits ladder=modern seeds=3",
+    "compare": "pycls-fast compare RUN OTHER_RUN",
+    "runs": "pycls-fast runs runs/finetune",
+    "knn": "pycls-fast knn data.root=my_images weights=timm:resnet50.a1_in1k",
+    "lr-find": "pycls-fast lr-find data.root=my_images weights=timm:resnet50.a1_in1k",
+    "maps": "pycls-fast maps RUN cat.jpg",
+}
+"""One call of each verb, as the list of verbs shows it."""
 
 
 def main(verb: str | None = None) -> NoReturn:
@@ -51,10 +68,13 @@ def _first_word() -> str:
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in VERBS:
         return word
+    if word == "--version":
+        print(f"pycls-fast {__version__}")
+        raise SystemExit(DONE)
     if word in ("--help", "-h"):
         print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
         for each in VERBS:
-            print(f"    {each:9} {find_command(each).about.partition(':')[0]}")
+            print(f"{each:9} {find_command(each).about.partition(':')[0]}\n          $ {EXAMPLES[each]}")
         print("\npycls-fast VERB --help says more.")
         raise SystemExit(DONE)
     near = difflib.get_close_matches(word, VERBS, n=1)

@@ -27,6 +27,7 @@ from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, model_of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig, Section
 from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
 from pycls_fast.precision import LEVELS
 
 # Every rank would create Hydra's folders and log files; only rank 0 writes the run folder.
@@ -221,6 +222,24 @@ def groups(folders: Sequence[Path]) -> set[str]:
     return {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))} - {LADDERS}
 
 
+ALIASES = {
+    "batch_size": "data.global_batch_size",
+    "device": "runtime.device",
+    "epochs": "schedule.epochs",
+    "image_size": "data.image_size",
+    "lr": "optim.lr",
+}
+"""Short names of keys, on the command line and from Python."""
+
+
+def _long_name(override: str, folders: Sequence[Path]) -> str:
+    """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
+    key, separator, value = override.partition("=")
+    if key == "data" and value not in options("data", folders) and user_path(value).exists():
+        key = "data.root"
+    return f"{ALIASES.get(key, key)}{separator}{value}"
+
+
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist.
 
@@ -230,6 +249,7 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
         UserError: an argument is no override.
     """
     names = groups(folders)
+    overrides = [_long_name(override, folders) for override in overrides]
     written_out = [part for override in overrides for part in timm_written_out(override, folders)]
     written_out = [part for override in written_out for part in _class_written_out(override, folders)]
     return [_as_hydra_override(override, names, folders) for override in written_out]

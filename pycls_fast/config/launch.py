@@ -69,6 +69,11 @@ class Command:
     needs_data: Callable[[Any], bool] = lambda options: True
     after_sweep: Callable[[], str | None] = lambda: None
 
+    @property
+    def usage(self) -> str:
+        """The call that `about` begins with."""
+        return self.about.partition("`")[2].partition("`")[0]
+
     def __call__(self, *given: Any) -> int:
         """`run`."""
         return self.run(*given)
@@ -99,7 +104,10 @@ def _run(command: Command, arguments: list[str]) -> int:
         if {"--help", "-h"} & set(arguments):
             print(help_text(command.about, command.options))
             return DONE
-        return command.run(read_options(arguments, command.options, command.words))
+        try:
+            return command.run(read_options(arguments, command.options, command.words))
+        except UserError as error:
+            raise error if arguments else UserError(*error.lines, f"the command is {command.usage}") from error
     flags = _flags(arguments)
     folders = [CONFIGS if flags.config_path is None else Path(flags.config_path)]
     folders += [] if flags.config_dir is None else [Path(flags.config_dir)]

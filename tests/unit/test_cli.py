@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from pycls_fast import __version__
 from pycls_fast.cli import VERBS, main
+from pycls_fast.config.compose import load_config
 
 
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[object, str, str]:
@@ -23,7 +26,19 @@ def test_help_lists_the_verbs(
 ) -> None:
     status, out, _ = said(capsys, monkeypatch, *words)
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("    ")] == list(VERBS)
+    lines = out.splitlines()[2:-2]
+    assert [line.split()[0] for line in lines[::2]] == list(VERBS)
+    assert [line.split()[:3] for line in lines[1::2]] == [["$", "pycls-fast", verb] for verb in VERBS]
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(capsys, monkeypatch, "--version") == (0, f"pycls-fast {__version__}\n", "")
+
+
+def test_short_names(digits: Path) -> None:
+    short = load_config("vit_digits", ["epochs=30", "lr=0.01", "batch_size=20", "device=cpu", f"data={digits}"])
+    long = ["schedule.epochs=30", "optim.lr=0.01", "data.global_batch_size=20", "runtime.device=cpu"]
+    assert short == load_config("vit_digits", [*long, f"data.root={digits}"])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -42,3 +57,12 @@ def test_a_mistyped_key_of_a_verb(capsys: pytest.CaptureFixture[str], monkeypatc
     status, _, err = said(capsys, monkeypatch, "train", "sed=1")
     assert status == 2
     assert err.startswith("error: sed: unknown key; did you mean seed?")
+
+
+@pytest.mark.parametrize("verb", ["predict", "export", "maps", "compare", "runs"])
+def test_a_verb_alone_answers_with_its_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    status, _, err = said(capsys, monkeypatch, verb)
+    assert status == 2
+    assert err.splitlines()[-1].startswith(f"error: the command is pycls-fast {verb} ")
