@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pycls_fast.config.run import Model as Model
     from pycls_fast.data.policies import Policy as Policy
     from pycls_fast.data.source import Source as Source
     from pycls_fast.inference import Classifier
+    from pycls_fast.models.choices import Model as Model
     from pycls_fast.observers import Callback as Callback
     from pycls_fast.observers import Tracker as Tracker
     from pycls_fast.optim.choices import Loss as Loss
@@ -31,7 +31,7 @@ name_user()
 _FAMILIES = {
     "Callback": "observers",
     "Loss": "optim.choices",
-    "Model": "config.run",
+    "Model": "models.choices",
     "Optimizer": "optim.choices",
     "Policy": "data.policies",
     "Schedule": "optim.schedule",

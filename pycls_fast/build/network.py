@@ -7,14 +7,14 @@ from contextlib import nullcontext
 
 import torch
 
-from pycls_fast import models, parallel
+from pycls_fast import parallel
 from pycls_fast.build.device import DTYPES, level, strategy
 from pycls_fast.build.optimization import optimizer, parameter_groups
 from pycls_fast.build.switch_values import need_compiler
-from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models import DropPath, ResNet, VisionTransformer
+from pycls_fast.models import DropPath, TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
 from pycls_fast.optim.groups import by_name
@@ -26,8 +26,6 @@ from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
 _INITIALISATION = 1
-
-_PADDING = {"none": 1, "8": 8, "64": 64}
 
 
 def num_classes(config: RunConfig, source: Images) -> int:
@@ -63,84 +61,32 @@ def _initial_seed(config: RunConfig) -> int:
 
 
 def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
-    settings = config.model
-    if isinstance(settings, ViTModel):
-        return VisionTransformer(
-            image_size=config.data.image_size,
-            patch_size=settings.patch_size,
-            width=settings.width,
-            depth=settings.depth,
-            heads=settings.heads,
-            mlp_width=settings.mlp_width,
-            num_classes=classes,
-            stem=settings.stem,
-            stem_widths=settings.stem_widths,
-            stem_strides=settings.stem_strides,
-            class_token=settings.class_token,
-            registers=settings.registers,
-            classifier=settings.classifier,
-            classifier_norm=settings.classifier_norm,
-            pre_logits=settings.pre_logits,
-            positions=settings.positions,
-            position_tokens=settings.position_tokens,
-            layer_scale=settings.layer_scale,
-            qk_norm=settings.qk_norm,
-            norm_eps=settings.norm_eps,
-            init=settings.init,
-            drop_path=settings.drop_path,
-            drop_path_rule=settings.drop_path_rule,
-            attention=chosen.attention,
-            layout=chosen.layout,
-            qkv=chosen.qkv,
-            sequence_padding=_PADDING[chosen.sequence_padding],
-            linear=chosen.linear,
-            gelu=chosen.gelu,
-            patches=chosen.patches,
-            drop_path_compute=chosen.drop_path_compute,
-        )
-    if isinstance(settings, ResNetModel):
-        return ResNet(
-            depth=settings.depth,
-            num_classes=classes,
-            stem=settings.stem,
-            shortcut=settings.shortcut,
-            groups=settings.groups,
-            width_per_group=settings.width_per_group,
-            zero_init_last_gamma=settings.zero_init_last_gamma,
-            drop_path=settings.drop_path,
-            convolution=chosen.convolution,
-        )
-    if isinstance(settings, TimmModel):
-        return _timm_network(config, settings, classes, chosen)
-    return settings.build(classes, config.data.image_size)
+    build: Callable[..., Network] = config.model.build
+    switches = {name: getattr(chosen, name) for name in config.model.switches}
+    network = build(classes, config.data.image_size, **switches)
+    if isinstance(network, TimmNetwork):
+        _check_timm(config, network)
+    return network
 
 
-def _timm_network(config: RunConfig, settings: TimmModel, classes: int, chosen: Speed) -> Network:
-    network = models.TimmNetwork(
-        name=settings.name,
-        num_classes=classes,
-        image_size=config.data.image_size,
-        drop_path=settings.drop_path,
-        options=settings.options,
-        attention="reference" if chosen.attention == "reference" else "sdpa",
-    )
+def _check_timm(config: RunConfig, network: TimmNetwork) -> None:
+    """Raises UserError: settings that this model of timm, known only now, does not take."""
     wrong = []
     if "attention" in config.speed.by_hand and not network.has_fused_attention:
-        wrong.append(f"speed.attention: timm's {settings.name} has no attention to choose; use speed.attention=null")
+        wrong.append(f"speed.attention: timm's {network.name} has no attention to choose; use speed.attention=null")
     wrong += _without_blocks(config, network)
     refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
     if refused:
         wrong.append(
-            f"data.image_size_schedule: timm's {settings.name} at data.image_size={config.data.image_size} does not "
+            f"data.image_size_schedule: timm's {network.name} at data.image_size={config.data.image_size} does not "
             f"take {', '.join(map(str, refused))}; use "
             "data.image_size_schedule=[], or a network for all sizes (model=resnet50)"
         )
     if wrong:
         raise UserError(*wrong)
-    return network
 
 
-def _without_blocks(config: RunConfig, network: models.TimmNetwork) -> list[str]:
+def _without_blocks(config: RunConfig, network: TimmNetwork) -> list[str]:
     """A line for each setting that works on repeated blocks which the network does not have."""
     by_hand = config.speed.by_hand
     recompute = by_hand.get("recompute", "off")

@@ -5,25 +5,34 @@ Each is a `pycls_fast.network.Network`, the only interface for code that shards,
 
 from __future__ import annotations
 
-from pycls_fast.models.complexity import Complexity, complexity
-from pycls_fast.models.drop_path import DropPath
-from pycls_fast.models.layers import ClassToken
-from pycls_fast.models.positions import LearnedPositions
-from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
-from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ClassToken",
-    "Complexity",
-    "DropPath",
-    "LayerScale",
-    "LearnedPositions",
-    "MapPooling",
-    "RegisterTokens",
-    "ResNet",
-    "TimmNetwork",
-    "VisionTransformer",
-    "complexity",
-]
+if TYPE_CHECKING:
+    from pycls_fast.models.drop_path import DropPath as DropPath
+    from pycls_fast.models.layers import ClassToken as ClassToken
+    from pycls_fast.models.positions import LearnedPositions as LearnedPositions
+    from pycls_fast.models.resnet import ResNet as ResNet
+    from pycls_fast.models.timm_network import TimmNetwork as TimmNetwork
+    from pycls_fast.models.vit import VisionTransformer as VisionTransformer
+    from pycls_fast.models.vit_parts import LayerScale as LayerScale
+    from pycls_fast.models.vit_parts import MapPooling as MapPooling
+    from pycls_fast.models.vit_parts import RegisterTokens as RegisterTokens
+
+_FILES = {
+    "drop_path": ("DropPath",),
+    "layers": ("ClassToken",),
+    "positions": ("LearnedPositions",),
+    "resnet": ("ResNet",),
+    "timm_network": ("TimmNetwork",),
+    "vit": ("VisionTransformer",),
+    "vit_parts": ("LayerScale", "MapPooling", "RegisterTokens"),
+}
+
+
+def __getattr__(name: str) -> object:
+    # When it is asked for: `choices` must not wait for torch.
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"pycls_fast.models.{file}"), name)
+    raise AttributeError(f"module pycls_fast.models has no attribute {name}")

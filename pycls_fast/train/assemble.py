@@ -10,7 +10,7 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models import complexity
+from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.shards import local
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights

@@ -12,7 +12,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_name
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models import Complexity
+from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name

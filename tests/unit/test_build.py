@@ -13,13 +13,14 @@ from torchvision.transforms import v2
 
 from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
-from pycls_fast.build import network as build_network
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models import DropPath
+from pycls_fast.models import resnet as resnet_module
+from pycls_fast.models import vit as vit_module
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed, resolve
@@ -70,7 +71,7 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType = build
 
 class TestModel:
     def test_each_value_of_a_vit_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "VisionTransformer", build_network)
+        calls = record(monkeypatch, "VisionTransformer", vit_module)
         config = vit(
             "data.image_size=48", "model.patch_size=8", "model.width=24", "model.depth=3", "model.heads=3",
             "model.mlp_width=20", "model.stem=conv", "model.stem_widths=[4,8]", "model.stem_strides=[2,4]",
@@ -99,7 +100,7 @@ class TestModel:
         ]  # fmt: skip
 
     def test_each_value_of_a_resnet_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "ResNet", build_network)
+        calls = record(monkeypatch, "ResNet", resnet_module)
         config = load_config(
             "resnet_digits",
             [

@@ -12,7 +12,7 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.models import complexity
+from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.parallel import World
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve

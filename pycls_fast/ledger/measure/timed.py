@@ -25,7 +25,7 @@ from pycls_fast.ledger.measure.workloads import (
     synthetic_batch,
 )
 from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
-from pycls_fast.models import Complexity, complexity
+from pycls_fast.models.complexity import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed

@@ -15,7 +15,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.presets import PRESETS, options
-from pycls_fast.models import complexity
+from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
 from pycls_fast.speed import Speed, resolve

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.models import Complexity, ResNet, TimmNetwork, VisionTransformer, complexity
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.models.complexity import Complexity, complexity
 
 # Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
 # table 1 (Ti, S).

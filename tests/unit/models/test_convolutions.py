@@ -14,7 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, complexity
+from pycls_fast.models import ResNet
+from pycls_fast.models.complexity import complexity
 from pycls_fast.models.convolutions import ProductsConv2d, products_convolution
 from pycls_fast.parallel import save_activation_memory
 from tests.unit.models.conftest import draw, fill_random

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.models import VisionTransformer, complexity
+from pycls_fast.models import VisionTransformer
+from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import compile_model, save_activation_memory
 from tests.unit.models.conftest import fill_random
 from tests.unit.models.test_layout import error, train_once

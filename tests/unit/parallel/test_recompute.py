@@ -10,7 +10,7 @@ import torch
 from small import MODELS, batch, distance, gradients, held, saving, train, vit
 from torch.utils.flop_counter import FlopCounterMode
 
-from pycls_fast.models import complexity
+from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.memory import Recomputed
 
 FULL: dict[str, Any] = {"recompute": "full"}
