@@ -108,15 +108,6 @@ def test_machine_that_cannot(tmp_path: Path, digits: Path, override: str, patter
     assert not (tmp_path / "run").exists()
 
 
-def test_single_under_torchrun(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        UserError, match=r"^parallel.name: single is one process, but torchrun started 2; use parallel="
-    ):
-        train(load_config("vit_digits", [*TINY, f"data.root={digits}", "parallel=single"]))
-
-
 @pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
     """Status 2, one line on standard error, no traceback, no file."""

@@ -6,14 +6,12 @@ What every step was given is compared with the order of the data: each image onc
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from tests.started import Started
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH, IMAGES, KILLS = 44, 64, 1438, 5
+STEPS, BATCH, IMAGES = 44, 64, 1438
 OVERRIDES = (*TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkpoint_every_steps=4")
 
 
@@ -209,39 +207,3 @@ def seen_steps(folder: Path) -> set[int]:
         for line in file.read_text().splitlines(keepends=True)
         if line.endswith("\n")
     }
-
-
-def ranks_of(launch: Launch) -> Sequence[int]:
-    """Processes of the ranks that run now."""
-    done = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(launch.process.pid)], capture_output=True, text=True, check=False
-    )
-    return [int(word) for word in done.stdout.split()]
-
-
-def test_a_rank_killed_at_random_moments(tmp_path: Path, digits: Path, undisturbed: Launch) -> None:
-    """kill -9 of either rank, some seconds after each start. A save is always near."""
-    draw = random.Random("ddp")
-    launch = Launch(tmp_path, digits, "parallel=ddp", "runtime.checkpoint_every_steps=1", restarts=KILLS + 2)
-    kills = 0
-    known: Sequence[int] = ()
-    while kills < KILLS and launch.process.poll() is None:
-        now = ranks_of(launch)
-        if len(now) < 2 or now == known:
-            time.sleep(0.05)
-            continue
-        known = now
-        before = len(seen_steps(tmp_path))
-        # At least one step more than the last time, or the run would never end.
-        while launch.process.poll() is None and len(seen_steps(tmp_path)) < min(before + 1, STEPS):
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.3))
-        try:
-            os.kill(draw.choice(now), signal.SIGKILL)
-        except ProcessLookupError:
-            break
-        kills += 1
-    out = launch.end()
-    assert kills == KILLS, out
-    assert_whole(launch)
-    assert_same_end(launch, undisturbed)

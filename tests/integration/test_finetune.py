@@ -290,28 +290,6 @@ def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weig
     assert len(set(losses)) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["weights=nothing.pth"], "weights: nothing.pth is neither a weights file"),
-        (["optim.trainable=[head,bloks]"], "optim.trainable: bloks names nothing in this network"),
-        (["optim.trainable=[all,head]"], "optim.trainable: all includes everything; use all alone"),
-        (["optim.trainable=head", "parallel=fairscale_fsdp"], "optim.trainable: [head] conflicts with"),
-        (["optim.trainable=head", "parallel=fairscale_sharded_ddp"], "optim.trainable: [head] conflicts with"),
-        (["schedule.epochs=soon"], 'schedule.epochs: must be auto or a whole number greater than 0; got "soon"'),
-        (["schedule.warmup_epochs=60"], "schedule.warmup_epochs: 60 is longer than the training of 27 epochs"),
-        (["schedule.early_stopping_evals=0"], "schedule.early_stopping_evals: must be greater than 0"),
-        (["data.sampling=ballanced"], "did you mean balanced?"),
-    ],
-)
-def test_a_mistake_is_one_line(images: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        finetune(images, tmp_path / "run", *overrides)
-    (line,) = caught.value.lines
-    assert message in line
-
-
 def folder(root: Path, **counts: int) -> Path:
     """Class folders with so many images."""
     for name, count in counts.items():

@@ -102,36 +102,6 @@ def _whole(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "train": {**spread, **record["train"]}}
 
 
-def test_what_has_a_result_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def attempt(line: Any, row: Any, file: Path, limit: float) -> dict[str, Any]:
-        ran.append(row.name)
-        return {"status": "stopped after 480 s"}
-
-    monkeypatch.setattr(gpu, "attempt", attempt)
-    arguments = [*SMALL, "--out", str(tmp_path / "page.md"), "--select", "vit_h16: ladder: *"]
-    assert gpu.main(arguments) == 0
-    first = len(ran)
-    assert first == len(gpu.LADDER)
-    assert gpu.main(arguments) == 0
-    assert len(ran) == first
-    assert gpu.main([*arguments, "--again", "--minutes", "-1"]) == 0
-    assert len(ran) == first
-    text = (tmp_path / "page.md").read_text()
-    assert text.count("stopped after 480 s") == first
-    assert text.count("not run") > 20
-
-
-def test_a_failing_test_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said = "..F\nFAILED tests/x.py::test_y - AssertionError\n== 1 failed, 2 passed in 3.21s ==\n"
-    monkeypatch.setattr(subprocess, "run", lambda line, **_: subprocess.CompletedProcess(line, 1, said, ""))
-    gpu.measure(_row("pytest -m cuda"), tmp_path, gpu.parse(["--page-only"]))
-    text = gpu.page(tmp_path, "python")
-    assert "1 failed, 2 passed in 3.21s." in text
-    assert "- FAILED tests/x.py::test_y" in text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "select",

@@ -21,7 +21,6 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.imports import import_modules
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.train.export import export
 from pycls_fast.train.weights import open_weights
 from tests.integration.runs import ROOT, command, run_process, under_torchrun
@@ -162,15 +161,3 @@ def test_a_module_that_is_missing_is_one_line(here: Path, name: str, missing: st
     (here / "own_mod.py").write_text("")
     with pytest.raises(UserError, match=f"^imports: there is no module {missing} in {here}"):
         import_modules([name])
-
-
-def test_a_function_that_takes_no_options_is_one_line(here: Path) -> None:
-    text = MODEL.replace("tiny_of_this_test", "strict_of_this_test").replace(", **others", "")
-    (here / "strict_mod.py").write_text(text)
-    import_modules(["strict_mod"])
-    for options in ({}, {"depth": 2}):
-        line = (
-            "^model.name: strict_of_this_test does not take pretrained_cfg.*, which timm passes; .* take \\*\\*options,"
-        )
-        with pytest.raises(UserError, match=line):
-            TimmNetwork(name="strict_of_this_test", num_classes=10, options=options)

@@ -213,15 +213,6 @@ def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert set(added) <= set(again)
 
 
-def test_packing_takes_every_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = write_folder(tmp_path / "folder", CONTENT)
-    given = {"short_side": 12, "quality": 71, "filter": "lanczos", "store": "raw"}
-    options = [f"{key}={value}" for key, value in given.items()]
-    prepare("pack", f"data.root={root}", f"output={tmp_path / 'packed'}", "split=val", *options, capsys=capsys)
-    about = json.loads((tmp_path / "packed/val/about.json").read_text())
-    assert {key: about[key] for key in given} == given
-
-
 @pytest.mark.slow
 def test_verify_lists_the_damaged(
     tmp_path: Path, damaged: tuple[Path, dict[str, str], list[Path]], capsys: pytest.CaptureFixture[str]
@@ -241,13 +232,6 @@ def test_verify_lists_the_damaged(
     report = json.loads(report_file.read_text())
     assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
     prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
-
-
-def test_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = Path(write_folder(tmp_path / "folder", CONTENT))
-    assert "train: 25 images of 3 classes" in prepare("index", f"data.root={root}", capsys=capsys)
-    for split in CONTENT:
-        assert (root / ".pycls_fast_index" / split / "class_folders/about.json").is_file()
 
 
 @pytest.mark.parametrize("mode", ["verify", "pack"])
@@ -276,22 +260,6 @@ def test_preparing_as_a_process(tmp_path: Path) -> None:
     done = run_process(command(*arguments, tool="prepare_data", config_name=None), cwd=tmp_path, expect=2)
     (line,) = done.stderr.splitlines()
     assert "did you mean quality?" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["pack"], "output: not set; give the folder"),
-        (["verify", "split=dev"], "split: the data has train, val; got dev"),
-        (["index", "data.source=tar"], "there are no .tar files"),
-    ],
-)
-def test_mistakes_of_preparing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    root = write_folder(tmp_path / "folder", CONTENT)
-    with pytest.raises(UserError, match=says):
-        prepare(*arguments, f"data.root={root}", capsys=capsys)
 
 
 @pytest.mark.slow

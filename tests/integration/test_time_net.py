@@ -145,30 +145,6 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
     assert record["command"].endswith("output=timing.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("mode=all",), ("data.root: not set",)),
-        (("mode=mdel",), ("mode: must be one of train, model, loader, both, all", "did you mean model")),
-        (("mode=model", "compare=[speed=fast]"), ("compare: needs 2 variants",)),
-        (("mode=model", "compare=[seed=1,speed.atention=sdpa]"), ("'speed.atention=sdpa'", "did you mean")),
-        (
-            ("mode=model", "compare=[speed=fast,steps=3]"),
-            ("compare: 'steps=3'", "the same for every variant"),
-        ),
-        (
-            ("mode=model", "compare=[seed=1,data.eval_set=v2 data.eval_root=.]"),
-            ("compare: 'data.eval_set=v2 data.eval_root=.': data.eval_set: only pycls-fast test scores it",),
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    done = run_process(command(*arguments, tool="time_net", config_name="vit_b16"), cwd=tmp_path, expect=2)
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
-
-
 @pytest.mark.parametrize(
     ("overrides", "output", "words"),
     [
