@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,29 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     return validate(RunConfig, values, lambda key: where)
 
 
+def _refuse_places(saved: SavedConfig, given: Collection[str]) -> None:
+    """Contact no address, and write nowhere, that only a saved configuration names.
+
+    Args:
+        given: the keys on the command line.
+
+    Raises:
+        UserError: it names one.
+    """
+    data = saved.values.get("data")
+    if "data" in given or not isinstance(data, Mapping):
+        return
+    for key in ("root", "train", "val"):
+        place = str(data.get(key) or "")
+        outside = user_path(place).is_absolute() or ".." in place
+        written = key == "root" and data.get("source") == "digits" and outside and not user_path(place).is_dir()
+        if f"data.{key}" not in given and ("://" in place or written):
+            what = "no folder, so the digits would be written there" if written else "an address"
+            raise UserError(
+                f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
+            )
+
+
 # What is taken from these sections; the rest depends on training, its machine and its number of ranks.
 _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 
@@ -147,11 +170,12 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     ranks.
 
     Raises:
-        UserError: there are values that Hydra would resolve, or keys of its own.
+        UserError: there are values that Hydra would resolve, keys of its own, or an address.
     """
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
+    _refuse_places(saved, {key_of(override) for override in overrides})
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
     chosen = {override.partition("=")[0] for override in overrides if "={" not in override}

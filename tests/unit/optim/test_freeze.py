@@ -102,21 +102,6 @@ def test_a_model_of_timm() -> None:
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"network.fc.weight", "network.fc.bias"}
 
 
-def test_all_leaves_everything_as_it_is() -> None:
-    model = vit()
-    freeze(model, ["all"], head="head")
-    assert all(p.requires_grad for p in model.parameters())
-    assert all(m.training for m in model.train().modules())
-
-
-def test_a_copy_is_frozen_by_itself() -> None:
-    model = vit()
-    freeze(model, ["head"], head="head")
-    twin = copy.deepcopy(model).train()
-    assert not twin.blocks.training
-    assert twin.blocks.train() is twin.blocks
-
-
 @pytest.mark.parametrize(
     ("pattern", "hint"), [("hed", "did you mean head"), ("blocks.9", "did you mean blocks"), ("x*", "")]
 )

@@ -101,14 +101,6 @@ class ScaledLinear(nn.Linear):
         self.norm_weight = nn.Parameter(torch.ones(2))
 
 
-def test_a_parameter_of_a_linear_layer_called_norm_weight_is_a_weight() -> None:
-    model = ScaledLinear()
-    assert names(model, parameter_groups(model, Decay(0.1))) == {
-        "decayed": {"weight", "norm_weight"},
-        "not decayed": {"bias"},
-    }
-
-
 @pytest.mark.parametrize(
     "norm",
     [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm2d(4, affine=True)],

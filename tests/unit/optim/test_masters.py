@@ -123,17 +123,6 @@ def test_what_is_cast(build: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_norms_compute_in_float32(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-    seen = []
-    masters_of(model, dtype)
-    model[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
-    out = model(torch.randn(4, 8, dtype=dtype))
-    assert seen == [torch.float32]
-    assert out.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 def test_an_update_of_1e_4_of_the_weight_is_kept_by_the_masters_and_lost_without(dtype: torch.dtype) -> None:
     """Half a unit in the last place of 1.5 is 3e-4 of it in float16."""
     results = {}

@@ -150,17 +150,6 @@ def test_the_loss_falls(name: str, implementation: str) -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
-@pytest.mark.parametrize("name", [name for name, facts in Chosen.choices().items() if len(facts.implementations) > 1])
-def test_losses_of_the_implementations_stay_together(name: str) -> None:
-    curves = [
-        Training(configured(name, f"speed.optimizer={which}", "schedule.epochs=20")).run(0, 20)
-        for which in Chosen.choices()[name].implementations
-    ]
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=2e-3, abs=2e-4)
-        assert curve[0] == curves[0][0]
-
-
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ParallelModel
 
@@ -71,20 +70,6 @@ def test_every_third_step_with_the_third_power(implementation: str, warmup: bool
     assert updates == 33
 
 
-def test_a_rare_average_follows_a_frequent_one() -> None:
-    """d ** N over N steps forgets as d over one: on weights that stand still both end at the same distance."""
-    distances = []
-    for every in (1, 5):
-        model = nn.Linear(3, 3).double()
-        ema = Ema(ModelWeights(model), decay=0.95, warmup=False, implementation="loop", every=every)
-        with torch.no_grad():
-            model.weight.add_(1.0)
-        for step in range(20):
-            ema.update(step)
-        distances.append((model.weight.detach() - ema.values["weight"]).mean().item())
-    assert distances == pytest.approx([0.95**20] * 2, rel=1e-12)
-
-
 def test_the_configuration_reaches_the_average() -> None:
     config = load_config("vit_digits", ["optim.ema_decay=0.9", "optim.ema_every_steps=4"])
     switches = build.switches(config, CPU)
@@ -118,37 +103,3 @@ def test_clipping_by_foreach_is_as_near_to_float64_as_the_loop(limit: float) -> 
     assert fast_error <= 4 * loop_error + 6e-8
     assert max(loop_error, fast_error) < 1e-6
     assert min(norm, limit) == pytest.approx(sum(e.square().sum().item() for e in exact) ** 0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize("switch", ["ema", "clip"])
-def test_losses_of_a_short_training_stay_together(switch: str) -> None:
-    curves = []
-    for value in ("loop", "foreach"):
-        config = load_config(
-            "vit_digits",
-            [f"speed.{switch}={value}", "optim.ema_decay=0.9", "optim.clip_norm=0.5", "model.width=32",
-             "model.mlp_width=32", "model.depth=2"],
-        )  # fmt: skip
-        switches = build.switches(config, CPU)
-        network = build.model(config, 10, switches)
-        optimizer = build.optimizer(config, network, switches)
-        ema = build.ema(config, ModelWeights(network), switches)
-        assert ema is not None
-        wrapped = ParallelModel(network, network, CPU)
-        generator = torch.Generator().manual_seed(3)
-        images = torch.randn(20, 3, config.data.image_size, config.data.image_size, generator=generator)
-        losses = []
-        for step in range(15):
-            set_lr(optimizer, 3e-3)
-            loss = nn.functional.cross_entropy(network(images), torch.arange(20) % 10)
-            loss.backward()
-            wrapped.clip(list(network.parameters()), 0.5, foreach=switches.clip == "foreach")
-            optimizer.step()
-            optimizer.zero_grad()
-            ema.update(step)
-            losses.append(loss.item())
-            with ema.swapped_in(), torch.no_grad():
-                losses.append(nn.functional.cross_entropy(network(images), torch.arange(20) % 10).item())
-        curves.append(losses)
-    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
-    assert curves[0][-1] < curves[0][1]
