@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pycls_fast.files import name_user
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pycls_fast.data.policies import Policy as Policy
     from pycls_fast.data.source import Source as Source
     from pycls_fast.inference import Classifier
+    from pycls_fast.inference.from_python import Trained
     from pycls_fast.models.choices import Model as Model
     from pycls_fast.observers import Callback as Callback
     from pycls_fast.observers import Tracker as Tracker
     from pycls_fast.optim.choices import Loss as Loss
     from pycls_fast.optim.choices import Optimizer as Optimizer
     from pycls_fast.optim.schedule import Schedule as Schedule
-    from pycls_fast.train import Trained
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,9 @@ _FAMILIES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "train":
+        # A room that can be called; `import pycls_fast` alone does not import it.
+        return importlib.import_module("pycls_fast.train")
     if name not in _FAMILIES:
         raise AttributeError(f"module pycls_fast has no attribute {name}")
     # When it is asked for: pydantic takes a tenth of a second to import.
@@ -57,8 +60,10 @@ def load(
     return load_classifier(run, which=which, device=device, precision=precision, fast=fast)
 
 
-def train_net(experiment: str, overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> Trained:
-    """Train in this process: `pycls_fast.train_net("vit_digits", ["seed=1"]).run_dir`; see `train.train_net`."""
-    from pycls_fast.train import train_net as train_network
+def train_net(
+    experiment: str = "finetune", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, **values: Any
+) -> Trained:
+    """Train in this process, as `pycls_fast.train(data="my_images", weights=...)`; see `inference.from_python`."""
+    from pycls_fast.inference.from_python import train_net as train_network
 
-    return train_network(experiment, overrides, config_dir=config_dir)
+    return train_network(experiment, overrides, config_dir=config_dir, **values)

@@ -1,4 +1,4 @@
-"""`pycls_fast.train_net`: training in this process, and what is made of its result."""
+"""`pycls_fast.train` and `train_net`: training in this process, and what is made of its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_own_experiment_is_trained_and_loaded(
     assert trained.status == 0
     assert trained.run_dir.parent == Path("runs/short")
     # The note that the command line prints: the file's learning rate is not meant for SGD.
-    assert f"note: optim=sgd: lr: the values of {tmp_path / 'mine'}/short.yaml" in capsys.readouterr().err
+    assert "note: optim=sgd: lr, " in capsys.readouterr().err
     call = f"pycls_fast.train_net('short', {[*small, 'optim=sgd']!r}, config_dir='mine')"
     assert (trained.run_dir / "config.yaml").read_text().splitlines()[0] == f"# {call}"
     assert json.loads((trained.run_dir / "environment.json").read_text())["command"] == call
@@ -53,6 +53,20 @@ def test_an_own_experiment_is_trained_and_loaded(
     assert again.summary is not None
     assert again.summary["epochs"] == 3
     assert [record["epoch"] for record in records(again.run_dir, "eval")] == [1, 2, 3]
+
+
+def test_the_words_of_the_command_line(small: Sequence[str], digits: Path, tmp_path: Path) -> None:
+    assert callable(pycls_fast.train)
+    words = {"data": digits, "epochs": 2, "device": "cpu", "optim__lr": 1e-3, "runtime": {"threads": 1}}
+    run = pycls_fast.train("vit_digits", TINY, run_dir=tmp_path / "run", data__num_workers=0, **words)  # type: ignore[operator]
+    assert run.metrics is not None
+    assert run.metrics["top1"] == max(record["top1"] for record in records(run.run_dir, "eval"))
+    picture = sorted(digits.glob("*/*"))[0]
+    (found,) = run.predict(picture)
+    copy = run.export(tmp_path / "copy.safetensors")
+    for weights in (run.best, copy):
+        (again,) = pycls_fast.load(weights, device="cpu").predict(picture)
+        assert again.top == found.top
 
 
 def test_a_training_that_is_stopped_has_no_summary(

@@ -1,0 +1,114 @@
+"""Training from Python: an experiment by its name, as on the command line, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.config.compose import check, compose, notes
+from pycls_fast.config.conflicts import Purpose
+from pycls_fast.config.keys import CONFIGS, as_typed, text_override
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
+from pycls_fast.inference.classifier import Classifier, Prediction, load
+from pycls_fast.train.export import export
+from pycls_fast.train.loop import train
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that has ended.
+
+    Attributes:
+        run_dir: the run's folder, which `pycls_fast.load` takes.
+        status: 0 if it is done, 3 if a signal stopped it with everything saved; the same `run_dir` resumes it.
+    """
+
+    run_dir: Path
+    status: int
+
+    @property
+    def best(self) -> Path:
+        """The weights of the best checkpoint in one file, which is written when the training is done."""
+        return self.run_dir / "best.safetensors"
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """The scores of the best evaluation (`top1`, `top5`, `loss`, `step`, ...); None if the training was stopped."""
+        return None if self.summary is None else self.summary["best"]
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """The best weights, ready for images: `pycls_fast.load(run_dir)`."""
+        return load(self.run_dir)
+
+    def predict(self, images: Any, **options: Any) -> list[Prediction]:
+        """The likeliest classes of images in any form; see `Classifier.predict`."""
+        return self.classifier.predict(images, **options)
+
+    def export(self, output: str | Path, **options: Any) -> Path:
+        """Write the best weights for other programs; the options are the keys of `pycls-fast export` (`format="onnx"`).
+
+        Raises:
+            UserError: see `train.export.export`.
+        """
+        export(str(self.run_dir), str(output), **{"which": "auto", "dtype": None, "overwrite": False, **options})
+        return user_path(str(output))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The values of `summary.json`, which rank 0 writes; None if the training was stopped."""
+        if self.status != DONE:
+            return None
+        values: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
+        return values
+
+
+def train_net(
+    experiment: str = "finetune", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, **values: Any
+) -> Trained:
+    """Train as `pycls-fast train` does, in this process; `pycls_fast.train` is the same.
+
+        run = pycls_fast.train(data="my_images", weights="timm:resnet50.a1_in1k", epochs=10)
+        print(run.metrics["top1"], run.predict("more_images")[0].class_name)
+        run.export("model.onnx", format="onnx")
+
+    Args:
+        experiment: what `--config-name` takes: a file of `configs/` or of `config_dir`, without `.yaml`.
+        overrides: as on the command line, e.g. `["model=vit_s16", "optim.lr=1e-3"]`.
+        config_dir: a folder of your own experiments and groups, as `--config-dir`.
+        values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary.
+
+    Raises:
+        UserError: a mistake in the configuration or the data, one line each, or a loss that is not finite.
+        SystemExit: other ranks were lost; the status is 1, so that torchrun restarts all of them.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
+    typed = [*overrides, *(_override(key.replace("__", "."), value) for key, value in values.items())]
+    composed = compose(experiment, typed, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
+    config = check(composed, Purpose(trains=True))
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        for note in notes(config, composed):
+            print(f"note: {note}", file=sys.stderr)
+    folders: list[Path] = []
+    status = train(config, on_start=folders.append, command=_call(experiment, typed, config_dir))
+    return Trained(folders[0], status)
+
+
+def _override(key: str, value: object) -> str:
+    return text_override(key, str(value)) if isinstance(value, str | Path) else f"{key}={as_typed(value)}"
+
+
+def _call(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    """The call as Python code. The process's command line would be that of a notebook's kernel."""
+    arguments = [repr(experiment), repr(list(overrides))]
+    if config_dir is not None:
+        arguments.append(f"config_dir={str(config_dir)!r}")
+    return f"pycls_fast.train_net({', '.join(arguments)})"
