@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterable
 from functools import lru_cache
@@ -77,6 +78,17 @@ class Texts(Mapped):
         starts = np.cumsum([0, *(len(part.data) for part in held[:-1])])
         ends = [part.ends + start for part, start in zip(held, starts.tolist(), strict=True)]
         return cls(np.concatenate([part.data for part in held]), np.concatenate(ends))
+
+    def check(self) -> None:
+        """Check arrays that come from files.
+
+        Raises:
+            ValueError: the ends do not fit the data.
+        """
+        ends = self.ends
+        fits = self.data.dtype == np.uint8 and ends.dtype.kind == "i" and self.data.ndim == ends.ndim == 1
+        if not fits or (len(ends) and (ends[0] < 0 or ends[-1] != len(self.data) or np.any(ends[1:] < ends[:-1]))):
+            raise ValueError("the names do not end where they should")
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -172,7 +184,7 @@ class OpenFiles:
         """
         file = self._file(path)
         try:
-            data = os.pread(file.descriptor, size, start)
+            data = os.pread(file.descriptor, size, min(start, sys.maxsize))
             if len(data) < size:
                 raise OSError(f"{path} ends before the image does; was it replaced?")
         except OSError:

@@ -76,6 +76,8 @@ class PackedImages(Images, Mapped):
         offset, size, _, label, height, width = self._table[index].item()
         stored = self._files.read(self._shard(index), offset, size)
         if self._is_raw:
+            if size != height * width * 3:
+                raise OSError(f"{size:,} bytes are no {height} x {width} pixels")
             return np.frombuffer(stored, np.uint8).reshape(height, width, 3), label
         return stored, label
 
@@ -148,6 +150,9 @@ def open_packed_split(folder: Path) -> PackedImages:
         counts = {len(table), len(names), about["count"], sum(about["shards"])}
         if table.dtype != ENTRY or len(counts) > 1 or not len(table):
             raise ValueError(f"{TABLE} does not fit {ABOUT}")
+        names.check()
+        if table["label"].min() < -1 or table["label"].max() >= len(about["classes"]):
+            raise ValueError(f"{TABLE} has labels of no class")
         for number, end in enumerate(np.cumsum(about["shards"]).tolist()):
             file, last = shard_file(folder, number), table[end - 1]
             needed = int(last["offset"]) + int(last["size"]) if about["shards"][number] else 0

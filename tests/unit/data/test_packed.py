@@ -323,3 +323,22 @@ def test_wrong_folders(tmp_path: Path) -> None:
     (root / "val/about.json").write_text(json.dumps({**about, "version": 7}))
     with pytest.raises(UserError, match=r"is not a complete packed split .*version 7 instead of 2"):
         opened("packed", root)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("name_ends.npy", lambda ends: ends[::-1]),
+        ("table.npy", lambda table: np.where(np.arange(len(table)) == 0, 99, table["label"])),
+    ],
+)
+def test_damaged_arrays_are_one_line(tmp_path: Path, file: str, change: Any) -> None:
+    root = Path(write_packed(tmp_path / "packed", make_content()))
+    array = np.load(root / "train" / file)
+    if array.dtype.names:
+        array["label"] = change(array)
+    else:
+        array = np.ascontiguousarray(change(array))
+    np.save(root / "train" / file, array)
+    with pytest.raises(UserError, match=r"is not a complete packed split \((the names|table\.npy)"):
+        open_packed_split(root / "train")
