@@ -24,6 +24,7 @@ VERBS = {
     "knn": "score",
     "lr-find": "train",
     "maps": "predict",
+    "plan": "plan",
 }
 """The verbs and their files in `commands/`."""
 

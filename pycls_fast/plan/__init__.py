@@ -1,7 +1,10 @@
-"""What a run will need, before it runs.
+"""What a run will need and take, before it runs.
 
 Read `memory_plan.py` first: the peak of a configuration's step, and the microbatch that fits into a device. `memory.py`
 has the formulas, `activations.py` the measurement on fake tensors, `auto.py` the settings that are `auto`.
+
+`search.py` compares the layouts of a cluster: `work.py` counts kernels, `time.py` says how long they take, `cluster.py`
+what ranks exchange takes; `page.py` shows it, `calibrate.py` measures the machine at hand.
 """
 
 from pycls_fast.plan.activations import Activations, measure
@@ -10,13 +13,17 @@ from pycls_fast.plan.cluster import Cluster, accelerator, cluster, interval
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory import Copies, Sizes, State, divisors, largest, peak, state, update_transient
 from pycls_fast.plan.memory_plan import MemoryPlan, device_memory, gigabytes
+from pycls_fast.plan.search import Layout, Outcome, Search
 
 __all__ = [
     "Activations",
     "Cluster",
     "Copies",
+    "Layout",
     "LiveMemory",
     "MemoryPlan",
+    "Outcome",
+    "Search",
     "Sizes",
     "State",
     "accelerator",

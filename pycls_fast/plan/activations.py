@@ -89,6 +89,20 @@ class Activations:
         blocks = (replace(block, held=0, keeps_input=False, keeps_output=False) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
+    def between(self, other: Activations, share: float) -> Activations:
+        """For another number of images, in which bytes are affine; 0: these, 1: the other ones. Kernels stay these."""
+
+        def mixed(few: Any, many: Any) -> Any:
+            return replace(few, **{
+                name: round(value + share * (getattr(many, name) - value))
+                for name, value in vars(few).items()
+                if type(value) is int and name not in ("done", "begins")
+            })  # fmt: skip
+
+        blocks = tuple(map(mixed, self.blocks, other.blocks))
+        moments = tuple(map(mixed, self.moments, other.moments))
+        return replace(mixed(self, other), blocks=blocks, moments=moments)
+
     def held(self, count: int) -> int:
         """Bytes that the first `count` blocks hold together."""
         total = 0

@@ -137,7 +137,7 @@ class MemoryPlan:
             self.sizes,
             copies,
             inputs=float(batches * images * size * size * 3 * (4 if on_host else 1)),
-            update=self._update,
+            update=self.update,
         )
 
     def activations(self, images: int, size: int, *, gradients_exist: bool) -> Activations:
@@ -181,7 +181,7 @@ class MemoryPlan:
         return network
 
     @cached_property
-    def _update(self) -> tuple[float, float]:
+    def update(self) -> tuple[float, float]:
         settings = self.config.optim
         if settings.compiles_itself or self.switches.optimizer_compile == "on":
             return 0.0, 1.0

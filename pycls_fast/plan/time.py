@@ -71,6 +71,7 @@ class Accelerator:
 
     Attributes:
         memory: bytes.
+        device: "cuda" or "cpu".
         flops: FLOP/s of dense products, by bytes of an element.
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
@@ -91,6 +92,7 @@ class Accelerator:
     launch: float = 0.0
     fused: float = 1.0
     images_per_core: float = 500.0
+    device: str = "cuda"
 
     def seconds(self, kernels: Kernels, *, compiled: bool = False) -> float:
         """How long kernels take one after the other.

@@ -1,0 +1,77 @@
+"""`pycls-fast plan`."""
+
+from collections.abc import Sequence
+
+from pycls_fast.config import Purpose, RunConfig, Section, command
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
+from pycls_fast.values import PositiveFloat, PositiveInt
+
+
+class PlanOptions(Section):
+    """Keys of `pycls-fast plan`."""
+
+    cluster: str = "h100x8"
+    """A kind of accelerator and their number: h100x64; or FILE.yaml:NAMExNUMBER with what `plan calibrate` wrote."""
+    price: PositiveFloat | None = None
+    """Of an accelerator for an hour, in any currency."""
+    images: PositiveInt = 1281167
+    """Training images, for the hours of the schedule; the default is ImageNet's."""
+    top: PositiveInt = 12
+    """Layouts to print."""
+    write: str | None = None
+    """A file for the overrides of the best layout: `pycls-fast train $(cat FILE) ...`."""
+    output: str | None = None
+    """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
+
+
+def _calibrate(arguments: Sequence[str]) -> int:
+    from pycls_fast.plan.calibrate import main
+
+    return main(arguments)
+
+
+@command(options=PlanOptions, default="vit_h16", purpose=Purpose(), needs_data=lambda options: False,
+         subcommands={"calibrate": _calibrate})  # fmt: skip
+def plan(config: RunConfig, options: PlanOptions) -> int:
+    """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
+
+    Which layouts of the ranks fit into memory, and how fast they are, the best first: data and sharding, microbatches,
+    recomputation. Computes nothing and needs no GPU. docs/plan.md says what is counted, docs/results/plan.md how far
+    predictions were from measurements.
+
+        pycls-fast plan --config-name vit_h16 cluster=h100x64 price=2.5 output=plans
+        pycls-fast plan calibrate [output=here.yaml]
+    """
+    from pycls_fast.plan import Search, cluster, page
+
+    chosen = cluster(options.cluster)
+    outcomes = Search(config, chosen, config.model.num_classes or 1000).outcomes()
+    if not outcomes:
+        raise UserError(
+            f"data.global_batch_size: {config.data.global_batch_size} cannot be divided among {chosen.ranks} ranks; "
+            "use a multiple"
+        )
+    epochs = config.schedule.epochs
+    steps = round(epochs * options.images / config.data.global_batch_size)
+    about = page.Costs(steps, chosen.ranks, options.price)
+    memory = chosen.accelerator.memory
+    if not outcomes[0].fits:
+        raise UserError(
+            f"cluster: no layout of {config.config_name} fits into {memory / 1e9:.0f} GB; the smallest needs "
+            f"{min(each.memory for each in outcomes) / 1e9:.0f} GB; use more ranks or a smaller model"
+        )
+    title = f"{config.config_name} on {options.cluster}"
+    lines = [f"{title}, {steps:,} steps of {config.data.global_batch_size} images", ""]
+    lines += page.table(outcomes[: options.top], about)
+    lines += ["", *page.notes(outcomes[0], outcomes, memory)]
+    print("\n".join(lines))
+    if options.output is not None:
+        folder = user_path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(page.as_json(outcomes, about), encoding="utf-8")
+        page.draw(outcomes, memory, title, folder / "plan.png")
+    if options.write is not None:
+        overrides = ["--config-name", config.config_name, *outcomes[0].layout.overrides]
+        user_path(options.write).write_text("\n".join(overrides) + "\n", encoding="utf-8")
+    return DONE

@@ -1,0 +1,153 @@
+"""`pycls-fast plan calibrate`: the constants of the machine at hand, as an entry of `clusters.yaml`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from torch import Tensor, nn
+
+from pycls_fast.build.device import cores
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.plan.time import Accelerator, Kernels, fitted
+from pycls_fast.plan.work import CountWork
+
+# Bytes of the exchanges that are timed, and how often each is.
+_SIZES, _REPEATS = (2**12, 2**24), 7
+
+
+def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
+    """The median of a function's times, after one that does not count."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def _examples(images: int) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Layers and inputs that time each kind of kernel."""
+    for width, channels in ((384, 64), (768, 128)):
+        yield nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)), torch.randn(images, 196, width)
+        yield nn.Sequential(nn.LayerNorm(width), nn.GELU()), torch.randn(images, 196, width)
+        small = torch.randn(images, channels, 28, 28)
+        yield nn.Conv2d(channels, channels, 3, padding=1), small
+        yield nn.Conv2d(channels, channels, 3, padding=1, groups=8), small
+        yield nn.Conv2d(channels, channels, 3, padding=1, groups=channels), small
+        yield nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), small
+        yield _Attention(), torch.randn(images, 6, 196, width // 6)
+
+
+class _Attention(nn.Module):
+    def forward(self, features: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(features, features, features)
+
+
+def measured(device: torch.device) -> Accelerator:
+    """This machine's device: a CPU with one thread, or a GPU in float32 and bfloat16."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        is_cpu = device.type == "cpu"
+        side, many = (1024, 2**24) if is_cpu else (8192, 2**28)
+        flops: dict[int, float] = {}
+        for size, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+            square = torch.randn(side, side, device=device).to(dtype)
+            flops[size] = 2.0 * side**3 / seconds(partial(torch.matmul, square, square), device)
+        source, target = torch.zeros(many, device=device), torch.zeros(many, device=device)
+        bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source), device)
+        kinds = ("product", "convolution", "grouped", "depthwise", "pass", "attention")
+        start = Accelerator(
+            memory=float(_memory(device)),
+            flops=flops,
+            bandwidth=bandwidth,
+            units=1 if is_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
+            efficiency=dict.fromkeys(kinds, 0.7),
+            kernel=5e-6,
+            launch=0.0 if is_cpu else 6e-6,
+            fused=0.54,
+            device=device.type,
+        )
+        rows = [row for images in (2, 8) for row in _rows(images, device)]
+        return fitted(start, rows)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(images: int, device: torch.device) -> Iterator[tuple[Kernels, float]]:
+    for layer, features in _examples(images):
+        yield _timed(layer, features, device)
+
+
+def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> tuple[Kernels, float]:
+    layer, features = layer.to(device), features.to(device).requires_grad_()
+    gradient = torch.ones_like(layer(features))
+
+    def run() -> None:
+        layer(features).backward(gradient)
+
+    run()
+    with CountWork() as found:
+        run()
+    return Kernels.of(found.found), seconds(run, device)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _exchange(rank: int, file: str, found: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    for size in _SIZES:
+        values = torch.ones(size // 4)
+        found[size] = seconds(partial(dist.all_reduce, values), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def links(folder: Path) -> tuple[float, float]:
+    """Bytes/s and the latency in seconds of two ranks of this machine, over gloo."""
+    with mp.Manager() as manager:
+        found = manager.dict()
+        file = folder / f"rendezvous-{os.getpid()}"
+        mp.spawn(_exchange, args=(str(file), found), nprocs=2)
+        file.unlink(missing_ok=True)
+        small, large = (found[size] for size in _SIZES)
+    # An all-reduce of two ranks sends its size once and takes two hops.
+    return (_SIZES[1] - _SIZES[0]) / max(large - small, 1e-9), small / 2.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure this machine and write it: `plan calibrate [output=here.yaml]`."""
+    words = dict(word.partition("=")[::2] for word in arguments)
+    if set(words) - {"output"}:
+        raise UserError(f"plan calibrate: takes output=FILE.yaml; got {' '.join(arguments)}")
+    path = Path(words.get("output", "here.yaml"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = measured(device)
+    inside, latency = links(path.absolute().parent)
+    entry = {name: getattr(made, name) for name in Accelerator.__dataclass_fields__}
+    cluster = {
+        "accelerator": "here", "per_node": torch.cuda.device_count() if device.type == "cuda" else 4 * cores(),
+        "inside": inside, "network": inside, "latency": [latency, latency], "jitter": 0.0, "cores": cores(),
+    }  # fmt: skip
+    text = yaml.safe_dump({"accelerators": {"here": entry}, "clusters": {"here": cluster}}, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
+    print(text + f"\nwritten: {path}; plan with cluster={path}:herex{cores()}")
+    return DONE

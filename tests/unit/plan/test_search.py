@@ -1,0 +1,116 @@
+"""The layouts of a cluster: what they need, take and exchange, and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pycls_fast import plan
+from pycls_fast.config import load_config
+from pycls_fast.config.launch import command_line
+from pycls_fast.plan.search import Layout, Search, frontier
+
+VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return Search(load_config("vit_digits", VIT), plan.cluster("h100x16"), 10)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(16),
+        Layout(1, 16),
+        Layout(2, 8, accumulation=2),
+        Layout(16, recompute="full"),
+        Layout(1, 16, precision="fp32"),
+    ],
+)
+def test_memory_is_the_memory_plan_of_that_run(search: Search, layout: Layout) -> None:
+    config = search.config.with_values(**layout.values)
+    whole = plan.MemoryPlan(config, torch.device("cuda"), 16, 10).peak(layout.accumulation)
+    assert search.outcome(layout).memory == pytest.approx(whole, rel=0.05)
+
+
+def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
+    found = list(search.layouts())
+    assert {each.replicate * each.shard * each.tensor * each.pipeline for each in found} == {16}
+    assert {each.shard for each in found} == {1, 8, 16}
+    assert {each.accumulation for each in found if each.shard == 16} == {1, 2, 4}
+    assert len(set(found)) == len(found)
+
+
+def test_more_of_anything_that_is_waited_for_takes_longer(search: Search) -> None:
+    best = search.outcome(Layout(1, 16))
+    assert search.outcome(Layout(1, 16, recompute="full")).compute > 1.1 * best.compute
+    assert search.outcome(Layout(1, 16, recompute="full")).memory < best.memory
+    assert search.outcome(Layout(1, 16, accumulation=2)).exchange > best.exchange
+    assert search.outcome(Layout(16)).update > best.update
+    staged = search.outcome(Layout(4, 1, pipeline=4, accumulation=4))
+    assert staged.bubble == pytest.approx(0.75 * staged.compute)
+    divided = search.outcome(Layout(8, 1, tensor=2))
+    assert divided.memory < search.outcome(Layout(8, 1)).memory
+
+
+def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(search: Search) -> None:
+    weights = search.sizes.trained
+    assert search.exchanged(Layout(16)) == {"all_reduce": 4.0 * weights}
+    found = search.exchanged(Layout(2, 8))
+    assert found["reduce_scatter"] == 4.0 * weights
+    assert found["all_reduce"] == 4.0 * weights / 8
+    assert 2.0 * weights < found["all_gather"] < 4.0 * weights
+
+
+def test_the_frontier_rises(search: Search) -> None:
+    found = search.outcomes()
+    assert [each.fits for each in found] == sorted((each.fits for each in found), reverse=True)
+    edge = frontier(found)
+    assert [each.step for each in edge] == sorted((each.step for each in edge), reverse=True)
+    assert min(found, key=lambda each: each.step) in edge
+    assert found[0].loses(found[0]) == ""
+    assert replace(found[1], fits=False).loses(found[0]) == "does not fit"
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    from pycls_fast.commands.plan import PlanOptions
+    from pycls_fast.commands.plan import plan as command
+
+    monkeypatch.setattr("sys.argv", ["plan", "--config-name", "vit_digits", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        command_line(command.run, options=PlanOptions, needs_data=lambda options: False)
+    return int(stopped.value.code or 0)
+
+
+def test_the_command_shows_writes_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*VIT, "cluster=h100x8", "price=2", "write=chosen", "output=out", "top=3"], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert "cost" in shown
+    assert "in 90% of the cases" in shown
+    found: list[dict[str, Any]] = json.loads((tmp_path / "out/plan.json").read_text())
+    assert found[0]["loses_by"] == ""
+    assert len(found) > 3
+    low, high = found[0]["images_per_second_interval"]
+    assert low < found[0]["images_per_second"] < high
+    assert (tmp_path / "out/plan.png").stat().st_size > 10_000
+    flag, name, *overrides = shlex.split((tmp_path / "chosen").read_text())
+    assert (flag, name) == ("--config-name", "vit_digits")
+    assert overrides == found[0]["overrides"]
+    assert load_config(name, [*VIT, *overrides]).parallel.name in ("auto", "fsdp", "hsdp")
+
+
+def test_a_batch_that_no_layout_divides_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["data=synthetic", "data.global_batch_size=12", "cluster=h100x16"], monkeypatch) == 2
+    assert "12 cannot be divided among 16 ranks" in capsys.readouterr().err
