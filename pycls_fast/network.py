@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
 from pycls_fast.errors import UserError
 
 Units = Sequence[tuple[str, nn.Module]]
+Division = Literal["tokens", "heads", "branch", "outputs", "inputs"]
+"""How several ranks share a module: each has some of the "tokens" or of the "heads" (dimension 1 of its input), all of
+its parameters; a "branch" sees all tokens; each has some of a linear layer's "outputs", or of its "inputs"."""
 
 
 class Network(nn.Module):
@@ -36,6 +39,10 @@ class Network(nn.Module):
     def units(self) -> Units:
         """The repeated blocks with their qualified names, in forward order, if there are any."""
         return []
+
+    def divisions(self) -> Mapping[str, Division]:
+        """How ranks share each of `units()`, by the names of modules within one; empty if they cannot."""
+        return {}
 
     def layers(self) -> Units:
         """The blocks by which parameters are grouped, as in `units`; more if some of them take several arguments."""

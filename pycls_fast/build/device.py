@@ -38,6 +38,7 @@ def world(config: RunConfig) -> Iterator[World]:
         strategy=config.parallel.name,
         shard_degree=config.parallel.shard_degree,
         replicate_degree=config.parallel.replicate_degree,
+        tensor_degree=config.parallel.tensor_degree,
     ) as ranks:
         import_modules(config.imports)
         yield ranks

@@ -63,6 +63,8 @@ def _initial_seed(config: RunConfig) -> int:
 def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
     build: Callable[..., Network] = config.model.build
     switches = {name: getattr(chosen, name) for name in config.model.switches}
+    if config.parallel.tensor_degree > 1:
+        switches["token_parts"] = config.parallel.tensor_degree
     network = build(classes, config.data.image_size, **switches)
     if isinstance(network, TimmNetwork):
         _check_timm(config, network)

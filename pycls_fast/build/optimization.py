@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -147,7 +149,7 @@ def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:
 
 
 def loss_scaler(
-    config: RunConfig, device: torch.device, ranks: dist.ProcessGroup | None = None
+    config: RunConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
 ) -> torch.amp.GradScaler:
     """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
     settings = config.precision

@@ -72,6 +72,8 @@ def _give_way(config: RunConfig, resolved: Speed) -> Speed:
     if level(config).float8:
         # A joined product would go around the float8 layers.
         instead["qkv"] = "separate"
+    if config.parallel.tensor_degree > 1:
+        instead |= {"qkv": "separate", "layout": "batch_first", "linear": "torch"}
     if resolved.compile == "blocks" and kind != "vit":
         # Their blocks have many shapes, each with code of its own, and timm's have a drop-path rate each. Sharded, the
         # whole is compiled in parts, from gather to gather.

@@ -123,6 +123,11 @@ ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state", "p
 NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates, "parallel=fsdp")
 FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes, "parallel=fairscale_fsdp")
 KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights, "parallel=ddp")
+TOGETHER = Fact(
+    "parallel.tensor_degree", lambda now: now.config.parallel.tensor_degree > 1,
+    "parallel=fsdp parallel.tensor_degree=2")
+UNDIVIDED = Fact("model.kind", lambda now: now.config.model.kind != "vit", "model=resnet50")
+NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors, "parallel=ddp")
 NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups, "parallel=fsdp")
 UNSCALED = Fact("precision.name", lambda now: not now.level.scaled, "precision=amp_bf16")
 HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32", "precision=bf16_params")
@@ -251,6 +256,25 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
         (key, NO_GROUPS, "it is for groups of ranks", f"parallel=hsdp or {key.removesuffix('!=null')}=null")
         for key in ("parallel.shard_degree!=null", "parallel.replicate_degree!=null")
     ),
+    *(
+        (TOGETHER, other, why, use)
+        for other, why, use in (
+            (NO_PARTS, "the parts are those of fsdp and hsdp", "parallel=fsdp or parallel.tensor_degree=1"),
+            (UNDIVIDED, "it divides the heads of this project's ViT", "parallel.tensor_degree=1"),
+            (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
+            ("precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
+            ("parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
+            ("runtime.watchdog=true", "it cannot see inside divided blocks", "runtime.watchdog=false"),
+            ("speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),
+            ("speed.layout=batch_second", "tokens are divided as the second dimension", "speed.layout=batch_first"),
+            ("speed.linear=products", "it divides torch's linear layers", "speed.linear=torch"),
+            ("speed.compile=blocks|model", "it was not tried on divided blocks", "speed.compile=off"),
+            ("speed.recompute=selective|budget", "it chooses among operations of whole blocks", "speed.recompute=full"),
+            ("speed.activation_compression=8bit", "it rounds whole tensors", "speed.activation_compression=none"),
+            ("speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
+            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
+        )
+    ),
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
@@ -354,6 +378,14 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "data.image_size", why
         if model.width % model.heads:
             yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
+        together = config.parallel.tensor_degree
+        if model.heads % together or model.mlp_width % together:
+            fits = max(n for n in range(1, together) if model.heads % n == 0 == model.mlp_width % n)
+            yield (
+                "parallel.tensor_degree",
+                f"{together} does not divide model.heads={model.heads} and model.mlp_width={model.mlp_width}; use "
+                f"parallel.tensor_degree={fits}",
+            )
         if model.positions == "sincos2d" and model.width % 4:
             yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
         strides = model.stem_strides

@@ -89,6 +89,9 @@ class Parallel(Section):
     replicate_degree."""
     replicate_degree: PositiveInt | None = None
     """hsdp: the number of such groups; null: all ranks divided by shard_degree."""
+    tensor_degree: PositiveInt = 1
+    """fsdp and hsdp: the number of neighbouring ranks that compute each block together, on the same images (tensor and
+    sequence parallelism); it divides a ViT's heads."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""
     recompute_every: PositiveInt = 1

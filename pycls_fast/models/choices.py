@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -91,12 +92,12 @@ class ViTModel(Model, name="vit"):
         "drop_path_compute",
     )
 
-    def build(self, classes: int, image_size: int, **switches: Any) -> Network:
+    def build(self, classes: int, image_size: int, *, token_parts: int = 1, **switches: Any) -> Network:
+        """`token_parts`: into how many equal parts the blocks' tokens are divided; they are padded for it."""
         from pycls_fast.models.vit import VisionTransformer
 
         padding = {"none": 1, "8": 8, "64": 64}
-        if "sequence_padding" in switches:
-            switches["sequence_padding"] = padding[switches["sequence_padding"]]
+        switches["sequence_padding"] = math.lcm(padding[switches.get("sequence_padding", "none")], token_parts)
         return VisionTransformer(
             image_size=image_size, num_classes=classes, drop_path=self.drop_path, **self.own(), **switches
         )

@@ -157,6 +157,8 @@ class Attention(nn.Module):
         one_of("attention", attention, ATTENTION)
         one_of("qkv", qkv, get_args(Qkv))
         self.heads = heads
+        # Heads are cut by their width: under tensor parallelism a rank has only some of them.
+        self.head_width = width // heads
         self.fused = qkv == "fused"
         self.batch_dim = batch_dimension(layout)
         self.kernel = ATTENTION[attention] if keys is None else partial(ATTENTION[attention], keys=keys)
@@ -193,7 +195,7 @@ class Attention(nn.Module):
         """One query, the same for all samples, attends to the features: (D,), (B, N, D) or (N, B, D) -> (B, D)."""
         keys_BHNE, values_BHNE = self._split(self.key(features_BND)), self._split(self.value(features_BND))
         # (D,) -> (H, 1, E) -> (B, H, 1, E)
-        queries_BH1E = self.query(query_D).view(self.heads, 1, -1).expand(keys_BHNE.shape[0], -1, -1, -1)
+        queries_BH1E = self.query(query_D).view(-1, 1, self.head_width).expand(keys_BHNE.shape[0], -1, -1, -1)
         queries_BH1E, keys_BHNE = self._normed(queries_BH1E, keys_BHNE)
         # (B, H, 1, E) -> (B, H * E)
         return self.projection(self.kernel(queries_BH1E, keys_BHNE, values_BHNE).flatten(1))
@@ -212,12 +214,12 @@ class Attention(nn.Module):
         weight = torch.cat([linear.weight for linear in linears])
         bias = torch.cat([linear.bias for linear in linears])
         # (B, N, 3 * H * E) -> (B, N, 3, H, E) -> three of (B, N, H, E) -> (B, H, N, E)
-        joined = self.linear(features_BND, weight, bias).unflatten(-1, (3, self.heads, -1))
+        joined = self.linear(features_BND, weight, bias).unflatten(-1, (3, -1, self.head_width))
         return [self._heads_second(part) for part in joined.unbind(-3)]
 
     def _split(self, features_BND: Tensor) -> Tensor:
         # (B, N, H * E) -> (B, N, H, E) -> (B, H, N, E)
-        return self._heads_second(features_BND.unflatten(-1, (self.heads, -1)))
+        return self._heads_second(features_BND.unflatten(-1, (-1, self.head_width)))
 
     def _heads_second(self, features_BNHE: Tensor) -> Tensor:
         # (B, N, H, E) or (N, B, H, E) -> (B, H, N, E)

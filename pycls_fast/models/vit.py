@@ -6,7 +6,7 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +22,7 @@ from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
 from pycls_fast.models.products import LinearName
 from pycls_fast.models.vit_init import FILLS, Init
 from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
-from pycls_fast.network import Network, Units
+from pycls_fast.network import Division, Network, Units
 
 Stem = Literal["patch", "conv"]
 Classifier = Literal["token", "pooled", "map"]
@@ -287,6 +287,18 @@ class VisionTransformer(Network):
     def units(self) -> Units:
         """The repeated blocks with their qualified names, in forward order."""
         return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
+
+    def divisions(self) -> Mapping[str, Division]:
+        """Attention by its heads, MLPs by their hidden width, the rest of a block by tokens."""
+        kinds: dict[Division, str] = {
+            "tokens": "norm1 scale1 norm2 scale2",
+            "branch": "attention mlp",
+            "outputs": "attention.query attention.key attention.value mlp.fc1",
+            "heads": "attention.query_norm attention.key_norm",
+            "inputs": "attention.projection mlp.fc2",
+        }
+        own = {name for name, _ in self.blocks[0].named_modules()}
+        return {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Images (B, C, image_size, image_size), any memory format -> logits_BK.

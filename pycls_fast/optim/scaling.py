@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ class RanksScaler(torch.amp.GradScaler):
 
     Args:
         device: "cpu" or "cuda".
-        ranks: the ranks that hold parts; None: each rank has all gradients.
+        ranks: groups of the ranks that hold parts; none: each rank has all gradients.
         settings: passed to torch's GradScaler.
     """
 
-    def __init__(self, device: str, *, ranks: dist.ProcessGroup | None = None, **settings: Any) -> None:
+    def __init__(self, device: str, *, ranks: Sequence[dist.ProcessGroup] = (), **settings: Any) -> None:
         super().__init__(device, **settings)
         self._ranks = ranks
 
@@ -35,7 +36,7 @@ class RanksScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
-        if self._ranks is None:
+        if not self._ranks:
             return found
         assert self._scale is not None
         if not found:
@@ -44,7 +45,8 @@ class RanksScaler(torch.amp.GradScaler):
         for device, flag in found.items():
             # Gradients may be on the host, which the ranks' backend may not be able to access.
             shared = flag.to(self._scale.device)
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._ranks)
+            for group in self._ranks:
+                dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
             found[device] = shared.to(device)
         return found
 
@@ -52,7 +54,7 @@ class RanksScaler(torch.amp.GradScaler):
 class ConstantScaler(RanksScaler):
     """A constant loss scale: steps with non-finite gradients are skipped, and nothing else happens."""
 
-    def __init__(self, device: str, scale: float, *, ranks: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: str, scale: float, *, ranks: Sequence[dist.ProcessGroup] = ()) -> None:
         super().__init__(device, ranks=ranks, init_scale=scale)
         self._constant = scale
 
@@ -73,7 +75,7 @@ def loss_scaler(
     growth: float = 2.0,
     backoff: float = 0.5,
     interval: int = 2000,
-    ranks: dist.ProcessGroup | None = None,
+    ranks: Sequence[dist.ProcessGroup] = (),
 ) -> torch.amp.GradScaler:
     """A loss scale that is constant, or grows after `interval` steps without overflow and shrinks at each overflow.
 

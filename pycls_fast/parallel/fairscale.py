@@ -80,7 +80,7 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         exchange=exchange,
         taken_every_microbatch=settings.reshard_after_forward,
         forward_is_collective=True,
-        shard_group=world.mesh.get_group(),
+        shard_groups=[world.mesh.get_group()],
         free_gathered=free_gathered,
         weights=weights,
     )
@@ -270,7 +270,7 @@ def shard_state(network: nn.Module, world: World, settings: StrategySettings) ->
         exchange=exchange,
         taken_every_microbatch=False,
         # After the exchange only the owner has a gradient.
-        shard_group=world.mesh.get_group(),
+        shard_groups=[world.mesh.get_group()],
         optimizer=optimizer,
     )
 

@@ -19,6 +19,7 @@ from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
 from pycls_fast.optim.shards import assign
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.tensor import divide, is_divided
 from pycls_fast.parallel.world import World
 
 # Layers with these do nothing with their weights but what autocast does in 16 bits; a weight-standardised convolution,
@@ -33,11 +34,17 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     theirs once per step.
     """
     assert world.mesh is not None
+    shared = world.tensor > 1
+    # Together: a mesh of the dimensions over which weights are sharded and replicated.
+    names = tuple(name for name in world.mesh.mesh_dim_names or () if name != "tensor")
+    mesh = world.mesh[names] if shared else world.mesh
+    if shared:
+        divide(network, world.mesh["tensor"])
     units = [unit for _, unit in network.units()]
     offload: OffloadPolicy = OffloadPolicy()
     if settings.param_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    common: dict[str, Any] = {"mesh": world.mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
     for unit in units:
         # The last unit and the modules around the units are needed again as soon as the backward pass begins.
         gathers_again = settings.reshard_after_forward and unit is not units[-1]
@@ -65,7 +72,8 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         exchange=exchange,
         taken_every_microbatch=False,
         forward_is_collective=True,
-        shard_group=world.mesh.get_group("shard"),
+        shard_groups=[world.mesh.get_group(name) for name in ("shard", "tensor") if name == "shard" or shared],
+        counted=[world.counts or is_divided(p) for p in network.parameters() if p.requires_grad] if shared else None,
         free_gathered=free_gathered,
     )
 

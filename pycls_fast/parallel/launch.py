@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import secrets
 import sys
@@ -38,6 +39,7 @@ def start_world(
     strategy: str,
     shard_degree: int | None = None,
     replicate_degree: int | None = None,
+    tensor_degree: int = 1,
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
@@ -50,7 +52,8 @@ def start_world(
         backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
         timeout_seconds: ranks that wait longer for each other report where each one is and end.
         strategy: `parallel.name`; checked against the number of ranks.
-        shard_degree, replicate_degree: for "hsdp"; see `mesh.degrees`.
+        shard_degree, replicate_degree: for "hsdp"; see `degrees`.
+        tensor_degree: how many neighbours compute one model together.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -67,6 +70,7 @@ def start_world(
                 strategy=strategy,
                 shard_degree=shard_degree,
                 replicate_degree=replicate_degree,
+                tensor_degree=tensor_degree,
             )
         except UserError as error:
             if not report_mistake(error):
@@ -90,16 +94,24 @@ def _join(
     strategy: str,
     shard_degree: int | None,
     replicate_degree: int | None,
+    tensor_degree: int,
 ) -> World:
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     _note_lone_tasks()
     facts = strategy_of(strategy)
     if strategy == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
-    grid: tuple[int | None, int] = (None, size)
+    if size % tensor_degree:
+        fits = max(n for n in range(1, min(tensor_degree, size) + 1) if size % n == 0)
+        raise UserError(
+            f"parallel.tensor_degree: {tensor_degree} does not divide the {size} ranks of the run; use "
+            f"parallel.tensor_degree={fits}, or {-(-size // tensor_degree) * tensor_degree} ranks"
+        )
+    models = size // tensor_degree
+    grid: tuple[int | None, int] = (None, models)
     if facts.has_groups:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-        grid = degrees(size, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
+        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor_degree, 1)
+        grid = degrees(models, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
     chosen = choose_device(device, local_rank)
     if facts.needs_cuda and chosen.type != "cuda":
         raise UserError(
@@ -134,8 +146,18 @@ def _join(
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
-    mesh = make_mesh(chosen.type, *grid, timeout) if facts.has_mesh else None
-    world = World(rank, size, chosen, host_group, saving_group, mesh, timeout=timeout, local_rank=local_rank)
+    mesh = make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree) if facts.has_mesh else None
+    world = World(
+        rank,
+        size,
+        chosen,
+        host_group,
+        saving_group,
+        mesh,
+        timeout=timeout,
+        local_rank=local_rank,
+        tensor=tensor_degree,
+    )
     if size == 1:
         return world
     # A random name, which no other run of this launch uses.
@@ -212,7 +234,7 @@ def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_no
     """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
 
     Args:
-        size: number of ranks.
+        size: number of ranks, or of groups of them that compute one model together.
         shard: `parallel.shard_degree`.
         replicate: `parallel.replicate_degree`.
         ranks_per_node: the shard degree if neither is given.
@@ -233,20 +255,23 @@ def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_no
     return replicate, shard
 
 
-def make_mesh(device: str, replicate: int | None, shard: int, timeout: timedelta) -> DeviceMesh:
-    """A mesh of all ranks in one line, or in `replicate` lines of `shard` neighbours; all ranks call this.
+def make_mesh(device: str, replicate: int | None, shard: int, timeout: timedelta, *, tensor: int = 1) -> DeviceMesh:
+    """A mesh of all ranks: `replicate` (None: no such dimension) x `shard` x `tensor` (1: no such dimension); all ranks
+    call this. Neighbours differ in the last one, which exchanges most.
 
     The groups are created here because torch's mesh would give them its own timeout.
     """
-    if replicate is None:
+    wanted = {"replicate": replicate, "shard": shard, "tensor": None if tensor == 1 else tensor}
+    sizes = {name: size for name, size in wanted.items() if size is not None}
+    if len(sizes) == 1:
         line: Any = dist.new_group(timeout=timeout)
         return DeviceMesh.from_group(line, device, mesh_dim_names=("shard",))
-    grid = torch.arange(replicate * shard).view(replicate, shard)
-    rows: Any
-    columns: Any
-    rows, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
-    columns, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
-    return DeviceMesh.from_group([columns, rows], device, mesh=grid, mesh_dim_names=("replicate", "shard"))
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    groups: list[Any] = []
+    for dimension, size in enumerate(grid.shape):
+        lines = grid.movedim(dimension, -1).reshape(-1, size)
+        groups.append(dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0])
+    return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=tuple(sizes))
 
 
 # Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.

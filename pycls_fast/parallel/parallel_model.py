@@ -63,7 +63,10 @@ class ParallelModel:
         taken_every_microbatch: the optimizer's weights take the network's gradients after every microbatch; otherwise
             the network accumulates them, and they are taken after the last one.
         forward_is_collective: the forward pass contains collective operations.
-        shard_group: the ranks that share one copy of the gradients; None if each rank has all of them.
+        shard_groups: the ranks that share one copy of the gradients, one group for each dimension of their mesh; none
+            if each rank has all of them.
+        counted: for each trainable parameter, whether this rank counts its gradient in the norm, which others of these
+            ranks may have too; None if it counts all.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
             changes of the shards take effect.
         compression: gradient compression that carries state from step to step (PowerSGD).
@@ -77,7 +80,8 @@ class ParallelModel:
     exchange: Callable[[bool], AbstractContextManager[None]] = at_once
     taken_every_microbatch: bool = True
     forward_is_collective: bool = False
-    shard_group: dist.ProcessGroup | None = None
+    shard_groups: Sequence[dist.ProcessGroup] = ()
+    counted: Sequence[bool] | None = None
     free_gathered: Callable[[], None] = nothing
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
@@ -93,11 +97,16 @@ class ParallelModel:
             foreach: use multi-tensor operations.
         """
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
-        if self.shard_group is not None:
+        counted = gradients
+        if self.counted is not None:
+            own = zip(parameters, self.counted, strict=True)
+            counted = [local(p.grad) for p, counts in own if counts and p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(counted, foreach=foreach)
+        if self.shard_groups:
             # The optimizer's shards may be on the host, which the ranks' backend cannot access.
             square = norm.to(self.device).square_()
-            dist.all_reduce(square, group=self.shard_group)
+            for group in self.shard_groups:
+                dist.all_reduce(square, group=group)
             norm = square.sqrt_()
         if max_norm is not None:
             _scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach=foreach)

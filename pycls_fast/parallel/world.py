@@ -27,7 +27,7 @@ class World:
     host_group: dist.ProcessGroup | None = None
     # For the thread that writes checkpoints: its messages must not mix with those of training.
     saving_group: dist.ProcessGroup | None = None
-    # For strategies that shard: dimension "shard", or "replicate" and "shard".
+    # For strategies that shard: dimensions "replicate" (or not), "shard" and "tensor" (or not).
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
     # Of the process groups; None without any.

@@ -194,7 +194,7 @@ def make_step(
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
-    scaler = build.loss_scaler(config, world.device, wrapped.shard_group)
+    scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     flat = wrapped.weights
     shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
     weights: OwnedWeights = flat or masters or shards or ModelWeights(network)

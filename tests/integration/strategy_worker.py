@@ -107,13 +107,15 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
         for name, case in cases.items():
             overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
             config = load_config(case["config_name"], overrides)
-            shape = (config.parallel.name, config.parallel.shard_degree)
+            together = config.parallel.tensor_degree
+            shape = (config.parallel.name, config.parallel.shard_degree, together)
             if shape[0] not in ("auto", "single", "ddp") and shape not in meshes:
                 # One launch for all cases; a process cannot leave and join the same ranks again.
-                grid = (None, world.size) if shape[0] != "hsdp" else (world.size // shape[1], shape[1])
-                meshes[shape] = make_mesh(device, *grid, datetime.timedelta(seconds=600))
+                models = world.size // together
+                grid = (None, models) if shape[0] != "hsdp" else (models // shape[1], shape[1])
+                meshes[shape] = make_mesh(device, *grid, datetime.timedelta(seconds=600), tensor=together)
             try:
-                here = dataclasses.replace(world, mesh=meshes.get(shape))
+                here = dataclasses.replace(world, mesh=meshes.get(shape), tensor=together)
                 state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)

@@ -22,7 +22,13 @@ COMMON = (
 
 
 @pytest.mark.parametrize(
-    "strategy", [["ddp"], ["fsdp"], pytest.param(["hsdp", "parallel.shard_degree=1"], marks=pytest.mark.slow)]
+    "strategy",
+    [
+        ["ddp"],
+        ["fsdp"],
+        ["fsdp", "parallel.tensor_degree=2"],
+        pytest.param(["hsdp", "parallel.shard_degree=1"], marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: list[str]) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""

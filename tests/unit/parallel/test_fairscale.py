@@ -128,7 +128,7 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         ours = build.wrap(config, network, world, switches)
         groups = None if ours.weights is None else ours.weights.groups
         first = ours.optimizer or build.optimizer(config, network, switches, groups=groups)
-        assert ours.shard_group is not None
+        assert ours.shard_groups
         ours.forward(torch.randn(2, 3, 8, 8)).square().sum().backward()
         first.step()
         found = state_of(ours, network, first)

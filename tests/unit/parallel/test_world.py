@@ -54,6 +54,13 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
     assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
 
 
+def test_models_that_do_not_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    world = start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="fsdp", tensor_degree=4)
+    with pytest.raises(UserError, match=r"use parallel.tensor_degree=3, or 8 ranks$"), world:
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_a_node_that_does_not_come(
