@@ -18,6 +18,9 @@ class ScoreOptions(Section):
     predictions: str | None = None
     """A CSV file that lists every image with its class, the predicted one, its probability and the loss, the
     worst image first."""
+    report: str | None = None
+    """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
+    whose labels may be wrong."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights are scored with: their own, or the configuration's."""
 
@@ -37,6 +40,7 @@ def test(config: RunConfig, options: ScoreOptions) -> int:
         options.split,
         options.output,
         predictions=options.predictions,
+        report=options.report,
         own_preprocessing=options.preprocessing == "weights",
     )
 

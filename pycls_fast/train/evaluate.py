@@ -293,7 +293,8 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
 
     `class_top1` is the mean accuracy in percent over the classes that have images (balanced accuracy); `classes` has
     for each class its images, the correct ones, its accuracy (null without images), and the class that it was most
-    often confused with.
+    often confused with; `precision` and `f1` in percent, null for a class without images (`precision` also for one that
+    is never predicted). `f1` is their mean over the classes, `calibration_error` as the function.
     """
     count = len(classes)
     right_C, predicted_C, images_C = confusion(predictions, count)
@@ -306,15 +307,54 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
     mistaken = order[~hit_C[order]]
     rows_M, first_M = np.unique(right_C[mistaken], return_index=True)
     taken_for_K[rows_M], times_K[rows_M] = predicted_C[mistaken][first_M], images_C[mistaken][first_M]
+    guessed_K = np.bincount(predicted_C, images_C, minlength=count)
     rows: list[dict[str, Any]] = []
     for k, name in enumerate(classes):
         row: dict[str, Any] = {"class": name, "images": int(images_K[k]), "right": int(right_K[k])}
         row["top1"] = 100.0 * row["right"] / row["images"] if row["images"] else None
+        row["precision"] = 100.0 * row["right"] / guessed_K[k] if row["images"] and guessed_K[k] else None
+        row["f1"] = 200.0 * row["right"] / (row["images"] + guessed_K[k]) if row["images"] else None
         row["taken_for"] = classes[taken_for_K[k]] if times_K[k] else None
         row["times"] = int(times_K[k])
         rows.append(row)
-    scores = [row["top1"] for row in rows if row["top1"] is not None]
-    return {"class_top1": sum(scores) / len(scores) if scores else None, "classes": rows}
+    seen = [row for row in rows if row["images"]]
+    means = {name: sum(row[name] for row in seen) / len(seen) if seen else None for name in ("top1", "f1")}
+    error = calibration_error(predictions)
+    return {"class_top1": means["top1"], "f1": means["f1"], "calibration_error": error, "classes": rows}
+
+
+def calibration_error(predictions: Predictions, bins: int = 15) -> float | None:
+    """Expected calibration error: how far the predicted class's probability is from the share that is right, from 0 to
+    1, over bins of equal width (Guo et al., On Calibration of Modern Neural Networks, 2017); None without images.
+    """
+    counted_N = (predictions.labels_N >= 0) & (predictions.predicted_N >= 0)
+    probabilities_N = predictions.probabilities_N[counted_N].astype(np.float64)
+    right_N = (predictions.labels_N == predictions.predicted_N)[counted_N]
+    bins_N = np.minimum((probabilities_N * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(bins_N, probabilities_N - right_N, minlength=bins)
+    return float(np.abs(gaps).sum() / len(right_N)) if len(right_N) else None
+
+
+def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The wrong predictions, likely errors of the labels first.
+
+    Confident learning (Northcutt, Jiang and Chuang 2021, section 3.1), from the predicted class alone: a label is
+    doubted if the predicted class is at least as probable as it is on average where it is the label. Within both kinds
+    the larger difference to the label's own probability comes first. The images must not have been trained on.
+
+    Returns:
+        int64, positions in `predictions`, and bool, whether the label is doubted.
+    """
+    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
+    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
+    own_N = np.exp(-predictions.losses_N.astype(np.float64))
+    images_K = np.bincount(labels_N[counted_N], minlength=classes)
+    usual_K = np.bincount(labels_N[counted_N], own_N[counted_N], minlength=classes) / np.maximum(images_K, 1)
+    wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
+    guess_M = predictions.probabilities_N[wrong_M]
+    doubted_M = (guess_M >= usual_K[predicted_N[wrong_M]]) & (images_K[predicted_N[wrong_M]] > 0)
+    order_M = np.lexsort((own_N[wrong_M] - guess_M, ~doubted_M))
+    return wrong_M[order_M], doubted_M[order_M]
 
 
 COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probability", "loss")

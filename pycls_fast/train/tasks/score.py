@@ -24,8 +24,12 @@ from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predic
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.normalization import timm_name
+from pycls_fast.train.report import write_report
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.weights import Loaded, Weights, find_weights, opened
+
+# As many as are printed.
+_CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ def score(
     output: str | None,
     *,
     predictions: str | None = None,
+    report: str | None = None,
     own_preprocessing: bool = True,
 ) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
@@ -202,6 +207,7 @@ def score(
         split: see `scored_split`.
         output: a JSON file for the numbers.
         predictions: a CSV file for each image's prediction; see `predictions_csv`.
+        report: a folder for the page of `write_report`.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
@@ -212,6 +218,7 @@ def score(
         world, display = setup.world, setup.display
         file = output_file(output, world) if output is not None else None
         table = _table_file(predictions, world) if predictions is not None else None
+        index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
         scored = scored_split(setup.config, split, setup.weights, world, display)
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
@@ -235,11 +242,13 @@ def score(
             key = "split" if config.data.eval_set is None else "data.eval_root"
             raise UserError(f"{key}: {split} has no image that can be scored")
         if world.is_main:
-            comparison = _print_result(setup, split, scored, origin, result)
+            facts, comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
                 write_json(file, {**_record(setup, split, scored, origin, result), **comparison})
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
+            if index is not None:
+                write_report(index, result.predictions, source, f"{origin.path}: {split}", facts)
         return DONE
 
 
@@ -281,8 +290,10 @@ def _published_comparison(name: str | None, top1: float) -> tuple[list[tuple[str
     return rows, {"published": {"weights": name, **asdict(known)}}
 
 
-def _print_result(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
-    """Print the result; returns the published number as a record, if there is one for this."""
+def _print_result(
+    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Print the result; returns its names and values, and the published number as a record, if there is one."""
     display, taken = setup.display, setup.preprocessing
     rows, comparison = _published_comparison(_published_name(setup.config, origin.path, taken, split), result.top1)
     whose = "" if taken is None else ", as the weights say"
@@ -290,20 +301,34 @@ def _print_result(setup: Setup, split: str, scored: EvalSet, origin: Loaded, res
     display.note(f"{origin.path} ({origin.kind} weights{step})")
     if origin.fitted.adapted or origin.fitted.left_out:
         display.table("weights", origin.fitted.table())
-    display.table(
-        scored.source.describe(),
-        [
-            ("split", split),
-            ("top-1", f"{result.top1:.2f}%"),
-            ("top-5", f"{result.top5:.2f}%"),
-            ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
-            ("images", f"{result.count:,}"),
-            ("right is", scored.rule),
-            ("preprocessing", build.preprocessing(setup.config) + whose),
-            *rows,
-        ],
-    )
-    return comparison
+    facts = [
+        ("split", split),
+        ("top-1", f"{result.top1:.2f}%"),
+        ("top-5", f"{result.top5:.2f}%"),
+        ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
+        ("images", f"{result.count:,}"),
+        ("right is", scored.rule),
+        ("preprocessing", build.preprocessing(setup.config) + whose),
+        *rows,
+    ]
+    by_class = class_scores(result.predictions, scored.source.classes)
+    if not setup.config.data.eval_set and by_class["class_top1"] is not None:
+        facts[3:3] = [
+            ("balanced accuracy", f"{by_class['class_top1']:.2f}%"),
+            ("F1, mean of the classes", f"{by_class['f1']:.2f}%"),
+            ("calibration error", f"{by_class['calibration_error']:.4f}"),
+        ]
+    display.table(scored.source.describe(), facts)
+    seen = sorted((row for row in by_class["classes"] if row["images"]), key=lambda row: row["f1"])
+    if not setup.config.data.eval_set:
+        shown = [(row["class"], _class_line(row)) for row in seen[:_CLASSES]]
+        display.table("classes" if len(seen) <= _CLASSES else f"the {_CLASSES} classes of the lowest F1", shown)
+    return facts, comparison
+
+
+def _class_line(row: dict[str, Any]) -> str:
+    precision = "none" if row["precision"] is None else f"{row['precision']:.1f}%"
+    return f"F1 {row['f1']:.1f}%, recall {row['top1']:.1f}%, precision {precision}, {row['images']:,} images"
 
 
 def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:

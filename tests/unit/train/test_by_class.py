@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.metrics import balanced_accuracy_score, confusion_matrix
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, precision_score, recall_score
 
 from pycls_fast.inference.contact_sheet import Cell, draw_sheet
 from pycls_fast.train import pictures as drawing
-from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion
+from pycls_fast.train.evaluate import Confusion, Predictions, calibration_error, class_scores, confusion, mistakes
 from pycls_fast.train.pictures import _shares, draw_confusion
 
 
@@ -43,6 +45,10 @@ def test_equals_scikit_learn() -> None:
     assert (dense(counts, 7) == confusion_matrix(labels, predicted)).all()
     scores = class_scores(found, [f"c{k}" for k in range(7)])
     assert scores["class_top1"] == pytest.approx(100 * balanced_accuracy_score(labels, predicted))
+    assert scores["f1"] == pytest.approx(100 * f1_score(labels, predicted, average="macro"))
+    for name, function in (("precision", precision_score), ("f1", f1_score), ("top1", recall_score)):
+        expected = 100 * function(labels, predicted, average=None)
+        assert [row[name] for row in scores["classes"]] == pytest.approx(expected.tolist())
     wrong_KK = confusion_matrix(labels, predicted)
     np.fill_diagonal(wrong_KK, 0)
     assert [row["taken_for"] for row in scores["classes"]] == [f"c{k}" for k in wrong_KK.argmax(axis=1)]
@@ -54,10 +60,11 @@ def test_rows_say_what_a_class_was_taken_for() -> None:
     # A class without images, an output that stands for no class, a score that is no number, an image without a label.
     found = predictions([0, 0, 0, 0, 2, 2, -1], [0, 2, 2, 1, 5, -1, 0])
     scores = class_scores(found, ["a", "b", "c"])
-    assert scores["classes"] == [
-        {"class": "a", "images": 4, "right": 1, "top1": 25.0, "taken_for": "c", "times": 2},
-        {"class": "b", "images": 0, "right": 0, "top1": None, "taken_for": None, "times": 0},
-        {"class": "c", "images": 2, "right": 0, "top1": 0.0, "taken_for": None, "times": 0},
+    names = ("class", "images", "right", "top1", "precision", "f1", "taken_for", "times")
+    assert [tuple(row[name] for name in names) for row in scores["classes"]] == [
+        ("a", 4, 1, 25.0, 100.0, 40.0, "c", 2),
+        ("b", 0, 0, None, None, None, None, 0),
+        ("c", 2, 0, 0.0, 0.0, 0.0, None, 0),
     ]
     assert scores["class_top1"] == pytest.approx(12.5)
     assert class_scores(predictions([], []), ["a", "b"])["class_top1"] is None
@@ -78,7 +85,16 @@ def test_many_classes_need_no_matrix() -> None:
         tracemalloc.stop()
     assert peak < 100e6
     assert shares_DD.shape == (1000, 1000)
-    assert rows[7] == {"class": "7", "images": 2, "right": 0, "top1": 0.0, "taken_for": "19999", "times": 2}
+    assert rows[7] == {
+        "class": "7",
+        "images": 2,
+        "right": 0,
+        "top1": 0.0,
+        "precision": None,
+        "f1": 0.0,
+        "taken_for": "19999",
+        "times": 2,
+    }
     assert rows[3000]["taken_for"] == "3005"
     assert rows[19_999]["taken_for"] is None
 
@@ -112,3 +128,35 @@ def test_a_letter_that_matplotlibs_own_font_lacks_is_drawn(tmp_path: Path, monke
     # No font has this one, which is drawn as a box.
     sheet, boxes = (np.asarray(draw_sheet([Cell(Image.new("RGB", (40, 40)), t, [])])) for t in (letter, "猫"))
     assert (sheet != boxes).any()
+
+
+def test_calibration_error() -> None:
+    """Half of the images at 0.6 are right, all at 0.9: (0.1 + 0.1) / 2."""
+    labels, predicted = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    found = Predictions(np.arange(4), labels, predicted, np.zeros(4), np.array([0.6, 0.6, 0.9, 0.9]))
+    assert calibration_error(found) == pytest.approx(0.1)
+    assert calibration_error(predictions([], [])) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_planted_label_errors_come_first(seed: int) -> None:
+    """Logistic regression on half of scikit-learn's digits; a tenth of the other half's labels are wrong."""
+    images_ND, labels_N = load_digits(return_X_y=True)
+    order = np.random.RandomState(seed).permutation(len(labels_N))
+    train, rest = order[:900], order[900:]
+    model = LogisticRegression(C=1e-3, max_iter=500).fit(images_ND[train], labels_N[train])
+    own_NK = model.predict_proba(images_ND[rest])
+    given = labels_N[rest].copy()
+    planted = np.arange(0, len(rest), 10)
+    given[planted] = (given[planted] + 1 + planted // 10 % 9) % 10
+    found = Predictions(
+        np.arange(len(rest)),
+        given,
+        own_NK.argmax(axis=1),
+        -np.log(own_NK[np.arange(len(rest)), given]).astype(np.float32),
+        own_NK.max(axis=1).astype(np.float32),
+    )
+    first, doubted = mistakes(found, 10)
+    assert doubted.sum() >= 30
+    assert np.isin(first[doubted], planted).mean() >= 0.8
+    assert np.isin(first[: len(planted)], planted).mean() >= 0.8

@@ -21,6 +21,7 @@ from pycls_fast.data.sampling import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
 from pycls_fast.train.evaluate import Predictions, predictions_csv
+from pycls_fast.train.report import write_report
 from pycls_fast.train.tasks import knn
 from pycls_fast.train.tasks.score import score
 from tests.factories import randomise
@@ -157,3 +158,26 @@ def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
         [names[2], "0", c[0], "5", "output 5", "0.9", "0.5"],
         [names[3], "", "", "1", c[1], "0.8", ""],
     ]
+
+
+def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path) -> None:
+    output = tmp_path / "scores.json"
+    assert score(config, "val", str(output), report=str(tmp_path / "report")) == 0
+    record = json.loads(output.read_text())
+    html = (tmp_path / "report" / "index.html").read_text()
+    wrong = sum(row["images"] - row["right"] for row in record["classes"])
+    assert wrong > 0
+    assert f"<p>{wrong} images" in html
+    assert html.count("<figure") == html.count("data:image/jpeg") == wrong
+    assert (tmp_path / "report" / "confusion.png").is_file()
+
+
+def test_names_on_the_page_are_text(config: RunConfig, tmp_path: Path) -> None:
+    with build.world(config) as world:
+        source = build.sources(config, world)["val"]
+    source.classes = ("<script>", "b", "c")
+    found = Predictions(np.arange(1), np.array([0]), np.array([1]), np.array([2.0]), np.array([0.9]))
+    write_report(tmp_path / "index.html", found, source, "a & b", [])
+    html = (tmp_path / "index.html").read_text()
+    assert "labelled <b>&lt;script&gt;</b>" in html
+    assert "<script" not in html
