@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pycls_fast.models.drop_path import DropPath as DropPath
     from pycls_fast.models.layers import ClassToken as ClassToken
-    from pycls_fast.models.positions import LearnedPositions as LearnedPositions
+    from pycls_fast.models.layers import LearnedPositions as LearnedPositions
     from pycls_fast.models.resnet import ResNet as ResNet
     from pycls_fast.models.timm_network import TimmNetwork as TimmNetwork
     from pycls_fast.models.vit import VisionTransformer as VisionTransformer
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "drop_path": ("DropPath",),
-    "layers": ("ClassToken",),
-    "positions": ("LearnedPositions",),
+    "layers": ("ClassToken", "LearnedPositions"),
     "resnet": ("ResNet",),
     "timm_network": ("TimmNetwork",),
     "vit": ("VisionTransformer",),

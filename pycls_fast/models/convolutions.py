@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pycls_fast.errors import one_of
 from pycls_fast.models.products import autocast_dtype
 
 ConvolutionName = Literal["torch", "products"]
@@ -171,12 +170,7 @@ assert set(CONVOLUTION) == set(get_args(ConvolutionName))
 
 
 def compute_convolutions(network: nn.Module, kernel: ConvolutionName) -> None:
-    """Give a network on the meta device convolutions with this kernel, in place.
-
-    Raises:
-        UserError: an unknown kernel.
-    """
-    one_of("convolution", kernel, CONVOLUTION)
+    """Give a network on the meta device convolutions with this kernel, in place."""
     for module in list(network.modules()):
         for name, layer in module.named_children():
             if isinstance(layer, nn.Conv2d) and type(layer) is not CONVOLUTION[kernel]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError
 
 DropPathCompute = Literal["multiply", "skip"]
 DropPathRule = Literal["linear", "constant"]
@@ -34,14 +34,13 @@ class DropPath(nn.Module):
             Only for branches that treat every sample separately: no BatchNorm.
 
     Raises:
-        UserError: rate outside [0, 1), or an unknown `compute`.
+        UserError: rate outside [0, 1).
     """
 
     def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
         super().__init__()
         if not 0.0 <= rate < 1.0:
             raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
-        one_of("drop_path_compute", compute, get_args(DropPathCompute))
         self.rate = rate
         self.drops = rate > 0.0
         # For compiled code, in which a Python number would be a constant of the graph (a graph for each rate), or an
@@ -124,11 +123,7 @@ def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> l
         rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
             timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
             `models_v2.py` of its code).
-
-    Raises:
-        UserError: an unknown rule.
     """
-    one_of("drop_path_rule", rule, get_args(DropPathRule))
     if rule == "constant":
         return [rate] * depth
     return [rate * index / max(depth - 1, 1) for index in range(depth)]

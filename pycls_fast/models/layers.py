@@ -11,17 +11,17 @@ on the meta device can get memory from `to_empty` and be initialised in place.
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.gelu import GELU, GeluName
-from pycls_fast.models.init import lecun_normal_
 from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 
 Layout = Literal["batch_first", "batch_second"]
@@ -29,13 +29,32 @@ Qkv = Literal["separate", "fused"]
 Patches = Literal["convolution", "product"]
 
 
-def batch_dimension(layout: Layout) -> int:
-    """The dimension of the samples: 0 in (B, N, D), 1 in (N, B, D).
+# Standard deviation of a unit normal truncated at +-2; dividing by it gives the variance that was asked for.
+_CUT_NORMAL_STD = 0.87962566103423978
 
-    Raises:
-        UserError: an unknown layout.
+
+@torch.no_grad()
+def lecun_normal_(weight: Tensor) -> Tensor:
+    """Fill in place from a normal, truncated at two of its standard deviations, with variance 1 / fan_in.
+
+    The default of Flax's Dense and Conv layers (`jax.nn.initializers.lecun_normal`). LeCun et al., Efficient BackProp,
+    1998, section 4.6, gives the variance; the truncation is JAX's.
+
+    Args:
+        weight: (out, in, ...), any number of kernel dimensions; fan_in is the size of one output's slice.
     """
-    one_of("layout", layout, get_args(Layout))
+    fan_in = weight[0].numel()
+    # Inverse transform sampling, in place: torch.nn.init.trunc_normal_ uses rejection in newer versions, which makes
+    # the values depend on the torch version and the host wait for the device.
+    mass = math.erf(2.0 / math.sqrt(2.0))
+    weight.uniform_(-mass, mass).erfinv_()
+    weight.mul_(math.sqrt(2.0) / (_CUT_NORMAL_STD * math.sqrt(fan_in)))
+    bound = 2.0 / (_CUT_NORMAL_STD * math.sqrt(fan_in))
+    return weight.clamp_(-bound, bound)
+
+
+def batch_dimension(layout: Layout) -> int:
+    """The dimension of the samples: 0 in (B, N, D), 1 in (N, B, D)."""
     return 1 if layout == "batch_second" else 0
 
 
@@ -49,9 +68,6 @@ class PatchStem(nn.Module):
         layout: layout of the output features.
         patches: how they are projected: by a "convolution" whose stride is its kernel size, or cut out and multiplied
             in one "product"; the weights are the convolution's either way.
-
-    Raises:
-        UserError: an unknown name.
     """
 
     def __init__(
@@ -64,7 +80,6 @@ class PatchStem(nn.Module):
         patches: Patches = "convolution",
     ) -> None:
         super().__init__()
-        one_of("patches", patches, get_args(Patches))
         self.batch_dim = batch_dimension(layout)
         self.patch_size = patch_size
         self.cut = patches == "product"
@@ -135,7 +150,7 @@ class Attention(nn.Module):
         norm_eps: epsilon of these two norms.
 
     Raises:
-        UserError: width is not a multiple of heads, or an unknown name.
+        UserError: width is not a multiple of heads.
     """
 
     def __init__(
@@ -154,8 +169,6 @@ class Attention(nn.Module):
         super().__init__()
         if width % heads:
             raise UserError(f"heads: the width {width} must be a multiple of it; got {heads}")
-        one_of("attention", attention, ATTENTION)
-        one_of("qkv", qkv, get_args(Qkv))
         self.heads = heads
         # Heads are cut by their width: under tensor parallelism a rank has only some of them.
         self.head_width = width // heads
@@ -239,16 +252,12 @@ class Mlp(nn.Module):
         hidden_width: width between the two.
         linear: kernel of both, a key of `products.LINEAR`.
         gelu: how GELU is computed, a key of `gelu.GELU`.
-
-    Raises:
-        UserError: an unknown name.
     """
 
     def __init__(
         self, width: int, hidden_width: int, *, linear: LinearName = "torch", gelu: GeluName = "torch"
     ) -> None:
         super().__init__()
-        one_of("gelu", gelu, GELU)
         self.gelu = GELU[gelu]
         self.fc1 = linear_layer(width, hidden_width, linear)
         self.fc2 = linear_layer(hidden_width, width, linear)
@@ -260,3 +269,85 @@ class Mlp(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.fc2(self.gelu(self.fc1(features)))
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector to each token, the class token included (Dosovitskiy et al. 2021, equation 1).
+
+    Args:
+        count: tokens, the class token included.
+        width: D.
+        layout: layout of the features.
+    """
+
+    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
+        super().__init__()
+        self.batch_dim = batch_dimension(layout)
+        self.value = nn.Parameter(torch.empty(count, width))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.value, std=0.02)
+
+    def forward(self, features_BND: Tensor) -> Tensor:
+        return features_BND + self.value.unsqueeze(self.batch_dim)
+
+
+class SinCos2dPositions(nn.Module):
+    """Adds fixed sines and cosines of each patch's column and row; other tokens get zeros.
+
+    `value` is not saved in checkpoints: it follows from the arguments, and `reset_parameters` sets it.
+
+    Args:
+        rows, columns: the grid of patches.
+        width: D, a multiple of 4 and at least 8.
+        extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
+        layout: layout of the features.
+
+    Raises:
+        UserError: a width that does not fit.
+    """
+
+    value: Tensor
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        width: int,
+        *,
+        extra_tokens: int = 0,
+        layout: Layout = "batch_first",
+    ) -> None:
+        super().__init__()
+        self.batch_dim = batch_dimension(layout)
+        if width % 4 or width < 8:
+            raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
+        self.rows, self.columns = rows, columns
+        self.extra_tokens = extra_tokens
+        self.register_buffer("value", torch.empty(rows * columns + extra_tokens, width), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        grid = sincos2d(self.rows, self.columns, self.value.shape[1])
+        self.value.copy_(F.pad(grid, (0, 0, self.extra_tokens, 0)))
+
+    def forward(self, features_BND: Tensor) -> Tensor:
+        # Not cast: under autocast the sum, and with it the residual stream, is float32, as with learned positions.
+        return features_BND + self.value.unsqueeze(self.batch_dim)
+
+
+def sincos2d(rows: int, columns: int, width: int) -> Tensor:
+    """Positions (rows * columns, width), float64 on the CPU: [sin x, cos x, sin y, cos y], a quarter each.
+
+    Frequencies fall geometrically from 1 to 1/10000 inclusive. Same as `posemb_sincos_2d` of big_vision (Beyer et al.,
+    Better plain ViT baselines for ImageNet-1k, 2022), which is MoCo v3's (Chen et al. 2021) except for the inclusive
+    end.
+    """
+
+    def count(n: int) -> Tensor:
+        return torch.arange(n, device="cpu", dtype=torch.float64)
+
+    frequencies = 10_000.0 ** (-count(width // 4) / (width // 4 - 1))
+    x_angles = count(columns).repeat(rows)[:, None] * frequencies
+    y_angles = count(rows).repeat_interleave(columns)[:, None] * frequencies
+    return torch.cat([x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()], dim=1)

@@ -6,13 +6,13 @@ Shape letters: B batch, C channels, H height, W width of the maps, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError
 from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.max_pool import MaxPool2d
@@ -178,14 +178,10 @@ class ConvStem(nn.Module):
             three 3x3 with 32, 32 and 64 channels instead of the 7x7 (He et al., Bag of Tricks, 2019, figure 2,
             ResNet-C). "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
             4.2, 64 wide).
-
-    Raises:
-        UserError: an unknown kind.
     """
 
     def __init__(self, in_channels: int, kind: Stem) -> None:
         super().__init__()
-        one_of("stem", kind, get_args(Stem))
         self.deep = nn.ModuleList()
         """The deep stem's layers before the last convolution; empty for the others."""
         if kind == "deep":
@@ -225,7 +221,7 @@ class ResNet(Network):
         convolution: kernel of the convolutions, a key of `convolutions.CONVOLUTION`.
 
     Raises:
-        UserError: an unknown depth, stem, shortcut or convolution, or groups with blocks that have no bottleneck.
+        UserError: groups with blocks that have no bottleneck.
     """
 
     head_name = "head"
@@ -245,8 +241,6 @@ class ResNet(Network):
         convolution: ConvolutionName = "torch",
     ) -> None:
         super().__init__()
-        one_of("depth", depth, LAYOUTS)
-        one_of("shortcut", shortcut, get_args(ShortcutKind))
         if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
             raise UserError(f"groups: depth {depth} has no bottleneck blocks to group or widen; use depth 50 or more")
         self.zero_init_last_gamma = zero_init_last_gamma

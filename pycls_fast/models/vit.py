@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError
 from pycls_fast.models.attention import AttentionName
 from pycls_fast.models.drop_path import DropPath, DropPathCompute, DropPathRule, drop_path_rates
 from pycls_fast.models.gelu import GeluName
-from pycls_fast.models.layers import Attention, ClassToken, Layout, Mlp, Patches, PatchStem, Qkv, batch_dimension
-from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
+from pycls_fast.models.layers import (
+    Attention,
+    ClassToken,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    Patches,
+    PatchStem,
+    Qkv,
+    SinCos2dPositions,
+    batch_dimension,
+)
 from pycls_fast.models.products import LinearName
-from pycls_fast.models.vit_init import FILLS, Init
-from pycls_fast.models.vit_parts import LayerScale, MapPooling, RegisterTokens, TokenConvStem
+from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
 
 Stem = Literal["patch", "conv"]
@@ -120,7 +129,7 @@ class VisionTransformer(Network):
             "before_pool": on every token, as in the released JAX code and pycls. None: "before_pool" for "map", else
             "after_pool". For "token" the two are the same function.
         pre_logits: width of a layer with tanh before the head, None for none (big_vision's `rep_size`).
-        positions: "learned", or fixed "sincos2d"; see `positions`.
+        positions: "learned", or fixed "sincos2d"; see `layers.SinCos2dPositions`.
         position_tokens: "all" tokens get a position, or only the "patches" (DeiT III, big_vision; timm's
             `no_embed_class`).
         layer_scale: initial value of the branches' learned factors (`vit_parts.LayerScale`), None for none.
@@ -143,7 +152,7 @@ class VisionTransformer(Network):
             see `DropPath`.
 
     Raises:
-        UserError: sizes that do not fit each other, or an unknown name.
+        UserError: sizes that do not fit each other.
     """
 
     head_name = "head"
@@ -187,12 +196,6 @@ class VisionTransformer(Network):
         super().__init__()
         if image_size % patch_size:
             raise UserError(f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}")
-        _check_name("stem", stem, Stem)
-        _check_name("classifier", classifier, Classifier)
-        _check_name("classifier_norm", classifier_norm, ClassifierNorm, optional=True)
-        _check_name("positions", positions, Positions)
-        _check_name("position_tokens", position_tokens, PositionTokens)
-        _check_name("init", init, Init)
         if stem == "conv" and math.prod(stem_strides) != patch_size:
             raise UserError(
                 f"stem_strides: must multiply to the patch size {patch_size}; got {math.prod(stem_strides)}"
@@ -354,8 +357,3 @@ class VisionTransformer(Network):
 def default_classifier_norm(classifier: Classifier) -> ClassifierNorm:
     """The default place of the final norm."""
     return "before_pool" if classifier == "map" else "after_pool"
-
-
-def _check_name(key: str, value: str | None, names: object, *, optional: bool = False) -> None:
-    if value is not None or not optional:
-        one_of(key, value, get_args(names))

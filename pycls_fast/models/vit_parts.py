@@ -1,4 +1,5 @@
-"""Parts of vision transformers beyond the plain one: convolutional stem, register tokens, layer scale, MAP pooling.
+"""Parts of vision transformers beyond the plain one: convolutional stem, register tokens, layer scale, MAP pooling;
+and the schemes of initial values.
 
 Shape letters and layouts as in `layers`; every module sets its own parameters in `reset_parameters`.
 """
@@ -6,7 +7,8 @@ Shape letters and layouts as in `layers`; every module sets its own parameters i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,15 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.attention import AttentionName
-from pycls_fast.models.layers import Attention, Layout, Mlp, batch_dimension
+from pycls_fast.models.layers import (
+    Attention,
+    ClassToken,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    batch_dimension,
+    lecun_normal_,
+)
 
 
 class TokenConvStem(nn.Module):
@@ -172,3 +182,43 @@ class MapPooling(nn.Module):
         """(B, N, D) or (N, B, D) -> (B, D)."""
         pooled_BD = self.attention.attend(self.probe, features_BND)
         return pooled_BD + self.mlp(self.norm(pooled_BD))
+
+
+Init = Literal["jax", "trunc_normal"]
+_Fill = Callable[[Any], None]
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def _lecun_normal(linear: nn.Linear) -> None:
+    lecun_normal_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
+def _zero(head: nn.Linear) -> None:
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+
+
+def _trunc_normal(module: nn.Module) -> None:
+    part: Any
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, ClassToken | LearnedPositions):
+            nn.init.normal_(part.value, std=0.02)
+        elif isinstance(part, MapPooling):
+            part.reset_probe()
+        elif hasattr(part, "reset_parameters") and not list(part.children()):
+            # A parent's would draw its children's values.
+            part.reset_parameters()
+
+
+FILLS: dict[Init, tuple[_Fill, _Fill, _Fill]] = {
+    "jax": (_reset, _lecun_normal, _zero),
+    "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
+}
+"""The initialisers of the body, `pre_logits` and the head; `VisionTransformer.initialisers` names the sources."""

@@ -1,13 +1,23 @@
-"""Adapt weights of other projects, and of runs with different classes or sizes, to a network."""
+"""Adapt weights of other projects, and of runs with different classes or sizes, to a network.
+
+Settings that tensors do not reveal (same names and shapes, different function) are compared for weights of our runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from pycls_fast.config.keys import as_typed
+from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmNetwork, pretrained
+from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
+from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
+from pycls_fast.models.vit_parts import TokenConvStem
 from pycls_fast.network import Network
+
+_TIMM_SIZES = ("num_classes", "in_chans", "img_size")
 
 
 def fit_weights(
@@ -92,3 +102,105 @@ def other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:
 
 def _named(classes: Sequence[str], place: int) -> str:
     return classes[place] if place < len(classes) else "none"
+
+
+def check_same_model(network: Network, model: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
+    """Check that a network computes what saved weights were trained to compute.
+
+    Args:
+        network: the network to load them into.
+        model: the section `model` of the configuration they were trained with; missing keys are not compared.
+        source: where the weights come from.
+        fresh_head: their head is not loaded.
+
+    Raises:
+        UserError: a line for each setting that differs.
+    """
+    try:
+        before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"weights: {source}: the model it was trained as cannot be read ({error})") from error
+    wrong = [
+        f"weights: {source} was trained with model.{key}={as_typed(before[key])} and the model has "
+        f"{as_typed(now[key])}, which computes something else with the same tensors; use {_way_out(key, before)}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+    if wrong and _other_tensors(network, model):
+        # The tensors differ, too.
+        raise UserError(*(belongs_to(model, source) or wrong))
+    if wrong:
+        raise UserError(*wrong)
+
+
+def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
+    """The line of an error that names the model of saved weights; none if it is not known.
+
+    Args:
+        model: the section `model` of the configuration they were trained with, which may be empty.
+        source: where the weights come from.
+    """
+    overrides = model_overrides(model)
+    return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
+
+
+def _other_tensors(network: Network, model: Mapping[str, Any]) -> bool:
+    if not isinstance(network, VisionTransformer):
+        return False
+    now = (len(network.blocks), network.norm.weight.numel(), isinstance(network.stem, TokenConvStem))
+    return (model.get("depth"), model.get("width"), model.get("stem") == "conv") != now
+
+
+def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
+    """Where a vision transformer's final norm is applied; None if the section `model` does not say."""
+    if "classifier" not in model:
+        return None
+    after = _classifier_norm(model["classifier"], model.get("classifier_norm")) == "after_pool"
+    return "after_pool" if after else "every_token"
+
+
+def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
+    if isinstance(network, ResNet):
+        return {"shortcut": network.shortcut}
+    if isinstance(network, TimmNetwork):
+        return _of_timm(network.name, network.arguments, fresh_head=fresh_head)
+    if not isinstance(network, VisionTransformer):
+        return {}
+    block: Any = network.blocks[0]
+    found: dict[str, Any] = {"heads": block.attention.heads, "norm_eps": network.norm.eps}
+    if isinstance(network.stem, TokenConvStem):
+        found["stem_strides"] = [conv.stride[0] for conv in network.stem.convs]  # type: ignore[index]
+    if not fresh_head:
+        found["classifier"] = network.classifier
+        found["classifier_norm"] = _classifier_norm(network.classifier, network.classifier_norm)
+    return found
+
+
+def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+    """The settings of `_now`, from a configuration; a different kind of network is detected by its tensors."""
+    if model.get("kind") == "timm":
+        return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
+    found = dict(model)
+    if "stem_strides" in model:
+        found["stem_strides"] = list(model["stem_strides"])
+    if "classifier" in model:
+        found["classifier_norm"] = _classifier_norm(model["classifier"], model.get("classifier_norm"))
+    return found
+
+
+def _classifier_norm(classifier: Classifier, classifier_norm: ClassifierNorm | None) -> ClassifierNorm | None:
+    """The place of the norm; None for the class token, where both places give the same function."""
+    return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)
+
+
+def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+    """A timm model's settings, without the name's tag (it selects weights) and dropout (active only in training)."""
+    left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
+    computing = {key: value for key, value in options.items() if "drop" not in key and key not in left_out}
+    return {"name": name.partition(".")[0], "options": computing}
+
+
+def _way_out(key: str, before: Mapping[str, Any]) -> str:
+    # With any other classifier the class token is left out unless it is set.
+    beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
+    return f"model.{key}={as_typed(before[key])}{beside}"

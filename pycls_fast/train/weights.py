@@ -20,8 +20,14 @@ from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.reading import SavedWeights
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import Spec
-from pycls_fast.train.pretrained import fit_weights, mismatch_lines, other_class
-from pycls_fast.train.same_model import belongs_to, check_same_model, norm_place
+from pycls_fast.train.pretrained import (
+    belongs_to,
+    check_same_model,
+    fit_weights,
+    mismatch_lines,
+    norm_place,
+    other_class,
+)
 
 # The standard deviation of a new head's weights.
 _SMALL = 0.01

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, pretrained
-from pycls_fast.models.positions import SinCos2dPositions
+from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.pretrained.read import detect_layout
 from pycls_fast.models.pretrained.torchvision import to_torchvision_resnet
 from tests.factories import Convert, from_resnet, from_timm_vit, from_torchvision_vit, randomise

@@ -129,5 +129,3 @@ def test_heads_attend_apart() -> None:
 def test_user_errors() -> None:
     with pytest.raises(UserError, match="heads: the width 10 must be a multiple of it; got 3"):
         Attention(10, 3)
-    with pytest.raises(UserError, match=r"attention: must be one of reference, sdpa, .*; got flash"):
-        Attention(8, 2, attention="flash")  # type: ignore[arg-type]

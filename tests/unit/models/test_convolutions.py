@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
-from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.convolutions import ProductsConv2d, products_convolution
@@ -231,11 +230,6 @@ def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, rep
     maps = draw(2, 64, 8, 8, seed=1).float().contiguous(memory_format=torch.channels_last).requires_grad_()
     unit(maps).sum().backward()
     assert counts == [3, repeated]
-
-
-def test_an_unknown_kernel() -> None:
-    with pytest.raises(UserError, match="convolution: must be one of torch, products; got fast"):
-        resnet(18, convolution="fast")
 
 
 @pytest.mark.slow

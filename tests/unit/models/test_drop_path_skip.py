@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.models.layers import Mlp
 from pycls_fast.models.vit import VisionTransformer
@@ -117,8 +116,3 @@ def test_half_precision_branches_keep_a_wide_residual_stream() -> None:
         outs.append(DropPath(0.3, compute=compute).residual(features, lambda part: part.bfloat16().sin()))  # type: ignore[arg-type]
     assert outs[0].dtype == outs[1].dtype == torch.float32
     assert torch.equal(*outs)
-
-
-def test_an_unknown_way_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="drop_path_compute: must be one of multiply, skip; got jump"):
-        DropPath(0.1, compute="jump")  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.gelu import PolynomialGelu, polynomial_gelu
 from pycls_fast.models.layers import Mlp
 from tests.unit.models.conftest import fill_random
@@ -97,8 +96,3 @@ def test_compiled_code_has_the_polynomials() -> None:
         assert ("clamp" in graphs[1]) == narrow
         torch.testing.assert_close(results["polynomial"], results["torch"], rtol=1e-2, atol=1e-2)
         assert narrow or torch.equal(results["polynomial"], results["torch"])
-
-
-def test_an_unknown_name() -> None:
-    with pytest.raises(UserError, match="gelu: must be one of torch, polynomial; got tanh"):
-        Mlp(8, 8, gelu="tanh")  # type: ignore[arg-type]

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from pycls_fast.models import VisionTransformer
 from pycls_fast.models.drop_path import DropPath
-from pycls_fast.models.layers import ClassToken, PatchStem
-from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
+from pycls_fast.models.layers import ClassToken, LearnedPositions, PatchStem, SinCos2dPositions
 from pycls_fast.parallel.memory import recompute_units
 from tests.unit.models.conftest import fill_random
 
@@ -165,61 +163,3 @@ def test_the_parts_differ_by_a_transposition_alone(positions: type[nn.Module]) -
 
     batch = images()
     assert torch.equal(parts("batch_second")(batch).transpose(0, 1), parts("batch_first")(batch))
-
-
-# Copies of a whole set of features in a training step on the CPU, in each block and outside of the blocks. Written-out
-# attention: the batched products read (N, B * H, E) in place and copy (B, N, H, E). Fused attention on the CPU works
-# and answers in (B, N, H, E), so it is the other way round with it. "fused" joins the three gradients, which is not
-# counted.
-COPIES = {
-    ("reference", "batch_first", "separate"): 8,
-    ("reference", "batch_second", "separate"): 4,
-    ("sdpa", "batch_first", "separate"): 0,
-    ("sdpa", "batch_second", "separate"): 4,
-    ("reference", "batch_first", "fused"): 5,
-    ("reference", "batch_second", "fused"): 3,
-    ("sdpa", "batch_first", "fused"): 0,
-    ("sdpa", "batch_second", "fused"): 1,
-}
-# The gradient of the patches, cut out of that of all tokens; pooled features are turned around, in and out.
-OUTSIDE = {
-    ("token", "batch_first"): 1,
-    ("token", "batch_second"): 1,
-    ("pooled", "batch_first"): 0,
-    ("pooled", "batch_second"): 2,
-}
-
-
-def copies(depth: int, **kwargs: Any) -> int:
-    """Tensors of at least the features' size that are copied from one order into another."""
-    torch.manual_seed(0)
-    model = vit(depth=depth, drop_path=0.3, **kwargs).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    batch = images(torch.float32).contiguous(memory_format=torch.channels_last)
-
-    def step() -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-        step()
-    features = BATCH * SIDE * SIDE * WIDTH
-    moved = [
-        event.input_shapes[0]
-        for event in profiler.events()
-        if event.name == "aten::copy_" and event.cpu_parent is not None and event.cpu_parent.name == "aten::clone"
-    ]
-    return sum(torch.Size(shape).numel() >= features for shape in moved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("attention", "layout", "qkv"), COPIES)
-def test_copies_of_features_in_a_training_step(attention: str, layout: str, qkv: str) -> None:
-    for classifier in ("token", "pooled"):
-        one, two = (
-            copies(depth, attention=attention, layout=layout, qkv=qkv, classifier=classifier) for depth in (1, 2)
-        )
-        assert two - one == COPIES[attention, layout, qkv]
-        assert 2 * one - two == OUTSIDE[classifier, layout]

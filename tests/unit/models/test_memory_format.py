@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
@@ -88,33 +87,6 @@ def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format
         assert parameter.grad is not None
         assert parameter.grad.stride() == parameter.stride(), key
         assert parameter.ndim != 4 or is_in(parameter, training.format), key
-
-
-# Copies of maps (of one image's at least) from one order into another in a training step. In the ViT: the gradient of
-# the patches, cut out of that of all tokens.
-COPIES = {"resnet18-small": 0, "resnet50": 0, "vit": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_copies_of_maps_in_a_channels_last_step(name: str) -> None:
-    training = Training(name, "channels_last")
-    maps: list[int] = []
-    training.model.register_forward_pre_hook(lambda module, inputs: maps.append(inputs[0].shape[0]))
-    for _ in range(2):
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-            training.backward()
-        training.update()
-    moved = [
-        tuple(event.input_shapes[0])
-        for event in profiler.events()
-        if event.name == "aten::copy_"
-        and event.cpu_parent is not None
-        and event.cpu_parent.name == "aten::clone"
-        and len(event.input_shapes[0]) == 4
-        and event.input_shapes[0][0] == maps[0]
-    ]
-    assert len(moved) == COPIES[name], moved
 
 
 def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor:

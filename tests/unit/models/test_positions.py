@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.layers import ClassToken, PatchStem
-from pycls_fast.models.positions import LearnedPositions, SinCos2dPositions
+from pycls_fast.models.layers import ClassToken, LearnedPositions, PatchStem, SinCos2dPositions
 
 
 def expected_position(row: int, column: int, width: int) -> list[float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pycls_fast.models import VisionTransformer
 from pycls_fast.models.complexity import complexity
-from pycls_fast.parallel import compile_model, save_activation_memory
+from pycls_fast.parallel import compile_model
 from tests.unit.models.conftest import fill_random
 from tests.unit.models.test_layout import error, train_once
 
@@ -71,15 +71,6 @@ def test_a_number_that_fits_is_left_alone_and_the_parameters_are_the_same() -> N
         complexity(vit(sequence_padding=64), image_size=12).forward_flops
         > complexity(vit(), image_size=12).forward_flops
     )
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed(recompute: Any) -> None:
-    plain = train_once(fill_random(vit(sequence_padding=8)), images(torch.float32))
-    model: Any = fill_random(vit(sequence_padding=8))
-    save_activation_memory(model, model.units(), recompute=recompute)
-    found = train_once(model, images(torch.float32))
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 @pytest.mark.slow

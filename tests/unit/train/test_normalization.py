@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.normalization import resolve_normalization, statistics
+from pycls_fast.train.resolving import resolve_normalization, statistics
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
