@@ -79,26 +79,26 @@ def _described(text: str) -> Preprocessing | None:
     return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
 
 
-def _of_timm_model(name: str) -> Preprocessing | None:
+def _timm_config(name: str) -> Any:
+    """timm's `PretrainedCfg`; None for a model or a tag that it does not have."""
     import timm as library
 
     try:
-        kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
-    except RuntimeError:  # a tag that the model does not have
-        kept = None
+        return library.models.get_pretrained_cfg(name) if library.is_model(name) else None
+    except RuntimeError:
+        return None
+
+
+def _of_timm_model(name: str) -> Preprocessing | None:
+    kept = _timm_config(name)
     # A model of the user's own, registered with timm, has none, or one without weights.
     return _of_timm(kept.to_dict(), name) if kept is not None and kept.has_weights else None
 
 
 def _of_timm_name(name: str) -> Preprocessing | None:
-    import timm as library
-
-    try:
-        kept = library.models.get_pretrained_cfg(name) if library.is_model(name) else None
-    except RuntimeError:  # a tag that the model does not have
-        kept = None
+    kept = _timm_config(name)
     if kept is None:
-        raise UserError(f"weights: timm {library.__version__} has no weights {name}")
+        raise UserError(f"weights: timm has no weights {name}")
     return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
 
 

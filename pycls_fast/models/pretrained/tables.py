@@ -87,16 +87,12 @@ def to_theirs(state: State, table: Sequence[Entry], what: str) -> dict[str, Tens
     """All of `state`, ours, in their names.
 
     Raises:
-        UserError: a missing or unexpected tensor, each named.
+        ValueError: missing or unexpected tensors.
     """
     names = {name for entry in table for name in entry.ours}
-    lines = []
-    if missing := sorted(names - set(state)):
-        lines.append(f"weights: missing for a {what}: {', '.join(missing)}")
-    if unexpected := sorted(set(state) - names):
-        lines.append(f"weights: unexpected in a {what}: {', '.join(unexpected)}")
-    if lines:
-        raise UserError(*lines)
+    if names != set(state):
+        missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
+        raise ValueError(f"not a {what}: missing {missing}, unexpected {unexpected}")
     return translate_back(state, table)[0]
 
 

@@ -32,7 +32,7 @@ def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
         norm: timm's name of the final norm; None: "norm" for a model with a class token or a MAP head, else "fc_norm".
 
     Raises:
-        UserError: missing or unexpected keys, each named.
+        ValueError: missing or unexpected tensors.
     """
     if norm is None:
         norm = "norm" if {"class_token.value", "pooling.probe"} & set(state) else "fc_norm"

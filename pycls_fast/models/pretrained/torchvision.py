@@ -33,7 +33,7 @@ def to_torchvision_resnet(state: State) -> dict[str, Tensor]:
     """Our ResNet in torchvision's names; those for shortcuts with a mean before the convolution are timm's.
 
     Raises:
-        UserError: missing or unexpected keys, each named.
+        ValueError: missing or unexpected tensors.
     """
     blocks = [(stage, index) for stage in range(4) for index in range(depth(state, f"stages.{stage}."))]
     shortcuts = [(s, i) for s, i in blocks if f"stages.{s}.{i}.shortcut.conv.weight" in state]
