@@ -28,7 +28,7 @@ ONE_MISTAKE = [
     ),
     (["modle=vit_s16"], f"modle: unknown key; did you mean model? {HERE}"),
     (["schedule.lr=1"], f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
-    (["batch_size=4"], f"batch_size: unknown key; did you mean data.global_batch_size? {HERE}"),
+    (["bs=4"], f"bs: unknown key; did you mean data.global_batch_size? {HERE}"),
     (["data.size_image=8"], f"data.size_image: unknown key; did you mean data.image_size? {HERE}"),
     (["loss.zzz=1"], "loss.zzz: unknown key; loss has name, label_smoothing, ..."),
     (["speed={atention: reference}"], f"speed.atention: unknown key; did you mean speed.attention? {HERE}"),
