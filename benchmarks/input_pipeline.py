@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Interpolation
 from pycls_fast.data.loader import make_loader
@@ -212,7 +213,9 @@ def dali_arms(options: argparse.Namespace) -> list[Arm]:
 def ours(options: argparse.Namespace, source: Images, decoder: str, *, training: bool, where: str | None = None) -> Arm:
     """Batches of uint8, ready for the copy to the device."""
     mode: Interpolation = options.interpolation
-    transform = (TrainTransform if training else EvalTransform)(image_size=SIZE, interpolation=mode)
+    transform: TrainTransform | EvalTransform = EvalTransform(image_size=SIZE, interpolation=mode)
+    if training:
+        transform = TrainTransform(Augment(interpolation=mode), image_size=SIZE)
     dataset = ImageDataset(source, transform, training=training, open_picture=DECODERS[decoder])
     epochs = iter(range(10**6))
 

@@ -18,7 +18,6 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Decoder, Upright, open_scaled_region
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.mix import ElementMixer, Mixer
-from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
@@ -66,7 +65,9 @@ def train_loader(
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
     sizes = config.data.training_image_sizes
-    transforms = {epoch: train_transform(config, size) for epoch, size in sizes.items()}
+    transforms = {
+        epoch: TrainTransform(config.augment, image_size=size, mean=config.data.mean) for epoch, size in sizes.items()
+    }
     transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)
     sampler = TrainSampler(
         len(source),
@@ -92,36 +93,6 @@ def train_loader(
         open_picture=_decoder(config, chosen, training=True),
     )
     return _loader(config, dataset, sampler, world)
-
-
-def train_transform(config: RunConfig, image_size: int) -> TrainTransform:
-    """The augmentation of training images at this size."""
-    augment = config.augment
-    return TrainTransform(
-        image_size=image_size,
-        crop=augment.crop,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        pad=augment.pad,
-        pad_mode=augment.pad_mode,
-        interpolation=augment.interpolation,
-        hflip=augment.hflip,
-        vflip=augment.vflip,
-        quarter_turns=augment.quarter_turns,
-        steps=_steps(config, image_size),
-        erase_probability=augment.erase_probability,
-    )
-
-
-def _steps(config: RunConfig, image_size: int) -> tuple[Step, ...]:
-    """The policy and the color jitter."""
-    augment, steps = config.augment, []
-    if augment.policy is not None:
-        mode, mean = augment.interpolation, config.data.mean
-        steps.append(augment.policy.build(interpolation=mode, image_size=image_size, mean=mean))
-    if augment.color_jitter is not None:
-        steps.append(color_jitter(*augment.color_jitter))
-    return tuple(steps)
 
 
 def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Decoder:

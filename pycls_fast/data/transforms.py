@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import Box, Crop, Interpolation, Picture
-from pycls_fast.data.policies import Step
+from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.seeds import seeded_torch
 
-CropMode = Literal["random_resized", "pad", "none"]
 EvalCrop = Literal["center", "squash", "border"]
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
@@ -55,52 +55,31 @@ class Transform(Protocol):
 class TrainTransform:
     """Random crop, flip and further steps for training."""
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        crop: CropMode = "random_resized",
-        scale: tuple[float, float] = (0.08, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        pad: int = 4,
-        pad_mode: Literal["constant", "reflect"] = "constant",
-        interpolation: Interpolation = "bilinear",
-        hflip: float = 0.5,
-        vflip: float = 0.0,
-        quarter_turns: bool = False,
-        steps: Sequence[Step] = (),
-        erase_probability: float = 0.0,
-    ) -> None:
+    def __init__(self, augment: Augment, *, image_size: int, mean: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         """
         Args:
+            augment: the crop is "random_resized" (Szegedy et al. 2015, section 6), "pad" (He et al. 2016, section 4.2),
+                or "none", the centre square. The last two first resize the short side to `image_size` if it differs;
+                "pad" crops anywhere along the long side. Erased boxes have 2% to 33% of the area, and a ratio of 0.3 to
+                3.3 (Zhong et al. 2017).
             image_size: height and width of the result, in pixels.
-            crop: "random_resized": a random part of the image, resized (Szegedy et al. 2015, section 6; the defaults
-                are theirs). "pad": the whole image, `pad` pixels on each side, a random crop of it (He et al. 2016,
-                section 4.2). "none": the centre square of the whole image. Both first resize the short side to
-                `image_size` if it differs; "pad" crops anywhere along the long side.
-            scale: the crop's share of the area, smallest and largest.
-            ratio: the crop's width / height, smallest and largest.
-            pad_mode: black pixels, or the image mirrored at its edge (DeiT III's simple random crop).
-            hflip: probability of a left-right flip.
-            vflip: probability of a top-bottom flip.
-            quarter_turns: rotate by 0, 90, 180 or 270 degrees, each with the same probability.
-            steps: what follows the flips and the rotation, in order (`policies`).
-            erase_probability: probability of erasing a box (Zhong et al. 2017: 2% to 33% of the area, ratio 0.3 to
-                3.3).
+            mean: the color of corners that a policy exposes, on the scale 0..1.
         """
         self.image_size = image_size
-        self.erases = erase_probability > 0
-        self._interpolation = interpolation
-        self._hflip, self._vflip = hflip, vflip
-        self._quarter_turns = quarter_turns
+        self.erases = augment.erase_probability > 0
+        self._augment = augment
         self._random_resized: v2.RandomResizedCrop | None = None
         self._padded: v2.RandomCrop | None = None
-        if crop == "random_resized":
-            self._random_resized = v2.RandomResizedCrop(image_size, scale=scale, ratio=ratio)
-        elif crop == "pad":
-            self._padded = v2.RandomCrop(image_size, padding=pad, padding_mode=pad_mode)
-        self._steps = tuple(steps)
-        self._erase_probability = erase_probability
+        if augment.crop == "random_resized":
+            self._random_resized = v2.RandomResizedCrop(image_size, scale=augment.scale, ratio=augment.ratio)
+        elif augment.crop == "pad":
+            self._padded = v2.RandomCrop(image_size, padding=augment.pad, padding_mode=augment.pad_mode)
+        self._steps: list[Step] = []
+        if augment.policy is not None:
+            mode = augment.interpolation
+            self._steps.append(augment.policy.build(interpolation=mode, image_size=image_size, mean=mean))
+        if augment.color_jitter is not None:
+            self._steps.append(color_jitter(*augment.color_jitter))
         self._erasing = v2.RandomErasing(p=1.0, value=0)
         # Only its shape is used when a box is drawn.
         self._canvas = torch.empty(3, image_size, image_size, device="meta")
@@ -122,29 +101,28 @@ class TrainTransform:
         return Augmented(image_HWC, erase)
 
     def _crop_and_flip(self, picture: Picture) -> np.ndarray:
-        size = self.image_size
+        size, filter_, hflip = self.image_size, self._augment.interpolation, self._augment.hflip
         if self._random_resized is not None:
             drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
             box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
-            crop = Crop(box, (size, size), (0, 0, size, size), self._interpolation, mirror=_draw_flip(self._hflip))
-            return picture.crop(crop)
-        crop = _fit(picture.size, size, size, self._interpolation)
+            return picture.crop(Crop(box, (size, size), (0, 0, size, size), filter_, mirror=_draw_flip(hflip)))
+        crop = _fit(picture.size, size, size, filter_)
         if self._padded is None:
-            return picture.crop(crop._replace(mirror=_draw_flip(self._hflip)))
+            return picture.crop(crop._replace(mirror=_draw_flip(hflip)))
         whole = picture.crop(crop._replace(view=(0, 0, *crop.resized)))
         image_HWC = np.asarray(self._padded(Image.fromarray(whole)))
-        return image_HWC[:, ::-1] if _draw_flip(self._hflip) else image_HWC
+        return image_HWC[:, ::-1] if _draw_flip(hflip) else image_HWC
 
     def _turn(self, image_HWC: np.ndarray) -> np.ndarray:
         """Flip top to bottom and rotate, as drawn."""
-        if _draw_flip(self._vflip):
+        if _draw_flip(self._augment.vflip):
             image_HWC = image_HWC[::-1]
-        if self._quarter_turns:
+        if self._augment.quarter_turns:
             image_HWC = np.rot90(image_HWC, int(torch.randint(4, ()).item()))
         return image_HWC
 
     def _draw_box(self) -> Box:
-        if torch.rand(()).item() >= self._erase_probability:
+        if torch.rand(()).item() >= self._augment.erase_probability:
             return NO_BOX
         params = self._erasing.make_params([self._canvas])
         # torchvision's sign that none of ten drawn boxes fitted.

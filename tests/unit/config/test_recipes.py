@@ -17,10 +17,10 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
 from pycls_fast import build, published
-from pycls_fast.build.data import train_transform
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.policies import RandAugment, TimmRandAugment
 from pycls_fast.data.timm_policies import _TimmPolicy
+from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.losses import Targets
 from pycls_fast.optim.choices import LAMB, AdamW
 
@@ -373,10 +373,10 @@ def test_the_augmentation_is_timms(name: str, policy: str) -> None:
         re_prob=facts["erase"],
         re_mode="pixel",
     ).transforms
-    ours = train_transform(config, facts["train_size"])
+    ours = TrainTransform(config.augment, image_size=facts["train_size"], mean=config.data.mean)
     crop, flip, drawn = theirs[0], theirs[1], theirs[2]
     assert (ours._random_resized.scale, ours._random_resized.ratio) == (crop.scale, pytest.approx(crop.ratio))  # type: ignore[union-attr]
-    assert (ours._hflip, ours._interpolation) == (flip.p, crop.interpolation.value)
+    assert (config.augment.hflip, config.augment.interpolation) == (flip.p, crop.interpolation.value)
     (own,) = ours._steps
     assert isinstance(own, _TimmPolicy)
     assert own._policy.num_layers == drawn.num_layers == 2  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ def test_the_augmentation_is_timms(name: str, policy: str) -> None:
     erasing = [step for step in theirs if isinstance(step, RandomErasing)]
     assert ours.erases == bool(erasing)
     if erasing:
-        assert (ours._erase_probability, config.augment.erase_value) == (erasing[0].probability, "noise")
+        assert (config.augment.erase_probability, config.augment.erase_value) == (erasing[0].probability, "noise")
         assert ours._erasing.scale == (0.02, pytest.approx(erasing[0].max_area, abs=0.01))
 
 

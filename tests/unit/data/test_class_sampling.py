@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pycls_fast.config import load_config
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import TrainSampler, class_order, order_of
 from pycls_fast.data.sources.base import Images
@@ -83,7 +84,7 @@ def test_what_comes_again_is_augmented_anew() -> None:
     (lonely,) = np.flatnonzero(LABELS == 0)
     shown = [index for _, index in keys if index % 120 == lonely]
     assert len(shown) > 20
-    dataset = ImageDataset(Coloured(), TrainTransform(image_size=8), training=True, repeats=3 * 120)
+    dataset = ImageDataset(Coloured(), TrainTransform(Augment(), image_size=8), training=True, repeats=3 * 120)
     pictures = {dataset[0, index].image_HWC.tobytes() for index in shown}
     assert len(pictures) == len(shown)
 

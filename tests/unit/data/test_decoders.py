@@ -14,6 +14,7 @@ import sklearn.datasets
 from PIL import Image
 
 from pycls_fast.data import native
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.decoders import (
     DECODERS,
@@ -174,7 +175,7 @@ def test_training_crops_are_the_reference_s(
     decoder: Callable[..., Picture], name: str, files: dict[str, bytes]
 ) -> None:
     """Same box, same mirroring, and no pixel off by more than the rounding between the two passes of the resize."""
-    transform = TrainTransform(image_size=56)
+    transform = TrainTransform(Augment(), image_size=56)
     for seed in range(12):
         ours = transform(decoder(files[name]), seed).image_HWC.astype(int)
         reference = transform(open_with_pillow(files[name]), seed).image_HWC.astype(int)
@@ -184,7 +185,7 @@ def test_training_crops_are_the_reference_s(
 @pytest.mark.parametrize("decoder", [open_with_simplejpeg, open_region])
 def test_bicubic_crops_are_the_reference_s(decoder: Callable[..., Picture], files: dict[str, bytes]) -> None:
     """Overshoot is cut off between the two passes, at other places where their order is another one."""
-    transform = TrainTransform(image_size=56, interpolation="bicubic")
+    transform = TrainTransform(Augment(interpolation="bicubic"), image_size=56)
     for seed in range(40):
         ours = transform(decoder(files["4:2:0"]), seed).image_HWC.astype(int)
         reference = transform(open_with_pillow(files["4:2:0"]), seed).image_HWC.astype(int)
@@ -226,7 +227,7 @@ def test_decoded_arrays(photo: Image.Image) -> None:
     pixels = np.asarray(photo)
     for crop in random_cuts(pixels.shape[:2], 60, seed=1):  # type: ignore[arg-type]
         np.testing.assert_array_equal(open_region(pixels).crop(crop), rows_then_columns(photo, crop))
-    transform = TrainTransform(image_size=56)
+    transform = TrainTransform(Augment(), image_size=56)
     for seed in range(20):
         reference = transform(open_with_pillow(pixels), seed).image_HWC.astype(int)
         assert np.abs(transform(open_with_simplejpeg(pixels), seed).image_HWC.astype(int) - reference).max() <= 1
@@ -266,7 +267,7 @@ def outcome(decoder: Callable[..., Picture], data: bytes, transform: TrainTransf
 
 @pytest.mark.parametrize("decoder", [open_with_simplejpeg, open_region])
 def test_same_verdicts_on_damaged_files(decoder: Callable[..., Picture], photo: Image.Image) -> None:
-    transform = TrainTransform(image_size=32)
+    transform = TrainTransform(Augment(), image_size=32)
     refused = 0
     for seed, data in enumerate(damaged_files(photo)):
         reference, ours = (outcome(d, data, transform, seed) for d in (open_with_pillow, decoder))

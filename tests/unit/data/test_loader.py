@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchvision.transforms import v2
 
 from pycls_fast.data import dataset
 from pycls_fast.data.batch import Batch
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.policies import RandAugment
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
@@ -31,9 +32,9 @@ from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformB
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
-# torch's warning about more workers than cores, on small machines.
 TRAIN = TrainTransform(
-    image_size=16, steps=(v2.RandAugment(1, 9, interpolation=v2.InterpolationMode("bilinear")),), erase_probability=0.5
+    Augment(policy=RandAugment(num_ops=1), erase_probability=0.5),
+    image_size=16,
 )
 EVAL = EvalTransform(image_size=16)
 
@@ -123,7 +124,7 @@ def test_what_a_batch_holds() -> None:
 
 def test_a_sample_depends_on_seed_epoch_and_index() -> None:
     source = SyntheticImages(20, 30, 3, seed=0)
-    transform = TrainTransform(image_size=16)
+    transform = TrainTransform(Augment(), image_size=16)
 
     def image(seed: int, key: Key) -> bytes:
         sample = ImageDataset(source, transform, seed=seed, training=True)[key]
@@ -336,7 +337,9 @@ def test_repeated_augmentation() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_progressive_resizing(num_workers: int) -> None:
-    transform = TransformByEpoch({0: TrainTransform(image_size=8), 1: TrainTransform(image_size=12)})
+    transform = TransformByEpoch(
+        {0: TrainTransform(Augment(), image_size=8), 1: TrainTransform(Augment(), image_size=12)}
+    )
     dataset = ImageDataset(SyntheticImages(8, 20, 2, seed=0), transform, training=True)
     sampler = TrainSampler(8, seed=0, global_batch_size=4, total_steps=6)
     sizes = [batch.images_BHWC.shape[1:3] for batch in make_loader(dataset, sampler, num_workers=num_workers)]
@@ -362,9 +365,10 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.transforms import TrainTransform
 
-dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TrainTransform(image_size=16), training=True)
+dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TrainTransform(Augment(), image_size=16), training=True)
 sampler = TrainSampler(20, seed=0, global_batch_size=6, total_steps=1000)
 iterator = iter(make_loader(dataset, sampler, num_workers=2))
 next(iterator)

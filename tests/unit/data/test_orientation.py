@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import decode, jpeg_orientation
 from pycls_fast.data.decoders import (
@@ -76,7 +77,7 @@ def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Image, kind: str, name: str) -> None:
     decoder = ALL_DECODERS[name]
-    training, scoring = TrainTransform(image_size=32, erase_probability=0.5), EvalTransform(image_size=48)
+    training, scoring = TrainTransform(Augment(erase_probability=0.5), image_size=32), EvalTransform(image_size=48)
     for orientation in EIGHT if kind == "JPEG" else (1, 6):
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1

@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
-from pycls_fast.build.data import train_transform
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, PillowPicture
 from pycls_fast.data.policies import Step
@@ -37,7 +36,7 @@ def photo() -> Image.Image:
 def recipe(name: str, *overrides: str) -> TrainTransform:
     """The transform of `configs/augment/NAME.yaml`, by way of the configuration."""
     config = load_config("resnet50", ["data=synthetic", "data.image_size=64", f"augment={name}", *overrides])
-    return train_transform(config, 64)
+    return TrainTransform(config.augment, image_size=64, mean=config.data.mean)
 
 
 def policy(name: str, *overrides: str) -> list[Step]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
@@ -99,7 +100,7 @@ def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, 
     count = len(source)
 
     def batches(workers: int) -> list[tuple[list[int], list[int], bytes]]:
-        transform = TrainTransform(image_size=8)
+        transform = TrainTransform(Augment(), image_size=8)
         sampler = TrainSampler(count, seed=1, global_batch_size=4, total_steps=2 * (count // 4))
         loader = make_loader(ImageDataset(source, transform, training=True), sampler, num_workers=workers)
         return [(b.indices_B.tolist(), b.labels_B.tolist(), b.images_BHWC.numpy().tobytes()) for b in loader]

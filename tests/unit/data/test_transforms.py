@@ -13,14 +13,15 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import PillowPicture
-from pycls_fast.data.policies import color_jitter
+from pycls_fast.data.policies import RandAugment
 from pycls_fast.data.transforms import NO_BOX, EvalTransform, TrainTransform
 from pycls_fast.seeds import seeded_torch
 
 EVERYTHING: dict[str, Any] = {
-    "image_size": 24,
-    "steps": (v2.RandAugment(2, 9, interpolation=v2.InterpolationMode("bilinear")), color_jitter(0.4, 0.4, 0.4, 0.1)),
+    "policy": RandAugment(),
+    "color_jitter": (0.4, 0.4, 0.4, 0.1),
     "erase_probability": 0.5,
 }
 
@@ -45,7 +46,7 @@ def global_state() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
 def test_only_the_seed_decides(crop: Any) -> None:
-    transform = TrainTransform(crop=crop, **EVERYTHING)
+    transform = TrainTransform(Augment(crop=crop, **EVERYTHING), image_size=24)
     image = photo()
     before = image.tobytes()
     first = [transform(PillowPicture(image), seed) for seed in range(40)]
@@ -67,11 +68,13 @@ def test_only_the_seed_decides(crop: Any) -> None:
 def test_same_draws_as_torchvision(interpolation: Any) -> None:
     """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
     ours = TrainTransform(
+        Augment(
+            scale=(0.2, 0.9),
+            interpolation=interpolation,
+            hflip=0.3,
+            policy=RandAugment(num_ops=3, magnitude=11),
+        ),
         image_size=24,
-        scale=(0.2, 0.9),
-        interpolation=interpolation,
-        hflip=0.3,
-        steps=(v2.RandAugment(3, 11, interpolation=v2.InterpolationMode(interpolation)),),
     )
     mode = InterpolationMode(interpolation)
     theirs = v2.Compose(
@@ -91,7 +94,7 @@ def test_same_draws_as_torchvision(interpolation: Any) -> None:
 
 def test_pad_crop_shifts_the_whole_image() -> None:
     size, pad = 16, 3
-    transform = TrainTransform(image_size=size, crop="pad", pad=pad, hflip=0.5)
+    transform = TrainTransform(Augment(crop="pad", pad=pad, hflip=0.5), image_size=size)
     image = numbered(size, size)
     padded = np.pad(np.asarray(image), ((pad, pad), (pad, pad), (0, 0)))
     shifts = {
@@ -106,18 +109,18 @@ def test_pad_crop_shifts_the_whole_image() -> None:
 
 def test_flip_probability() -> None:
     image = numbered(8, 8)
-    transform = TrainTransform(image_size=8, crop="none", hflip=0.3)
+    transform = TrainTransform(Augment(crop="none", hflip=0.3), image_size=8)
     flipped = sum(int(transform(PillowPicture(image), seed).image_HWC[0, 0, 0]) == 7 for seed in range(2000))
     assert flipped / 2000 == pytest.approx(0.3, abs=5 * math.sqrt(0.3 * 0.7 / 2000))
-    without = TrainTransform(image_size=8, crop="none", hflip=0.0)
+    without = TrainTransform(Augment(crop="none", hflip=0.0), image_size=8)
     np.testing.assert_array_equal(without(PillowPicture(image), 5).image_HWC, np.asarray(image))
 
 
 @pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
 def test_vertical_flip_is_torchvisions(crop: Any) -> None:
     theirs = v2.Compose([v2.RandomHorizontalFlip(0.4), v2.RandomVerticalFlip(0.7)])
-    cut = TrainTransform(image_size=24, crop=crop, hflip=0.0)
-    both = TrainTransform(image_size=24, crop=crop, hflip=0.4, vflip=0.7)
+    cut = TrainTransform(Augment(crop=crop, hflip=0.0), image_size=24)
+    both = TrainTransform(Augment(crop=crop, hflip=0.4, vflip=0.7), image_size=24)
     seen = set()
     for seed in range(40):
         with seeded_torch(seed):
@@ -135,7 +138,7 @@ def test_quarter_turns() -> None:
     pixels = np.asarray(image)
     arrangements = [np.rot90(part, turns) for part in (pixels, pixels[:, ::-1]) for turns in range(4)]
     place = {arrangement.tobytes(): number for number, arrangement in enumerate(arrangements)}
-    transform = TrainTransform(image_size=24, crop="none", hflip=0.5, quarter_turns=True)
+    transform = TrainTransform(Augment(crop="none", hflip=0.5, quarter_turns=True), image_size=24)
     found = [place[transform(PillowPicture(image), seed).image_HWC.tobytes()] for seed in range(2000)]
     counts = np.bincount(found, minlength=8)
     assert counts.min() > 250 - 5 * math.sqrt(250 * 7 / 8)
@@ -145,13 +148,13 @@ def test_whole_image_is_fitted_first() -> None:
     """Crops of the whole image take other sizes too, such as the 8 x 8 digits."""
     for width, height in [(8, 8), (50, 37), (37, 50)]:
         image = photo(width, height)
-        fitted = TrainTransform(image_size=24, crop="none", hflip=0.0)(PillowPicture(image), 0).image_HWC
+        fitted = TrainTransform(Augment(crop="none", hflip=0.0), image_size=24)(PillowPicture(image), 0).image_HWC
         expected = v2.Compose([v2.Resize(24), v2.CenterCrop(24)])(image)
         np.testing.assert_array_equal(fitted, np.asarray(expected))
 
 
 def test_erase_boxes_are_those_of_torchvision() -> None:
-    transform = TrainTransform(image_size=32, crop="none", hflip=0.0, erase_probability=0.25)
+    transform = TrainTransform(Augment(crop="none", hflip=0.0, erase_probability=0.25), image_size=32)
     assert transform.erases
     boxes = [transform(PillowPicture(numbered(32, 32)), seed).erase for seed in range(3000)]
     erased = [box for box in boxes if box != NO_BOX]
@@ -167,8 +170,8 @@ def test_erase_boxes_are_those_of_torchvision() -> None:
     assert (ours[:, :2] + ours[:, 2:] <= 32).all()
     spread = theirs.std(axis=0) / math.sqrt(len(theirs))
     assert (np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) < 5 * math.sqrt(2) * spread).all()
-    assert not TrainTransform(image_size=32).erases
-    assert TrainTransform(image_size=32)(PillowPicture(photo()), 0).erase == NO_BOX
+    assert not TrainTransform(Augment(), image_size=32).erases
+    assert TrainTransform(Augment(), image_size=32)(PillowPicture(photo()), 0).erase == NO_BOX
 
 
 @pytest.mark.parametrize("size", [(50, 37), (37, 50), (24, 24), (8, 8), (300, 20)])
@@ -207,8 +210,8 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
     for transform in (
         EvalTransform(image_size=224),
         EvalTransform(image_size=224, crop="squash"),
-        TrainTransform(image_size=224, crop="none"),
-        TrainTransform(image_size=224),
+        TrainTransform(Augment(crop="none"), image_size=224),
+        TrainTransform(Augment(), image_size=224),
     ):
         assert (transform(PillowPicture(line), 0).image_HWC == [10, 20, 30]).all()
     bordered = EvalTransform(image_size=224, crop="border", fill=(0, 0, 0))(PillowPicture(line), 0).image_HWC
