@@ -213,7 +213,7 @@ def dali_arms(options: argparse.Namespace) -> list[Arm]:
 def ours(options: argparse.Namespace, source: Images, decoder: str, *, training: bool, where: str | None = None) -> Arm:
     """Batches of uint8, ready for the copy to the device."""
     mode: Interpolation = options.interpolation
-    transform: TrainTransform | EvalTransform = EvalTransform(image_size=SIZE, interpolation=mode)
+    transform: TrainTransform | EvalTransform = EvalTransform(Augment(interpolation=mode), image_size=SIZE)
     if training:
         transform = TrainTransform(Augment(interpolation=mode), image_size=SIZE)
     dataset = ImageDataset(source, transform, training=training, open_picture=DECODERS[decoder])

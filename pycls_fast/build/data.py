@@ -114,14 +114,7 @@ def eval_loader(config: RunConfig, source: Images, world: World, chosen: Speed) 
     Raises:
         UserError: there is no `data.eval_batch_size`, and the global batch cannot be divided.
     """
-    augment = config.augment
-    transform = EvalTransform(
-        image_size=config.data.image_size,
-        crop=augment.eval_crop,
-        crop_ratio=augment.eval_crop_ratio,
-        interpolation=augment.interpolation,
-        fill=_color(config.data.mean),
-    )
+    transform = EvalTransform(config.augment, image_size=config.data.image_size, mean=config.data.mean)
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
     sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.data_rank, world_size=world.data_size)
     dataset = ImageDataset(
@@ -143,12 +136,6 @@ def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed)
     """
     loader = eval_loader(config, source, world, chosen)
     return to_device(loader, world.device, mode=chosen.input_copy)
-
-
-def _color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
-    """The color from 0 to 255 that is closest to a mean of the scale 0 to 1."""
-    red, green, blue = (round(255 * value) for value in mean)
-    return red, green, blue
 
 
 def for_scoring(config: RunConfig) -> RunConfig:

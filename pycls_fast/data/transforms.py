@@ -9,7 +9,7 @@ filled on the device after normalising.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from pycls_fast.data.decoders import Box, Crop, Interpolation, Picture
 from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.seeds import seeded_torch
 
-EvalCrop = Literal["center", "squash", "border"]
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
 
@@ -156,29 +155,19 @@ class EvalTransform:
 
     erases = False
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        crop: EvalCrop = "center",
-        crop_ratio: float = 0.875,
-        interpolation: Interpolation = "bilinear",
-        fill: tuple[int, int, int] = (0, 0, 0),
-    ) -> None:
+    def __init__(self, augment: Augment, *, image_size: int, mean: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         """
         Args:
+            augment: `eval_crop` (timm's `crop_mode`) says which side is resized to `round(image_size /
+                eval_crop_ratio)`. 224 of 256 pixels, 0.875, is from Krizhevsky et al. 2012; 1.0 keeps that side whole.
             image_size: height and width of the result, in pixels.
-            crop: the side that is resized to `round(image_size / crop_ratio)` before the centre square is cut out:
-                "center": the short one. "squash": both, so that proportions change. "border": the long one, and pixels
-                of the square beyond the image are `fill`. (timm's `crop_mode`.)
-            crop_ratio: 224 of 256 pixels, 0.875, is from Krizhevsky et al. 2012; 1.0 keeps that side whole.
-            fill: red, green and blue, 0 to 255.
+            mean: the color of pixels beyond the image, on the scale 0..1.
         """
         self.image_size = image_size
-        self._resized_side = round(image_size / crop_ratio)
-        self._crop = crop
-        self._interpolation: Interpolation = interpolation
-        self._fill = fill
+        self._augment = augment
+        self._resized_side = round(image_size / augment.eval_crop_ratio)
+        red, green, blue = (round(255 * value) for value in mean)
+        self._fill = (red, green, blue)
 
     def at(self, epoch: int) -> EvalTransform:
         """The same in all epochs."""
@@ -191,15 +180,15 @@ class EvalTransform:
 
     def _cut(self, picture_size: tuple[int, int]) -> Crop:
         side, size = self._resized_side, self.image_size
-        if self._crop == "center":
-            return _fit(picture_size, side, size, self._interpolation)
+        if self._augment.eval_crop == "center":
+            return _fit(picture_size, side, size, self._augment.interpolation)
         resized = (side, side)
-        if self._crop == "border":
+        if self._augment.eval_crop == "border":
             ratio = max(picture_size) / side
             height, width = (max(round(pixels / ratio), 1) for pixels in picture_size)
             resized = (height, width)
         view = _centre(*resized, *(min(pixels, size) for pixels in resized))
-        return Crop((0, 0, *picture_size), resized, view, self._interpolation)
+        return Crop((0, 0, *picture_size), resized, view, self._augment.interpolation)
 
 
 def _with_border(image_HWC: np.ndarray, size: int, fill: tuple[int, int, int]) -> np.ndarray:

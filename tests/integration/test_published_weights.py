@@ -295,12 +295,7 @@ def test_published_weights_describe_themselves(source: str) -> None:
         theirs = torchvision.models.get_model_weights(model)[tag].transforms()
     expected = theirs(photo)
     config = build.with_preprocessing(load_config("resnet50", ["data.root=/nowhere"]), about)
-    ours = EvalTransform(
-        image_size=config.data.image_size,
-        crop=config.augment.eval_crop,
-        crop_ratio=config.augment.eval_crop_ratio,
-        interpolation=config.augment.interpolation,
-    )
+    ours = EvalTransform(config.augment, image_size=config.data.image_size)
     image_HWC = ours(PillowPicture(photo), 0).image_HWC
     mean, std = (torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
     batch = (torch.from_numpy(image_HWC.copy()).permute(2, 0, 1) / 255 - mean) / std

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.transforms import v2
 
 from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
@@ -135,22 +134,11 @@ class TestData:
             record(monkeypatch, name) for name in ("TrainTransform", "TrainSampler", "ImageDataset", "make_loader")
         )
         config = vit(
-            *SYNTHETIC, "seed=11", "augment.crop=pad", "augment.scale=[0.2,0.9]", "augment.ratio=[0.5,2.0]",
-            "augment.pad=3", "augment.interpolation=bicubic", "augment.hflip=0.25", "augment.erase_probability=0.125",
-            "augment.vflip=0.75", "augment.quarter_turns=true",
-            "augment.policy={name: rand_augment, num_ops: 3, magnitude: 7}",
+            *SYNTHETIC, "seed=11", "augment.crop=pad", "data.mean=[0.1,0.5,1.0]",
             "optim.accumulation_steps=2", "data.num_workers=3", "data.prefetch_factor=5",
         )  # fmt: skip
         build.train_loader(config, SyntheticImages(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
-        steps = transforms[0].pop("steps")
-        assert transforms == [
-            {
-                "image_size": 16, "crop": "pad", "scale": (0.2, 0.9), "ratio": (0.5, 2.0), "pad": 3,
-                "pad_mode": "constant", "interpolation": "bicubic", "hflip": 0.25, "vflip": 0.75, "quarter_turns": True,
-                "erase_probability": 0.125,
-            }
-        ]  # fmt: skip
-        assert [(type(step), step.num_ops, step.magnitude) for step in steps] == [(v2.RandAugment, 3, 7)]
+        assert transforms == [{"0": config.augment, "image_size": 16, "mean": (0.1, 0.5, 1.0)}]
         assert samplers == [
             {
                 "0": 24, "seed": 11, "global_batch_size": 8, "rank": 1, "world_size": 2, "start_step": 4,
@@ -161,8 +149,6 @@ class TestData:
         assert {k: loaders[0][k] for k in ("num_workers", "pin_memory", "prefetch_factor")} == {
             "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
         }  # fmt: skip
-        build.train_loader(vit(*SYNTHETIC), SyntheticImages(24, 16, 3, 0), world(), FAST, start_step=0, steps=1)
-        assert transforms[1]["steps"] == ()
 
     def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         transforms, samplers, datasets = (
@@ -172,18 +158,11 @@ class TestData:
         config = vit(
             *SYNTHETIC,
             "augment.eval_crop=border",
-            "augment.eval_crop_ratio=0.6",
-            "augment.interpolation=bicubic",
             "data.mean=[0.1,0.5,1.0]",
             "data.eval_batch_size=6",
         )
         build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 4), FAST)
-        assert transforms == [
-            {
-                "image_size": 16, "crop": "border", "crop_ratio": 0.6, "interpolation": "bicubic",
-                "fill": (26, 128, 255),
-            }
-        ]  # fmt: skip
+        assert transforms == [{"0": config.augment, "image_size": 16, "mean": (0.1, 0.5, 1.0)}]
         assert samplers == [{"0": 10, "batch_size": 6, "rank": 1, "world_size": 4}]
         assert datasets[0]["training"] is False
         # Without one of its own: as many as in a microbatch of training.

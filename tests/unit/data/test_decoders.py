@@ -197,7 +197,7 @@ def test_bicubic_crops_are_the_reference_s(decoder: Callable[..., Picture], file
 def test_evaluation_crops_are_the_reference_s(
     decoder: Callable[..., Picture], name: str, files: dict[str, bytes]
 ) -> None:
-    transform = EvalTransform(image_size=56)
+    transform = EvalTransform(Augment(), image_size=56)
     ours = transform(decoder(files[name]), 0).image_HWC.astype(int)
     assert np.abs(ours - transform(open_with_pillow(files[name]), 0).image_HWC.astype(int)).max() <= 1
 

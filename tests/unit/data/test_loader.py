@@ -36,7 +36,7 @@ TRAIN = TrainTransform(
     Augment(policy=RandAugment(num_ops=1), erase_probability=0.5),
     image_size=16,
 )
-EVAL = EvalTransform(image_size=16)
+EVAL = EvalTransform(Augment(), image_size=16)
 
 
 class HookedImages(SyntheticImages):

@@ -77,7 +77,10 @@ def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Image, kind: str, name: str) -> None:
     decoder = ALL_DECODERS[name]
-    training, scoring = TrainTransform(Augment(erase_probability=0.5), image_size=32), EvalTransform(image_size=48)
+    training, scoring = (
+        TrainTransform(Augment(erase_probability=0.5), image_size=32),
+        EvalTransform(Augment(), image_size=48),
+    )
     for orientation in EIGHT if kind == "JPEG" else (1, 6):
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1
@@ -96,7 +99,7 @@ def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Im
 def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     """Warnings are errors here."""
     decoder = ALL_DECODERS[name]
-    transform = EvalTransform(image_size=48)
+    transform = EvalTransform(Augment(), image_size=48)
     garbage = (
         b"",
         b"garbage",
@@ -163,7 +166,7 @@ def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, k
         assert isinstance(dataset, ImageDataset)
         pickle.loads(pickle.dumps(dataset._open_picture))
         scored.append(torch.cat([batch.images_BHWC for batch in loader]))
-    transform = EvalTransform(image_size=16, crop="squash", crop_ratio=1.0)
+    transform = EvalTransform(Augment(eval_crop="squash", eval_crop_ratio=1.0), image_size=16)
     for found_BHWC, upright in zip(scored, (False, True), strict=True):
         for found_HWC, sample in zip(found_BHWC, content["val"], strict=True):
             image = as_seen(sample.data) if upright else Image.open(io.BytesIO(sample.data))

@@ -119,7 +119,7 @@ def test_evaluation_visits_each_image_once(layouts: dict[str, dict[str, Images]]
     seen: Counter[int] = Counter()
     for rank in range(3):
         sampler = EvalSampler(len(source), batch_size=2, rank=rank, world_size=3)
-        dataset = ImageDataset(source, EvalTransform(image_size=8), training=False)
+        dataset = ImageDataset(source, EvalTransform(Augment(), image_size=8), training=False)
         for batch in make_loader(dataset, sampler, num_workers=0):
             seen.update(batch.indices_B.tolist())
     assert seen == Counter(range(len(source)))

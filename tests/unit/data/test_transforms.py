@@ -177,7 +177,7 @@ def test_erase_boxes_are_those_of_torchvision() -> None:
 @pytest.mark.parametrize("size", [(50, 37), (37, 50), (24, 24), (8, 8), (300, 20)])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_evaluation_is_torchvisions(size: tuple[int, int], interpolation: Any) -> None:
-    transform = EvalTransform(image_size=24, crop_ratio=0.875, interpolation=interpolation)
+    transform = EvalTransform(Augment(eval_crop_ratio=0.875, interpolation=interpolation), image_size=24)
     image = photo(*size)
     short_side = 27  # 24 / 0.875 = 27.43
     theirs = v2.Compose([v2.Resize(short_side, InterpolationMode(interpolation)), v2.CenterCrop(24)])
@@ -197,7 +197,7 @@ def test_evaluation_crops_are_timms(size: tuple[int, int], crop: Any, crop_pct: 
     )
     side = math.floor(24 / crop_pct)
     transform = EvalTransform(
-        image_size=24, crop=crop, crop_ratio=24 / side, interpolation="bicubic", fill=(26, 128, 230)
+        Augment(eval_crop=crop, eval_crop_ratio=24 / side, interpolation="bicubic"), image_size=24, mean=mean
     )
     result = transform(PillowPicture(image), 0).image_HWC
     np.testing.assert_array_equal(result, theirs(image).permute(1, 2, 0).numpy())
@@ -208,13 +208,15 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
     """Resized whole, such a line would need 224 x 13 million pixels."""
     line = Image.new("RGB", size, (10, 20, 30))
     for transform in (
-        EvalTransform(image_size=224),
-        EvalTransform(image_size=224, crop="squash"),
+        EvalTransform(Augment(), image_size=224),
+        EvalTransform(Augment(eval_crop="squash"), image_size=224),
         TrainTransform(Augment(crop="none"), image_size=224),
         TrainTransform(Augment(), image_size=224),
     ):
         assert (transform(PillowPicture(line), 0).image_HWC == [10, 20, 30]).all()
-    bordered = EvalTransform(image_size=224, crop="border", fill=(0, 0, 0))(PillowPicture(line), 0).image_HWC
+    bordered = EvalTransform(Augment(eval_crop="border"), image_size=224, mean=(0, 0, 0))(
+        PillowPicture(line), 0
+    ).image_HWC
     drawn = (bordered == [10, 20, 30]).all(2)
     # One line of pixels through the middle; around it is only the border.
     assert drawn.sum() == 224
