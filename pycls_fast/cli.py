@@ -12,37 +12,21 @@ if TYPE_CHECKING:
     from pycls_fast.config import Command
 
 VERBS = {
-    "train": "train",
-    "test": "score",
-    "predict": "predict",
-    "export": "predict",
-    "prepare": "prepare",
-    "time": "measure",
-    "ledger": "measure",
-    "compare": "runs",
-    "runs": "runs",
-    "knn": "score",
-    "lr-find": "train",
-    "maps": "predict",
-    "plan": "plan",
+    "train": ("train", "--config-name finetune data.root=my_images weights=timm:resnet50.a1_in1k epochs=10"),
+    "test": ("score", "weights=RUN output=scores.json"),
+    "predict": ("predict", "RUN more_images format=csv"),
+    "export": ("predict", "weights=RUN output=model.onnx format=onnx"),
+    "prepare": ("prepare", "verify data.root=my_images"),
+    "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
+    "ledger": ("measure", "--config-name vit_digits ladder=modern seeds=3"),
+    "compare": ("runs", "RUN OTHER_RUN"),
+    "runs": ("runs", "runs/finetune"),
+    "knn": ("score", "data.root=my_images weights=timm:resnet50.a1_in1k"),
+    "lr-find": ("train", "data.root=my_images weights=timm:resnet50.a1_in1k"),
+    "maps": ("predict", "RUN cat.jpg"),
+    "plan": ("plan", "--config-name vit_h16 cluster=h100x64"),
 }
-"""The verbs and their files in `commands/`."""
-
-EXAMPLES = {
-    "train": "pycls-fast train --config-name finetune data.root=my_images weights=timm:resnet50.a1_in1k epochs=10",
-    "test": "pycls-fast test weights=RUN output=scores.json",
-    "predict": "pycls-fast predict RUN more_images format=csv",
-    "export": "pycls-fast export weights=RUN output=model.onnx format=onnx",
-    "prepare": "pycls-fast prepare verify data.root=my_images",
-    "time": "pycls-fast time --config-name vit_s16 'compare=[speed=reference,speed=fast]'",
-    "ledger": "pycls-fast ledger --config-name vit_digits ladder=modern seeds=3",
-    "compare": "pycls-fast compare RUN OTHER_RUN",
-    "runs": "pycls-fast runs runs/finetune",
-    "knn": "pycls-fast knn data.root=my_images weights=timm:resnet50.a1_in1k",
-    "lr-find": "pycls-fast lr-find data.root=my_images weights=timm:resnet50.a1_in1k",
-    "maps": "pycls-fast maps RUN cat.jpg",
-}
-"""One call of each verb, as the list of verbs shows it."""
+"""The verbs: their files in `commands/`, and the words of one call, which the list of verbs shows."""
 
 
 def main(verb: str | None = None) -> NoReturn:
@@ -60,7 +44,7 @@ def main(verb: str | None = None) -> NoReturn:
 
 def find_command(verb: str) -> "Command":
     """The command of a verb."""
-    module = import_module(f"pycls_fast.commands.{VERBS[verb]}")
+    module = import_module(f"pycls_fast.commands.{VERBS[verb][0]}")
     found: Command = getattr(module, verb.replace("-", "_"))
     return found
 
@@ -74,8 +58,8 @@ def _first_word() -> str:
         raise SystemExit(DONE)
     if word in ("--help", "-h"):
         print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
-        for each in VERBS:
-            print(f"{each:9} {find_command(each).about.partition(':')[0]}\n          $ {EXAMPLES[each]}")
+        for each, (_, words) in VERBS.items():
+            print(f"{each:9} {find_command(each).about.partition(':')[0]}\n          $ pycls-fast {each} {words}")
         print("\npycls-fast VERB --help says more.")
         raise SystemExit(DONE)
     near = difflib.get_close_matches(word, VERBS, n=1)
