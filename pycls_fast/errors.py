@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
@@ -158,11 +159,15 @@ _LAUNCH = "start with torchrun, or unset it"
 
 
 def check_launcher() -> None:
-    """Check the environment variables of launchers, which say how many ranks there are and where they meet.
+    """Check the current folder, and launchers' environment variables: how many ranks there are and where they meet.
 
     Raises:
-        UserError: one has no usable value, or some are missing.
+        UserError: a variable has no usable value or is missing, or the folder is gone.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder is gone; change to one that is there") from error
     for name in _NUMBERS:
         value = os.environ.get(name, "0")
         if not (value.isascii() and value.isdecimal()):

@@ -254,8 +254,7 @@ def order_of(source: Images, data: Source, repeats: int) -> Order | None:
         return partial(class_order, labels=labels, power=power, repeats=repeats)
     if not _in_blocks(source, data):
         return None
-    if ends is None:
-        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
+    assert ends is not None
     buffer, batch = data.shuffle_buffer, _images_per_batch(data.global_batch_size, repeats)
     return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
 
@@ -282,5 +281,8 @@ def order_name(source: Images, data: Source) -> str:
 
 
 def _in_blocks(source: Images, data: Source) -> bool:
+    """Raises a UserError for blocks of a source that has none."""
     how = data.shuffle
+    if how == "blocks" and source.block_ends is None:
+        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
     return how == "blocks" or (how == "auto" and source.prefers_blocks)

@@ -303,6 +303,8 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     assert len(one.value.lines) == 1
     with pytest.raises(UserError, match=r"run_dir: .* already holds a run; choose another or use resume=auto"):
         train(load_config("vit_digits", [*overrides, "resume=never"]))
+    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for tar shards"):
+        train(load_config("vit_digits", [*overrides, "data.shuffle=blocks"]))
     with pytest.raises(UserError, match=r"^resume: .*nothing: no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
     for path in checkpoint.checkpoints(tmp_path / "checkpoints"):
