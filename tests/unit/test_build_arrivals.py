@@ -34,7 +34,7 @@ def test_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [
         {
             "device": "cpu", "backend": "gloo", "timeout_seconds": 77, "strategy": "hsdp", "shard_degree": 3,
-            "replicate_degree": 5,
+            "replicate_degree": 5, "tensor_degree": 1,
         }
     ]  # fmt: skip
 

@@ -60,7 +60,13 @@ def test_each_rank_that_meets_with_it_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Memory may be full on one GPU alone."""
-    for name, value in (("RANK", "9"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "16")):
+    for name, value in {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         command_line(full, default=None, options=Options)

@@ -24,7 +24,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: 
     monkeypatch.setattr(scaling.dist, "all_reduce", all_reduce)
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = loss_scaler("cpu", enabled=True, constant=constant, start=8.0, backoff=0.25, ranks=group)
+    scaler = loss_scaler("cpu", enabled=True, constant=constant, start=8.0, backoff=0.25, ranks=(group,))
     scaler.scale(torch.ones(()))
     weight.grad = None if gradient is None else torch.tensor(8.0 * gradient)
     scaler.unscale_(optimizer)

@@ -38,7 +38,7 @@ def test_a_precision_that_is_slow_here(
 ) -> None:
     monkeypatch.setattr(build, "race", lambda config: Race("fp32", ratio, None, 0.0))
     config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
-    world = SimpleNamespace(size=1, device=torch.device("cpu"), is_main=True)
+    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
     switches = build.switches(config, world.device)
     run: Any = SimpleNamespace(config=config, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES))
     notes = list(_notes(run))
@@ -48,7 +48,7 @@ def test_a_precision_that_is_slow_here(
 @pytest.mark.parametrize(("counts", "told"), [((60, 20), 0), ((61, 20), 1), ((10, 0), 1)])
 def test_unbalanced_classes_are_told(counts: tuple[int, int], told: int) -> None:
     config = load_config("vit_digits", ["precision=fp32", "speed.compile=off"])
-    world = SimpleNamespace(size=1, device=torch.device("cpu"), is_main=True)
+    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
     switches = build.switches(config, world.device)
     train = SimpleNamespace(labels=np.repeat([0, 1], counts), classes=("a", "b"))
     run: Any = SimpleNamespace(
@@ -85,7 +85,7 @@ def test_unbalanced_classes_are_told(counts: tuple[int, int], told: int) -> None
 def test_notes(overrides: list[str], told: list[str]) -> None:
     config = load_config("vit_digits", overrides)
     switches = build.switches(config, torch.device("cpu"))
-    world = SimpleNamespace(size=1, device=torch.device("cpu"), is_main=True)
+    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
     run: Any = SimpleNamespace(
         config=config, total_steps=100, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES)
     )

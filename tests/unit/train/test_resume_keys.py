@@ -208,7 +208,10 @@ def test_what_changes_no_result_is_not_told() -> None:
 def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
     saved: Any = SimpleNamespace(
-        plain={"config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 1}}, "world_size": 1}
+        plain={
+            "config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 1}, "parallel": {}},
+            "world_size": 1,
+        }
     )
     assert with_saved_batch(config, ALONE, saved).data.global_batch_size == batch
     assert with_saved_batch(config, ALONE, None) == config
@@ -220,7 +223,10 @@ def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: 
 def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, ranks: int, steps: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"optim.accumulation_steps={given}"])
     saved: Any = SimpleNamespace(
-        plain={"config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 2}}, "world_size": 4}
+        plain={
+            "config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 2}, "parallel": {}},
+            "world_size": 4,
+        }
     )
     world = World(rank=0, size=ranks, device=ALONE.device)
     # 0 is `auto`: 3 ranks cannot share 8 microbatches.
