@@ -367,35 +367,38 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         )
 
 
+def _vit_sizes(model: ViTModel, image_size: int, together: int) -> Iterator[tuple[str, str]]:
+    if image_size % model.patch_size:
+        why = _not_divisible(image_size, model.patch_size, f"model.patch_size={model.patch_size}")
+        yield "data.image_size", why
+    if model.width % model.heads:
+        yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
+    if model.heads % together or model.mlp_width % together:
+        fits = max(n for n in range(1, together) if model.heads % n == 0 == model.mlp_width % n)
+        yield (
+            "parallel.tensor_degree",
+            f"{together} does not divide model.heads={model.heads} and model.mlp_width={model.mlp_width}; use "
+            f"parallel.tensor_degree={fits}",
+        )
+    if model.positions == "sincos2d" and model.width % 4:
+        yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
+    strides = model.stem_strides
+    if model.stem == "conv" and (not strides or len(model.stem_widths) != len(strides)):
+        yield "model.stem_strides", "needs one stride for each of model.stem_widths, one at least"
+    elif model.stem == "conv" and math.prod(strides) != model.patch_size:
+        yield (
+            "model.stem_strides",
+            f"must multiply to model.patch_size={model.patch_size}; got {math.prod(strides)}",
+        )
+
+
 def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Numbers that do not fit each other."""
     model, data, augment, schedule = config.model, config.data, config.augment, config.schedule
     batch, parts = data.global_batch_size, config.optim.microbatches
     sizes = [data.image_size, *(size for _, size in data.image_size_schedule)]
     if isinstance(model, ViTModel):
-        if data.image_size % model.patch_size:
-            why = _not_divisible(data.image_size, model.patch_size, f"model.patch_size={model.patch_size}")
-            yield "data.image_size", why
-        if model.width % model.heads:
-            yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
-        together = config.parallel.tensor_degree
-        if model.heads % together or model.mlp_width % together:
-            fits = max(n for n in range(1, together) if model.heads % n == 0 == model.mlp_width % n)
-            yield (
-                "parallel.tensor_degree",
-                f"{together} does not divide model.heads={model.heads} and model.mlp_width={model.mlp_width}; use "
-                f"parallel.tensor_degree={fits}",
-            )
-        if model.positions == "sincos2d" and model.width % 4:
-            yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
-        strides = model.stem_strides
-        if model.stem == "conv" and (not strides or len(model.stem_widths) != len(strides)):
-            yield "model.stem_strides", "needs one stride for each of model.stem_widths, one at least"
-        elif model.stem == "conv" and math.prod(strides) != model.patch_size:
-            yield (
-                "model.stem_strides",
-                f"must multiply to model.patch_size={model.patch_size}; got {math.prod(strides)}",
-            )
+        yield from _vit_sizes(model, data.image_size, config.parallel.tensor_degree)
     if isinstance(model, ResNetModel) and model.stem != "small" and min(sizes) < 32:
         yield "data.image_size", f"{min(sizes)} is too small for model.stem={model.stem}; use model.stem=small"
     if isinstance(model, TimmModel):
