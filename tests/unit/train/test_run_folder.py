@@ -215,7 +215,7 @@ def test_a_run_that_another_process_began_meanwhile_is_left_alone(
 
     def build_slowly(*arguments: object) -> SimpleNamespace:
         path.mkdir()
-        RunFolder(path).add_record("train", 5, 0.5, loss=1.0)
+        RunFolder(path).add_record("train", 5, 0.5, loss=1.0, images_per_second=1.0)
         others.append(_hold(path))
         assert others[0].stdout is not None
         assert others[0].stdout.readline() == "None\n"

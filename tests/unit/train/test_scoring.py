@@ -93,9 +93,11 @@ def test_images_that_cannot_be_read(
             file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
-    data = {"source": "folder", "root": str(tmp_path / "images"), "max_damaged": limit}
+    keys = [key for key in BASE if "synthetic" not in key]
+    folder = [f"data.root={tmp_path / 'images'}", f"data.max_damaged={limit}", f"weights={config.weights}"]
+    config = load_config("vit_digits", [*keys, "data=folder", *folder])
     with pytest.raises(UserError, match=message) as caught:
-        TOOLS[tool](config.with_values(data=data))
+        TOOLS[tool](config)
     assert len(caught.value.lines) == (7 if limit == 5 else 1)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(set(warned)) == len(warned) == (0 if limit == 5 else 6)
