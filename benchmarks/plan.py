@@ -144,10 +144,11 @@ Table = tuple[str, Accelerator, bool, list[tuple[Row, Traced]]]
 
 
 def tried(row: Row, **how: bool) -> Traced | None:
-    """A row's model, None if today's timm cannot build or trace it."""
+    """A row's model; None, with a line that says why, if today's timm cannot build or trace it."""
     try:
         return traced(row, **how)
-    except (RuntimeError, TypeError, AssertionError, AttributeError, NotImplementedError, KeyError, ValueError):
+    except (RuntimeError, TypeError, AssertionError, AttributeError, KeyError, ValueError) as error:
+        print(f"left out: {row.model} at {row.size} px ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
         return None
     finally:
         gc.collect()

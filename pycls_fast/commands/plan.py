@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from pycls_fast.config import Purpose, RunConfig, Section, command
 from pycls_fast.errors import DONE, UserError
-from pycls_fast.files import user_path
 from pycls_fast.values import PositiveFloat, PositiveInt
 
 
@@ -44,7 +43,11 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
         pycls-fast plan calibrate [output=here.yaml]
     """
     from pycls_fast.plan import Search, cluster, page
+    from pycls_fast.train.folder import output_file
 
+    # Before the work, so that nothing is lost.
+    written = None if options.write is None else output_file(options.write, key="write")
+    table = None if options.output is None else output_file(f"{options.output}/plan.json")
     chosen = cluster(options.cluster)
     outcomes = Search(config, chosen, config.model.num_classes or 1000).outcomes()
     if not outcomes:
@@ -54,6 +57,7 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
         )
     epochs = config.schedule.epochs
     steps = round(epochs * options.images / config.data.global_batch_size)
+    steps = min(steps, config.schedule.max_steps or steps)
     about = page.Costs(steps, chosen.ranks, options.price)
     memory = chosen.accelerator.memory
     if not outcomes[0].fits:
@@ -66,12 +70,10 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
     lines += page.table(outcomes[: options.top], about)
     lines += ["", *page.notes(outcomes[0], outcomes, memory)]
     print("\n".join(lines))
-    if options.output is not None:
-        folder = user_path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(page.as_json(outcomes, about), encoding="utf-8")
-        page.draw(outcomes, memory, title, folder / "plan.png")
-    if options.write is not None:
+    if table is not None:
+        table.write_text(page.as_json(outcomes, about), encoding="utf-8")
+        page.draw(outcomes, memory, title, table.with_name("plan.png"))
+    if written is not None:
         overrides = ["--config-name", config.config_name, *outcomes[0].layout.overrides]
-        user_path(options.write).write_text("\n".join(overrides) + "\n", encoding="utf-8")
+        written.write_text("\n".join(overrides) + "\n", encoding="utf-8")
     return DONE

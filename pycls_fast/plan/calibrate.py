@@ -17,7 +17,8 @@ import yaml
 from torch import Tensor, nn
 
 from pycls_fast.build.device import cores
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, reporting
+from pycls_fast.files import user_path
 from pycls_fast.plan.time import Accelerator, Kernels, fitted
 from pycls_fast.plan.work import CountWork
 
@@ -134,11 +135,17 @@ def links(folder: Path) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure this machine and write it: `plan calibrate [output=here.yaml]`."""
+    """Measure this machine and write it: `plan calibrate [output=here.yaml]`; returns the exit status."""
+    return reporting(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
     words = dict(word.partition("=")[::2] for word in arguments)
     if set(words) - {"output"}:
         raise UserError(f"plan calibrate: takes output=FILE.yaml; got {' '.join(arguments)}")
-    path = Path(words.get("output", "here.yaml"))
+    path = user_path(words.get("output", "here.yaml"))
+    if not path.parent.is_dir():
+        raise UserError(f"output: {path.parent}: no such folder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = measured(device)
     inside, latency = links(path.absolute().parent)

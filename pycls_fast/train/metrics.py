@@ -161,7 +161,7 @@ class StepMemory:
 
     def __init__(self, world: World, *, compiled: bool) -> None:
         self._device = world.device
-        self._left = _COUNTED if world.device.type == "cpu" and world.data_size == 1 and not compiled else 0
+        self._left = _COUNTED if world.device.type == "cpu" and world.size == 1 and not compiled else 0
         self._peak = 0
 
     @contextmanager

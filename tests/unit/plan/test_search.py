@@ -14,6 +14,7 @@ import torch
 from pycls_fast import plan
 from pycls_fast.config import load_config
 from pycls_fast.config.launch import command_line
+from pycls_fast.plan.calibrate import main as calibrate
 from pycls_fast.plan.search import Layout, Search, frontier
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
@@ -114,3 +115,28 @@ def test_a_batch_that_no_layout_divides_is_refused(
 ) -> None:
     assert run(["data=synthetic", "data.global_batch_size=12", "cluster=h100x16"], monkeypatch) == 2
     assert "12 cannot be divided among 16 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
+        (["cluster=h100x8", "output=file"], "error: output: file/plan.json cannot be written ("),
+        (["cluster=b200x8"], "error: cluster: b200x8: no such cluster; did you mean"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert run([*VIT, *arguments], monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_what_calibrate_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert calibrate([f"output={tmp_path}/missing/here.yaml"]) == calibrate(["twice"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: output: {tmp_path}/missing: no such folder",
+        "error: plan calibrate: takes output=FILE.yaml; got twice",
+    ]
