@@ -137,14 +137,14 @@ def _run(command: Command, arguments: list[str]) -> int:
         print_lines("note", notes(checked, composed))
         return command.run(checked, options)
 
-    if any(getattr(flags, flag) for flag in _OF_HYDRA) or "${hydra:" in " ".join(flags.overrides):
+    if any(getattr(flags, flag) for flag in _OF_HYDRA):
         return _run_with_hydra(command, flags, folders, action)
     # Hydra's own command line would compose twice, to learn whether there is a sweep.
     name = command.default if flags.config_name is None else flags.config_name
     return _status_of(lambda: action(compose(name, flags.overrides, folders)))
 
 
-# A sweep, and what Hydra prints about itself; like values that ask for its own settings.
+# A sweep, and what Hydra prints about itself.
 _OF_HYDRA = ("multirun", "cfg", "info", "hydra_help", "shell_completion", "experimental_rerun")
 
 
