@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config import saved
-from pycls_fast.config.compose import HYDRA_SETTINGS, Composed, as_hydra_overrides, check, compose, notes, validate
+from pycls_fast.config.compose import HYDRA_SETTINGS, Composed, as_hydra_overrides, check, notes, validate
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.imports import import_modules_of
@@ -129,23 +129,7 @@ def _run(command: Command, arguments: list[str]) -> int:
         if found is not None:
             saved.register(found, flags.overrides)
             flags.config_name = saved.SAVED
-
-    def action(composed: Composed) -> int:
-        if found is not None:
-            composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
-        checked, options = _checked(composed, command)
-        print_lines("note", notes(checked, composed))
-        return command.run(checked, options)
-
-    if any(getattr(flags, flag) for flag in _OF_HYDRA):
-        return _run_with_hydra(command, flags, folders, action)
-    # Hydra's own command line would compose twice, to learn whether there is a sweep.
-    name = command.default if flags.config_name is None else flags.config_name
-    return _status_of(lambda: action(compose(name, flags.overrides, folders)))
-
-
-# A sweep, and what Hydra prints about itself.
-_OF_HYDRA = ("multirun", "cfg", "info", "hydra_help", "shell_completion", "experimental_rerun")
+    return _run_with_hydra(command, flags, folders, found)
 
 
 def _flags(arguments: list[str]) -> Namespace:
@@ -167,14 +151,19 @@ def _flags(arguments: list[str]) -> Namespace:
     return flags
 
 
-def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], act: Callable[[Composed], int]) -> int:
-    """Let Hydra print what it knows, or call `act` for each run of a sweep; returns the exit status."""
+def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], found: saved.SavedConfig | None) -> int:
+    """Let Hydra call the tool for the run, or for each run of a sweep; returns the exit status."""
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
 
     def job(config: DictConfig) -> float | None:
         def action() -> int:
-            return act(Composed.from_hydra(config, HydraConfig.get()))
+            composed = Composed.from_hydra(config, HydraConfig.get())
+            if found is not None:
+                composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
+            checked, options = _checked(composed, command)
+            print_lines("note", notes(checked, composed))
+            return command.run(checked, options)
 
         if is_task():
             # The run records the user's command, not the one with which the launcher started this task.
