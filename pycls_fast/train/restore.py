@@ -12,6 +12,7 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import validate_saved
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.source import Source
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss
@@ -101,7 +102,8 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
         # An exported file names no modules: what only training needs may be of classes that nobody has registered here.
         changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}}
         changes |= {"augment": saved["augment"] | {"policy": None}}
-        changes |= {"data": saved["data"] | {"source": "auto"}}
+        changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
+        changes["data"]["source"] = "auto"
         if saved["loss"]["name"] not in Loss.choices():
             changes |= {"loss": {}}
     return validate_saved({**saved, **changes}, str(path))

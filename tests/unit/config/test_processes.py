@@ -288,7 +288,7 @@ def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("multirun/fake-*/found.json")
     assert done.stderr == f"note: the result of fake will be in {file.parent.relative_to(tmp_path)}\n"
     assert file.read_text() == "[0.5, 1.0, null]"
-    refused = sweep(RANK="0", WORLD_SIZE="2")
+    refused = sweep(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
     assert refused.returncode == 2
     assert refused.stderr.startswith(
         "error: hydra/sweeper: under torchrun each rank's fake would choose its own values"

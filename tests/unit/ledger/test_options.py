@@ -88,7 +88,6 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "refused"), [(1, ["model.init"]), (0, [])])
 def test_variants_are_checked_as_what_is_trained(
     seeds: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
