@@ -134,7 +134,7 @@ def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
 @pytest.mark.slow
 def test_model_is_timed_without_data(tmp_path: Path) -> None:
     small = ("model.width=32", "model.depth=1", "model.heads=2", "model.mlp_width=32", "data.image_size=32")
-    arguments = [*small, "data.global_batch_size=4", *QUICK, "mode=model"]
+    arguments = [*small, "data.global_batch_size=4", *QUICK, "mode=model", "precision=amp_bf16"]
     arguments += ["output=timing.json"]
     run_process(command(*arguments, tool="time_net", config_name="vit_b16"), cwd=tmp_path)
     record = json.loads((tmp_path / "timing.json").read_text())
