@@ -16,12 +16,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
-    """The base class of every group of keys; the string after a key is its description in `--help KEY`."""
+    """The base class of every group of keys; the string after a key is its description in `--help KEY`.
+
+    pydantic does not read those strings when a class is made (`use_attribute_docstrings`): it would parse the file of
+    each, and so many take a tenth of a second.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -29,7 +33,8 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        use_attribute_docstrings=True,
+        # Only the classes that a configuration uses get validators.
+        defer_build=True,
     )
 
 
@@ -62,8 +67,7 @@ class Choice(Section):
             other = cls._members.get(name)
             if other is not None and _place(other) != _place(cls):
                 raise TypeError(f"{cls.key}.{cls.tag}: {name} is {_place(other)} and {_place(cls)}; rename one")
-            description = Field(description=cls.model_fields[cls.tag].description)
-            cls.__annotations__ = {**cls.__annotations__, cls.tag: Annotated[Literal[name], description]}
+            cls.__annotations__ = {**cls.__annotations__, cls.tag: Literal[name]}
             setattr(cls, cls.tag, name)
             cls._members[name] = cls
 

@@ -95,13 +95,13 @@ def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
         raise UserError(f"{key}: must be one of {', '.join(map(str, names))}; got {value}")
 
 
-def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or data.eval_batch_size") -> int:
+def reporting(action: Callable[[], int]) -> int:
     """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
 
     If the reader of standard output is gone (`| head`), the status is that of `action`, or 0 if this ended it.
 
-    An error that only other ranks of a node hit has been printed already (`parallel/mistakes.py`). Running out of
-    device memory is one line from each rank that does; the line proposes to lower `batch`.
+    An error that only other ranks of a node hit has been printed already (`parallel/launch.py`). Running out of
+    device memory is one line from each rank that does.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on standard error: names of files and classes that are not UTF-8 can be printed.
@@ -124,14 +124,15 @@ def reporting(action: Callable[[], int], batch: str = "data.global_batch_size or
         print_lines("interrupted", ["Ctrl-C ended this at once"])
         return INTERRUPTED
     except MemoryError:
-        print_lines("error", [f"out of host memory (ulimit -v, or the machine's); lower {batch} or data.num_workers"])
+        print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
         return MISTAKE
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        print(f"error: {rank}the device is {OUT_OF_MEMORY} ({asked}); lower {batch}, or the model", file=sys.stderr)
+        line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); lower the batch size or the model"
+        print(f"error: {line}", file=sys.stderr)
         return MISTAKE
 
 

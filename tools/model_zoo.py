@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import published
-from pycls_fast.config import NoOptions, command_line, load_config
+from pycls_fast.config import Section, command_line, load_config
 from pycls_fast.config.run import Source
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
@@ -101,7 +101,7 @@ def _run(entry: Mapping[str, Any]) -> str:
     )
 
 
-def main(options: NoOptions) -> int:
+def main(options: Section) -> int:
     """Write the page."""
     PAGE.write_text(page(json.loads(MEASURED.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.config import launch
-from pycls_fast.config.imports import import_modules
+from pycls_fast.config import tasks
+from pycls_fast.config.compose import import_modules
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
@@ -145,7 +145,7 @@ def cores() -> int:
 def cores_per_rank() -> int:
     """This rank's share of `cores()`, at least 1."""
     # Ranks of a node share its cores, but a scheduler may have assigned each task its own.
-    own = os.environ.get("SLURM_CPUS_PER_TASK") if launch.is_task() else None
+    own = os.environ.get("SLURM_CPUS_PER_TASK") if tasks.is_task() else None
     return max(min(cores(), int(own)) if own else cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 

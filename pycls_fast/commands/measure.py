@@ -208,7 +208,7 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
         from pycls_fast.ledger.measure.numerics import measure_numerics
 
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
-    from pycls_fast.config.variants import config_folders, same_command, variant
+    from pycls_fast.config.launch import config_folders, same_command, variant
     from pycls_fast.ledger.ladder.folder import default_folder
     from pycls_fast.ledger.ladder.run import run_ladder
 

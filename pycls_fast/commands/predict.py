@@ -56,7 +56,7 @@ def predict(options: PredictOptions) -> int:
     Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
     """
     options.require_images()
-    from pycls_fast.config.imports import import_modules
+    from pycls_fast.config.compose import import_modules
     from pycls_fast.inference.predict import predict as predict_images
 
     given = dict(options)
@@ -122,7 +122,7 @@ def export(options: ExportOptions) -> int:
     strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
     also has the model's settings and the whole configuration.
     """
-    from pycls_fast.config.imports import import_modules
+    from pycls_fast.config.compose import import_modules
     from pycls_fast.train.export import export as export_weights
 
     given = dict(options)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pycls_fast.config import NoOptions, Purpose, RunConfig, Section, command
+from pycls_fast.config import Purpose, RunConfig, Section, command
 
 _run_dirs: list[Path] = []
 """The folders of this process's runs: several with `--multirun`."""
@@ -25,7 +25,7 @@ def table_of(run_dirs: Sequence[Path]) -> str | None:
 
 
 @command(purpose=Purpose(trains=True), after_sweep=lambda: table_of(_run_dirs))
-def train(config: RunConfig, options: NoOptions) -> int:
+def train(config: RunConfig, options: Section) -> int:
     """Train a network: `pycls-fast train --config-name vit_digits [key=value ...]`."""
     from pycls_fast.train import train as train_network
 

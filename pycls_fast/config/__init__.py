@@ -1,17 +1,16 @@
 """Configuration: Hydra composes, pydantic validates. Read `compose.py` first, then `launch.py`."""
 
+from pycls_fast.choice import Section
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.conflicts import Purpose
-from pycls_fast.config.launch import Command, NoOptions, command, command_line
-from pycls_fast.config.run import RunConfig, Section
+from pycls_fast.config.launch import Command, command, command_alone, command_line, is_command, variant
+from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import validate_saved
-from pycls_fast.config.variants import command_alone, is_command, variant
 from pycls_fast.values import ModuleNames
 
 __all__ = [
     "Command",
     "ModuleNames",
-    "NoOptions",
     "Purpose",
     "RunConfig",
     "Section",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from pycls_fast.choice import FAMILIES
+from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.config.imports import import_modules_of
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, model_of_weights, options, timm_written_out
-from pycls_fast.config.run import RunConfig, Section
-from pycls_fast.errors import UserError
+from pycls_fast.config.run import RunConfig
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import user_path
 from pycls_fast.precision import LEVELS
 
@@ -130,13 +132,13 @@ def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
     return tuple(typed)
 
 
-def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> RunConfig:
+def check(composed: Composed, purpose: Purpose, options: type[Section] = Section) -> RunConfig:
     """Validate strictly, then check combinations of keys.
 
     Args:
         composed: from Hydra.
         purpose: what it is used for.
-        also: keys that exist besides those of a run, as suggestions for a misspelt one.
+        options: a tool's own keys, which are no part of the configuration.
 
     Raises:
         UserError: one line per bad value, all at once.
@@ -146,11 +148,60 @@ def check(composed: Composed, purpose: Purpose, *, also: Iterable[str] = ()) -> 
             "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
         )
     import_modules_of(composed.values)
-    config = validate(RunConfig, {**composed.values, "config_name": composed.config_name}, composed.where, also)
+    values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
+    values["config_name"] = composed.config_name
+    config = validate(RunConfig, values, composed.where, options.model_fields)
     found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
     if found:
         raise UserError(*found)
     return config
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules by their names; the current folder is searched, too: first, unless PYTHONPATH has it.
+
+    Raises:
+        UserError: there is no such module, it fails, or its name is relative.
+    """
+    here = str(Path.cwd())
+    for name in names:
+        # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        if name.startswith("."):
+            raise UserError(
+                f"imports: {name} is relative, but to no package; write the whole name, without leading dots"
+            )
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"imports: {_reason(name, error)}") from error
+
+
+def import_modules_of(values: Mapping[str, Any]) -> None:
+    """Import what a configuration's plain values name, before they are validated with what the modules register.
+
+    Raises:
+        UserError: see `import_modules`.
+    """
+    names = values.get("imports") or []
+    # Values of other types are left to the validation.
+    import_modules([names] if isinstance(names, str) else [name for name in names if isinstance(name, str)])
+
+
+def _reason(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return (
+            f"there is no module {error.name} in {Path.cwd()} or where Python looks (PYTHONPATH); start in the folder "
+            "that holds it, and write names as in Python's import, without .py"
+        )
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        # Without Python's own frames of the import, which have no file.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+        file, line = frames[-1].filename, frames[-1].lineno
+    return f"{name} fails with {type(error).__name__}: {first_line(error)} ({file}, line {line}); correct it"
 
 
 def validate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
 import shutil
@@ -10,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +86,20 @@ def _page(
         choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
         one_of = f"  (one of {', '.join(choices)})" if choices else ""
         default = "" if field.is_required() else as_typed(field.default)
-        yield filled(f"{name}={default}  {field.description or ''}{one_of}", width, "  ", " " * 6)
+        yield filled(f"{name}={default}  {descriptions(options)[name]}{one_of}", width, "  ", " " * 6)
+
+
+@functools.cache
+def descriptions(section: type[Section]) -> dict[str, str]:
+    """The string after each key, in one line, with those of the classes that it is derived from."""
+    found = dict.fromkeys(section.model_fields, "")
+    for cls in reversed([cls for cls in section.__mro__ if issubclass(cls, Section) and cls is not Section]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, text in pairwise(tree.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(key.target)] = " ".join(str(text.value.value).replace("`", "").split())
+    return found
 
 
 def _header(file: Path) -> str:
@@ -133,7 +149,7 @@ def help_of_key(word: str, options: type[Section], width: int) -> str:
     meanings: dict[str, dict[str, None]] = {}
     for key in [*named, *group]:
         lines.setdefault(_line(key), []).extend(_kind(key))
-        meanings.setdefault(_line(key), {})[_description(key)] = None
+        meanings.setdefault(_line(key), {})[descriptions(key.section)[key.name.rpartition(".")[2]]] = None
     entries: list[str] = []
     for line, kinds in lines.items():
         entries.append(f"{line}{'' if choice else _restriction(line, kinds)}")
@@ -168,11 +184,6 @@ def _texts(keys: Sequence[_Key]) -> list[str]:
     docs = (f"{named.get(section, '')}{inspect.cleandoc(section.__doc__ or '')}" for section in sections)
     texts = [text for doc in docs for text in re.split(r"\n\n+", doc)]
     return [" ".join(text.replace("`", "").split()) for text in texts]
-
-
-def _description(key: _Key) -> str:
-    """What the key means."""
-    return " ".join((key.field.description or "").replace("`", "").split())
 
 
 def _tag(key: _Key) -> str | None:

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -17,27 +16,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra.version
+import hydra
 import yaml
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pycls_fast.choice import FAMILIES
+from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import saved
-from pycls_fast.config.compose import HYDRA_SETTINGS, Composed, as_hydra_overrides, check, notes, validate
+from pycls_fast.config.compose import (
+    HYDRA_SETTINGS,
+    Composed,
+    as_hydra_overrides,
+    check,
+    import_modules_of,
+    notes,
+    typed_overrides,
+    validate,
+)
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
-from pycls_fast.config.imports import import_modules_of
-from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import COMPOSE_ERRORS, explain, unreadable
-from pycls_fast.config.run import RunConfig, Section
+from pycls_fast.config.run import RunConfig
+from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, reporting
-
-
-class NoOptions(Section):
-    """The options of a tool without keys of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +69,13 @@ class Command:
     run: Callable[..., int]
     about: str = ""
     default: str | None = "vit_digits"
-    options: type[Section] = NoOptions
+    options: type[Section] = Section
     words: tuple[str, ...] = ()
     subcommands: Mapping[str, Callable[[Sequence[str]], int]] = dataclasses.field(default_factory=dict)
     config_of_weights: bool = False
     purpose: Purpose = dataclasses.field(default_factory=Purpose)
     needs_data: Callable[[Any], bool] = lambda options: True
     after_sweep: Callable[[], str | None] = lambda: None
-
-    @property
-    def usage(self) -> str:
-        """The call that `about` begins with."""
-        return self.about.partition("`")[2].partition("`")[0]
 
     def __call__(self, *given: Any) -> int:
         """`run`."""
@@ -91,26 +94,27 @@ def command_line(run: Callable[..., int], **settings: Any) -> NoReturn:
 
 def main(command: Command) -> NoReturn:
     """Run a command from `sys.argv` and exit with its status."""
-    if sys.argv[1:2] and sys.argv[1] in command.subcommands:
-        sys.exit(command.subcommands[sys.argv[1]](sys.argv[2:]))
-    batch = "data.global_batch_size or data.eval_batch_size"
-    if command.default is None:
-        batch = "batch_size" if "batch_size" in command.options.model_fields else "the batch"
-    sys.exit(reporting(lambda: _run(command, sys.argv[1:]), batch))
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in command.subcommands:
+        sys.exit(command.subcommands[arguments[0]](arguments[1:]))
+    run = _run if command.default is not None else _run_without_config
+    sys.exit(reporting(lambda: run(command, arguments)))
+
+
+def _run_without_config(command: Command, arguments: list[str]) -> int:
+    if {"--help", "-h"} & set(arguments):
+        print(help_text(command.about, command.options))
+        return DONE
+    try:
+        return command.run(read_options(arguments, command.options, command.words))
+    except UserError as error:
+        usage = command.about.partition("`")[2].partition("`")[0]
+        raise error if arguments else UserError(*error.lines, f"the command is {usage}") from error
 
 
 def _run(command: Command, arguments: list[str]) -> int:
-    if command.default is None:
-        if {"--help", "-h"} & set(arguments):
-            print(help_text(command.about, command.options))
-            return DONE
-        try:
-            return command.run(read_options(arguments, command.options, command.words))
-        except UserError as error:
-            raise error if arguments else UserError(*error.lines, f"the command is {command.usage}") from error
     flags = _flags(arguments)
-    folders = [CONFIGS if flags.config_path is None else Path(flags.config_path)]
-    folders += [] if flags.config_dir is None else [Path(flags.config_dir)]
+    folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
     if flags.help:
         modules = [override.partition("=")[2] for override in flags.overrides if override.startswith("imports=")]
         import_modules_of({"imports": yaml.safe_load(",".join(modules))})
@@ -144,11 +148,7 @@ def _flags(arguments: list[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = mistake  # type: ignore[method-assign]
-    flags = parser.parse_intermixed_args(arguments)
-    if flags.config_path is not None:
-        # Hydra resolves a relative one against its caller's folder.
-        flags.config_path = str(Path(flags.config_path).resolve())
-    return flags
+    return parser.parse_intermixed_args(arguments)
 
 
 def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], found: saved.SavedConfig | None) -> int:
@@ -168,7 +168,7 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
         if is_task():
             # The run records the user's command, not the one with which the launcher started this task.
             sys.argv[:], sys.orig_argv[:] = typed
-            _join()
+            join()
             return _objective(run_task(action))
         statuses.append(_status_of(action))
         if statuses[-1] in (STOPPED, INTERRUPTED):
@@ -179,15 +179,11 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
     overrides = as_hydra_overrides(flags.overrides, folders)
     if flags.multirun:
         _refuse_shared_folder(overrides)
-    # Otherwise Hydra prints errors itself and exits with status 1.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    hydra.version.setbase("1.3")
     try:
         with _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            # What `hydra.main` calls with the flags of sys.argv.
-            _run_hydra(flags, get_args_parser(), job, str(CONFIGS), command.default)
+            _call(job, flags, folders, command.default if flags.config_name is None else flags.config_name)
     except COMPOSE_ERRORS as error:
         raise explain(error, folders) from error
     except TaskStopped as error:
@@ -207,24 +203,40 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
     return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
 
+def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[Path], name: str | None) -> None:
+    """Do what `hydra.main` does, which composes a single run twice: first to see that it is no sweep."""
+    hydra.version.setbase("1.3")
+    if flags.cfg or flags.info or flags.hydra_help or flags.shell_completion:
+        # Otherwise Hydra prints errors itself and exits with status 1.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        _run_hydra(flags, get_args_parser(), job, str(folders[0].resolve()), name)
+        return
+    search_path = create_config_search_path(str(folders[0].resolve()))
+    for folder in folders[1:]:
+        search_path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
+    app = Hydra.create_main_hydra2("pycls_fast", search_path)
+    try:
+        run = app.multirun if flags.multirun else app.run
+        run(name, job, [*flags.overrides, f"hydra.mode={'MULTIRUN' if flags.multirun else 'RUN'}"])
+    finally:
+        GlobalHydra.instance().clear()
+
+
 def _checked(composed: Composed, command: Command) -> tuple[RunConfig, Any]:
     """The configuration and the tool's own options.
 
     Raises:
         UserError: one line per mistake.
     """
-    keys = command.options.model_fields
-    rest = dataclasses.replace(composed, values={k: v for k, v in composed.values.items() if k not in keys})
-    purpose, options = command.purpose, None
-    mistakes: list[str] = []
+    own = {key: value for key, value in composed.values.items() if key in command.options.model_fields}
+    purpose, options, mistakes = command.purpose, None, list[str]()
     try:
-        own = {key: value for key, value in composed.values.items() if key in keys}
         options = validate(command.options, own, composed.where)
         purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and command.needs_data(options))
     except UserError as error:
         mistakes += error.lines
     try:
-        config = check(rest, purpose, also=keys)
+        config = check(composed, purpose, command.options)
     except UserError as error:
         raise UserError(*mistakes, *error.lines) from error
     if mistakes:
@@ -286,6 +298,73 @@ def _status_of(action: Callable[[], int]) -> int:
         return FAULT
 
 
+def _objective(status: int) -> float | None:
+    """What a sweeper gets from a run: a number to minimise, or None.
+
+    Optuna's records a trial with None as failed and continues; NaN would end its search with a traceback.
+    """
+    return status.objective if isinstance(status, Finished) else None
+
+
+# Further configurations and commands from the one that runs; only inside a `Command`.
+
+
+def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section]) -> RunConfig:
+    """The configuration of this process's command line plus more overrides (`key=value`, `group=name`).
+
+    Args:
+        overrides: as on the command line.
+        purpose: what it is used for.
+        options: the tool's own keys, which are not part of a configuration.
+
+    Raises:
+        UserError: one line per mistake.
+    """
+    own = [override for override in overrides if key_of(override) in options.model_fields]
+    if own:
+        raise UserError(f"{own[0]}: a key of the tool, the same for every variant")
+    _, typed = same_command(options=options)
+    folders = config_folders()
+    changed = [*typed, *as_hydra_overrides(overrides, folders)]
+    try:
+        config = hydra.compose(HydraConfig.get().job.config_name, changed, return_hydra_config=True)
+    except COMPOSE_ERRORS as error:
+        raise explain(error, folders) from error
+    return check(Composed.from_hydra(config, config.hydra), purpose, options)
+
+
+def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
+    """Flags and overrides that give another tool this process's configuration, without this tool's own `options`."""
+    settings = HydraConfig.get()
+    more = [folder for folder in config_folders() if folder != CONFIGS]
+    flags = ["--config-dir", str(more[0])] if more else []
+    typed = [override for override in typed_overrides(settings) if key_of(override) not in options.model_fields]
+    return [*flags, "--config-name", str(settings.job.config_name).removesuffix(".yaml")], typed
+
+
+def command_alone() -> list[str] | None:
+    """Flags and overrides that start only this run of a `--multirun`, without its `run_dir`; None elsewhere."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    flags, typed = same_command(options=Section)
+    settings = HydraConfig.get()
+    known = [override.removeprefix("++").replace("${hydra:job.num}", str(settings.job.num)) for override in typed]
+    # The launcher that started this run, if one did.
+    launched = [each for each in settings.overrides.hydra if each.startswith(("hydra/launcher", "hydra.launcher"))]
+    launcher = ["--multirun", *launched] if is_task() else []
+    return [*flags, *launcher, *(override for override in known if key_of(override) != "run_dir")]
+
+
+def is_command() -> bool:
+    """Whether this process runs a tool's command line, not a notebook or another program."""
+    return HydraConfig.initialized()
+
+
+def config_folders() -> list[Path]:
+    """The folders of this process's configuration files."""
+    return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
+
+
 # Sweeps.
 
 
@@ -337,67 +416,3 @@ def _refuse_shared_folder(overrides: Sequence[str]) -> None:
             f"run_dir: {value} for every run of --multirun; leave it out, or give each its own with "
             f"'run_dir={value}/${{hydra:job.num}}' (the command line)"
         )
-
-
-def _objective(status: int) -> float | None:
-    """What a sweeper gets from a run: a number to minimise, or None.
-
-    Optuna's records a trial with None as failed and continues; NaN would end its search with a traceback.
-    """
-    return status.objective if isinstance(status, Finished) else None
-
-
-# Tasks of a cluster's scheduler that Hydra's submitit launcher started (`pip install -e '.[slurm]'`).
-
-
-def is_task() -> bool:
-    """Whether this process is a task that submitit started."""
-    return "SUBMITIT_EXECUTOR" in os.environ
-
-
-def warning_signal() -> signal.Signals | None:
-    """The signal that a task gets some minutes before its job is preempted; None if this is not a task."""
-    return signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"] if is_task() else None
-
-
-def warning_signals() -> set[signal.Signals]:
-    """The signals that announce the end of a job: the launcher's, or those that `#SBATCH --signal` usually names."""
-    warning = warning_signal()
-    if warning is not None:
-        return {warning}
-    return {signal.SIGUSR1, signal.SIGUSR2} if "SLURM_JOB_ID" in os.environ else set()
-
-
-def _join() -> None:
-    """Set torchrun's environment variables for this task of a job; each task is one rank."""
-    if "RANK" in os.environ:
-        return
-    from submitit.helpers import TorchDistributedEnvironment
-
-    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-
-
-class TaskStopped(Exception):
-    """Raised in a scheduler's task that a signal has stopped; submitit sends it to the process of the command."""
-
-
-def run_task(action: Callable[[], int]) -> int:
-    """Run `action` as a scheduler's task, and show its errors in the task's log; returns `DONE`.
-
-    Raises:
-        UserError, TaskStopped: submitit sends them to the process of the command.
-        SystemExit: a fault. From any other exception Hydra and submitit would make a task that succeeded.
-    """
-    try:
-        status = action()
-    except UserError as error:
-        print_lines("error", error.lines)
-        raise
-    except Exception:  # noqa: BLE001  # a crash of the tool
-        traceback.print_exc()
-        raise SystemExit(FAULT) from None
-    if status == STOPPED:
-        raise TaskStopped("a signal ended the job, and everything is saved; the same command with its run_dir resumes")
-    if status != DONE:
-        raise SystemExit(status)
-    return status

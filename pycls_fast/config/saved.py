@@ -11,8 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pycls_fast.config.compose import groups, validate
-from pycls_fast.config.imports import import_modules_of
+from pycls_fast.config.compose import groups, import_modules_of, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config import command_alone, is_command, launch
+from pycls_fast.config import command_alone, is_command, tasks
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_name
@@ -331,7 +331,7 @@ def _command(run: Run) -> str:
     if run.config.resume != "auto":
         # With any other value it would start from where this run first started, or refuse the folder.
         command += " resume=auto"
-    if run.world.size > 1 and not launch.is_task():
+    if run.world.size > 1 and not tasks.is_task():
         nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
         each = run.world.size // nodes
         launcher = f"torchrun --nproc_per_node {each}" + (

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from pycls_fast.config import launch
+from pycls_fast.config import tasks
 from pycls_fast.errors import UserError, end_import, is_first_of_node
 
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
@@ -66,8 +66,8 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    warning = launch.warning_signal()
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *launch.warning_signals()}
+    warning = tasks.warning_signal()
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *tasks.warning_signals()}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
     # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.

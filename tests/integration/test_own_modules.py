@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.imports import import_modules
+from pycls_fast.config.compose import import_modules
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.train.export import export

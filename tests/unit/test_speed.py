@@ -26,7 +26,7 @@ by_preset = pytest.mark.parametrize("preset", ["reference", "fast", "meta2022"])
 def test_what_is_said_of_a_switch_fits_its_field(switch: Switch) -> None:
     field = Speed.model_fields[switch.name]
     assert field.default == switch.reference
-    assert field.description
+
     assert len(switch.values) == len(set(switch.values)) >= 2
     for device in DEVICES:
         for half in (False, True):

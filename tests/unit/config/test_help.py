@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pycls_fast.choice import Section
 from pycls_fast.cli import VERBS, find_command
-from pycls_fast.config.help import help_of_key, help_text
+from pycls_fast.config.help import descriptions, help_of_key, help_text
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.launch import NoOptions
 from pycls_fast.config.messages import known_keys, section_keys
-from pycls_fast.config.run import RunConfig, Section
+from pycls_fast.config.run import RunConfig
 from pycls_fast.speed import MODEL_KINDS
 from tests.integration.runs import command, environment, run_process
 from tests.unit.config.conftest import Tool
@@ -77,7 +77,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_key_is_described(word: str, lines: list[str]) -> None:
-    text = help_of_key(word, NoOptions, 120)
+    text = help_of_key(word, Section, 120)
     for line in lines:
         pattern = re.escape(line.removesuffix("$")) + ("$" if line.endswith("$") else "")
         assert re.search(rf"^{pattern}", text, flags=re.MULTILINE), text
@@ -85,7 +85,7 @@ def test_a_key_is_described(word: str, lines: list[str]) -> None:
 
 def test_every_key_is_described() -> None:
     for key in known_keys(RunConfig):
-        text = help_of_key(key, NoOptions, 80)
+        text = help_of_key(key, Section, 80)
         # `None` and types of Python are not what is typed.
         assert not re.search(r"None|<class|typing|Annotated", text), text
         assert text.startswith(key) or f"\n{key}." in text
@@ -96,16 +96,16 @@ def test_every_key_has_a_description(name: str | None) -> None:
     """The string after a field, which `--help KEY` prints."""
     sections: list[type[Section]] = [RunConfig if name is None else find_command(name).options]
     for section in sections:
-        for key, field in section.model_fields.items():
+        for key in section.model_fields:
             inner = section_keys(section)[key]
             sections += [typing.cast(type[Section], kind) for kind in inner]
             if not inner:
-                assert field.description, f"{section.__name__}.{key}"
-                assert field.description.endswith("."), f"{section.__name__}.{key}"
+                assert descriptions(section)[key], f"{section.__name__}.{key}"
+                assert descriptions(section)[key].endswith("."), f"{section.__name__}.{key}"
 
 
 def test_help_of_words(tool: Tool) -> None:
-    text = help_text("", NoOptions, [CONFIGS], ["vit_s16"])
+    text = help_text("", Section, [CONFIGS], ["vit_s16"])
     assert "ViT-S/16 from scratch" in text
     assert "Result:" in text
     assert "key=default" not in text

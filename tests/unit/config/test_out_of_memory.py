@@ -41,17 +41,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("run", "settings", "line"),
+    ("run", "line"),
     [
-        (full, {}, f"error: {SAYS} data.global_batch_size or data.eval_batch_size, or the model\n"),
-        (full, {"default": None, "options": Options}, f"error: {SAYS} batch_size, or the model\n"),
-        (full, {"default": None}, f"error: {SAYS} the batch, or the model\n"),
-        (lambda _: torch.empty(2**60), {"default": None}, "error: the device is out of memory (can't allocate memory"),
+        (full, f"error: {SAYS} the batch size or the model\n"),
+        (lambda _: torch.empty(2**60), "error: the device is out of memory (can't allocate memory"),
     ],
 )
-def test_of_every_tool(capsys: pytest.CaptureFixture[str], run: Any, settings: dict[str, Any], line: str) -> None:
+def test_it_is_one_line(capsys: pytest.CaptureFixture[str], run: Any, line: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        command_line(run, **settings)
+        command_line(run, default=None, options=Options)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith(line)
 

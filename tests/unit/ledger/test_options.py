@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from pycls_fast.commands.measure import TAKEN, Named, refuse_unread
 from pycls_fast.commands.measure import LedgerOptions as Options
 from pycls_fast.commands.measure import ledger as main
-from pycls_fast.config import Purpose, command_line, load_config, variants
+from pycls_fast.config import Purpose, command_line, launch, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
@@ -64,8 +64,8 @@ def test_a_ladder_may_bring_its_mode(
         return 0
 
     monkeypatch.setattr(run, "run_ladder", instead)
-    monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
+    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
     assert asked == [expected or given["mode"]]
 
@@ -73,8 +73,8 @@ def test_a_ladder_may_bring_its_mode(
 def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(run, "run_ladder", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
-    monkeypatch.setattr(variants, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(variants, "same_command", lambda **_: ([], []))
+    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
         "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
         "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
