@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 _LEAVES = {"errors", "reading", "choice", "values", "seeds", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
