@@ -3,11 +3,11 @@
 from pycls_fast.parallel.compile import compile_model, uncompiled
 from pycls_fast.parallel.fairscale import plain_name
 from pycls_fast.parallel.flat import FlatShards
-from pycls_fast.parallel.launch import keep_freed_memory, lost_ranks, start_world
+from pycls_fast.parallel.launch import keep_freed_memory, start_world
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.precision import keep_in_float32, use_float8
-from pycls_fast.parallel.rendezvous import first_of_launch
+from pycls_fast.parallel.rendezvous import first_of_launch, lost_ranks
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers
 from pycls_fast.parallel.wrap import place_model, wrap_model
 

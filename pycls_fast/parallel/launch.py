@@ -1,4 +1,4 @@
-"""How a process joins the ranks of a run: its device, their rendezvous and groups, and what one of them tells the user.
+"""How a process joins the ranks of a run: its device, their groups and mesh, and its memory.
 
 Read `start_world` first.
 """
@@ -6,7 +6,6 @@ Read `start_world` first.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import os
 import secrets
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor
-from pycls_fast.parallel.rendezvous import attempt, connect, open_store
+from pycls_fast.parallel.rendezvous import connect, open_store, report_mistake
 from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Strategy, strategy_of
 
@@ -59,73 +58,64 @@ def start_world(
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
         SystemExit: an earlier world of this process was left without the other ranks, or not all ranks came.
     """
+    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
+    _note_lone_tasks()
     with ExitStack() as group, ExitStack() as watch:
         try:
-            yield _join(
-                group,
-                watch,
-                device=device,
-                backend=backend,
-                timeout_seconds=timeout_seconds,
-                strategy=strategy,
-                shard_degree=shard_degree,
-                replicate_degree=replicate_degree,
-                tensor_degree=tensor_degree,
-            )
+            facts = strategy_of(strategy)
+            grid = _grid(facts, size, shard_degree, replicate_degree, tensor_degree)
+            chosen = choose_device(device, local_rank)
+            if facts.needs_cuda and chosen.type != "cuda":
+                raise UserError(f"parallel.name: {strategy} needs CUDA and this run is on the CPU; use parallel=fsdp")
+            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor_degree)
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            # ddp with one rank runs too, on the same code path, without torchrun.
+            if size > 1 or facts.has_mesh:
+                # Longer than the monitor's, which knows where the ranks are and so reports first.
+                timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+                world = _join(group, world, _backends(backend, chosen, facts), timeout)
+                if facts.has_mesh:
+                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree))
+            if size > 1:
+                monitor = watch.enter_context(_monitor(world, timeout_seconds))
+                world = replace(world, monitor=monitor)
+            yield world
         except UserError as error:
             if not report_mistake(error):
                 group.pop_all()
             raise
         except BaseException as error:
-            rank, size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
             if size > 1:
                 group.pop_all()
                 error.add_note(f"(rank {rank} of {size})")
             raise
 
 
-def _join(
-    group: ExitStack,
-    watch: ExitStack,
-    *,
-    device: str,
-    backend: str,
-    timeout_seconds: int,
-    strategy: str,
-    shard_degree: int | None,
-    replicate_degree: int | None,
-    tensor_degree: int,
-) -> World:
-    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
-    _note_lone_tasks()
-    facts = strategy_of(strategy)
-    if strategy == "single" and size > 1:
+def _grid(facts: Strategy, size: int, shard: int | None, replicate: int | None, tensor: int) -> tuple[int | None, int]:
+    """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are divided.
+
+    Raises:
+        UserError: the strategy or the degrees do not fit the number of ranks.
+    """
+    if facts.name == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
-    if size % tensor_degree:
-        fits = max(n for n in range(1, min(tensor_degree, size) + 1) if size % n == 0)
+    if size % tensor:
+        fits = max(n for n in range(1, min(tensor, size) + 1) if size % n == 0)
         raise UserError(
-            f"parallel.tensor_degree: {tensor_degree} does not divide the {size} ranks of the run; use "
-            f"parallel.tensor_degree={fits}, or {-(-size // tensor_degree) * tensor_degree} ranks"
+            f"parallel.tensor_degree: {tensor} does not divide the {size} ranks of the run; use "
+            f"parallel.tensor_degree={fits}, or {-(-size // tensor) * tensor} ranks"
         )
-    models = size // tensor_degree
-    grid: tuple[int | None, int] = (None, models)
-    if facts.has_groups:
-        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor_degree, 1)
-        grid = degrees(models, shard=shard_degree, replicate=replicate_degree, ranks_per_node=here)
-    chosen = choose_device(device, local_rank)
-    if facts.needs_cuda and chosen.type != "cuda":
-        raise UserError(
-            f"parallel.name: {strategy} needs CUDA (FairScale orders its collectives with CUDA streams) and this run "
-            f"is on the {chosen.type.upper()}; use parallel=fsdp, which runs on both"
-        )
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    # ddp with one rank runs too, on the same code path, without torchrun.
-    if size == 1 and not facts.has_mesh:
-        return World(rank=0, size=1, device=chosen)
-    backends = _backends(backend, chosen, facts)
-    # The backends' timeout is longer than the monitor's, which knows where the ranks are and so reports first.
-    timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
+    models = size // tensor
+    if not facts.has_groups:
+        return None, models
+    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
+    return degrees(models, shard=shard, replicate=replicate, ranks_per_node=here)
+
+
+def _join(group: ExitStack, world: World, backends: str, timeout: timedelta) -> World:
+    """The world with its process groups."""
+    rank, size = world.rank, world.size
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
         raise SystemExit(FAULT)
@@ -139,34 +129,25 @@ def _join(
             file=sys.stderr,
         )
         raise SystemExit(FAULT) from None
-    device_id = chosen if chosen.type == "cuda" else None
+    device_id = world.device if world.device.type == "cuda" else None
     dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
     group.callback(dist.destroy_process_group)
     host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
-    mesh = make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree) if facts.has_mesh else None
-    world = World(
-        rank,
-        size,
-        chosen,
-        host_group,
-        saving_group,
-        mesh,
-        timeout=timeout,
-        local_rank=local_rank,
-        tensor=tensor_degree,
-    )
-    if size == 1:
-        return world
+    return replace(world, host_group=host_group, saving_group=saving_group, timeout=timeout)
+
+
+def _monitor(world: World, timeout_seconds: int) -> Monitor:
     # A random name, which no other run of this launch uses.
     name = f"monitor/{world.from_main(secrets.token_hex(4))}"
-    # Its patience must be shorter than the ranks' own.
-    patience = timedelta(seconds=30)
-    own = Monitor(lambda: dist.PrefixStore(name, connect(patience)), rank, size, timeout_seconds=timeout_seconds)
-    monitor = watch.enter_context(own)
-    return replace(world, monitor=monitor)
+
+    def connected() -> dist.Store:
+        # Its patience must be shorter than the ranks' own.
+        return dist.PrefixStore(name, connect(timedelta(seconds=30)))
+
+    return Monitor(connected, world.rank, world.size, timeout_seconds=timeout_seconds)
 
 
 def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
@@ -274,107 +255,30 @@ def make_mesh(device: str, replicate: int | None, shard: int, timeout: timedelta
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=tuple(sizes))
 
 
-# Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
-_PATIENCE = timedelta(seconds=5)
-
-
-def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
-    """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
-
-    If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
-    end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
-
-    Returns:
-        Whether all ranks have hit this error. If they do not within `patience`, False.
-    """
-    rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if size < 2:
-        return True
-    if "MASTER_ADDR" not in os.environ:
-        return False
-    node = os.environ.get("GROUP_RANK", "0")
-    text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
-    everywhere = f"pycls_fast/mistake/{attempt()}/{text}"
-    here = f"pycls_fast/mistake/{attempt()}/node {node}/{text}"
-    try:
-        store = connect(timeout=patience)
-        if local_rank == 0:
-            store.set(here, "told")
-        if _all_come(store, everywhere, size, patience):
-            return True
-        if local_rank == 0 or store.check([here]):
-            return False
-        if store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode():
-            return False
-    except dist.DistError:
-        if local_rank == 0:
-            return False
-    print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
-    return False
-
-
-def _all_come(store: dist.Store, key: str, size: int, patience: timedelta) -> bool:
-    """Whether every rank calls this for the key; a sweep's next run may do so again."""
-    arrived = store.add(f"{key}/ranks", 1)
-    everyone = f"{key}/all {(arrived - 1) // size}"
-    if arrived % size == 0:
-        store.set(everyone, "here")
-    return _comes(store, everyone, patience)
-
-
-def _comes(store: dist.Store, key: str, patience: timedelta) -> bool:
-    try:
-        store.wait([key], patience)
-    except dist.DistStoreError:
-        return False
-    return True
-
-
-def lost_ranks(error: BaseException) -> str | None:
-    """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
-    text = str(error)
-    is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
-    return first_line(error) if is_lost else None
-
-
-# From malloc.h.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-_DEFAULT_MMAP_MAX = 65536
-# The values that glibc's dynamic thresholds reach once large blocks have been freed (mallopt(3), M_MMAP_THRESHOLD).
-_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -3, 32 << 20
-
-
-class _Kept:
-    """Whether this process currently keeps freed memory."""
-
-    now = False
+# From malloc.h. Large blocks come from the heap and stay there; or, because setting a threshold makes it static, the
+# values that glibc's dynamic ones reach once large blocks have been freed (mallopt(3), M_MMAP_THRESHOLD).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_KEPT = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
+_RETURNED = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+_keeps = False
 
 
 def keep_freed_memory(keep: bool) -> None:
     """Make this process keep freed memory, or return it to the system as usual.
 
-    When it is kept, large blocks come from the heap instead of `mmap` and the heap is never trimmed: the process stays
-    at its peak size. torch's CPU tensors are such blocks; by default most activations of a step are returned in its
-    backward pass, and the next step gets the memory page by page, zeroed by the kernel. After turning this off, the
-    process still holds part of its memory, so compare the two settings in separate processes.
+    When it is kept, the process stays at its peak size. torch's CPU tensors are such blocks; by default most
+    activations of a step are returned in its backward pass, and the next step gets the memory page by page, zeroed by
+    the kernel. After turning this off, the process still holds part of its memory, so compare the two settings in
+    separate processes.
 
     Raises:
         RuntimeError: the C library refuses. (`speed.resolve` ensures that it is glibc.)
     """
-    if keep == _Kept.now:
+    global _keeps
+    if keep == _keeps:
         return
-    # Setting a threshold makes it static, so the default is restored as the values that glibc's dynamic ones reach.
-    settings = (
-        {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
-        if keep
-        else {
-            _MMAP_MAX: _DEFAULT_MMAP_MAX,
-            _MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD,
-            _TRIM_THRESHOLD: 2 * _LARGEST_MMAP_THRESHOLD,
-        }
-    )
     libc = ctypes.CDLL(None)
-    for parameter, value in settings.items():
+    for parameter, value in (_KEPT if keep else _RETURNED).items():
         if libc.mallopt(parameter, value) != 1:
             raise RuntimeError(f"mallopt({parameter}, {value}) failed")
-    _Kept.now = keep
+    _keeps = keep

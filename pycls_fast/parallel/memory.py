@@ -1,10 +1,8 @@
 """Activation memory: recompute saved activations, keep them in 8 bits, or offload them to the host.
 
-Recomputation: Training Deep Nets with Sublinear Memory Cost (Chen et al. 2016, arXiv 1604.06174), by
-`torch.utils.checkpoint`; the selective form is that of Korthikanti et al. (Reducing Activation Recomputation in Large
-Transformer Models, 2022, arXiv 2205.05198) turned into a rule about operators. The second forward draws the same random
-numbers as the first (`preserve_rng_state`) and does not change buffers, so gradients and BatchNorm statistics are
-bit-identical.
+Recomputation: Chen et al. 2016, arXiv 1604.06174, by `torch.utils.checkpoint`; the selective form is that of
+Korthikanti et al. 2022, arXiv 2205.05198, turned into a rule about operators. The second forward draws the same random
+numbers as the first and does not change buffers, so gradients and BatchNorm statistics are bit-identical.
 
 8 bits: Gist (Jain et al. 2018, ISCA) keeps ReLU's output as one bit if only its backward pass reads it; ActNN (Chen et
 al. 2021, arXiv 2104.14129) keeps activations in few bits with a range per group. Rounding is to nearest and not
@@ -29,8 +27,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pycls_fast.network import Units
 
 RecomputeName = Literal["off", "full", "selective", "budget"]
-OffloadName = Literal["none", "cpu"]
-CompressionName = Literal["none", "8bit"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -40,13 +36,15 @@ def save_activation_memory(
     *,
     recompute: RecomputeName = "off",
     recompute_every: int = 1,
-    activation_offload: OffloadName = "none",
-    activation_compression: CompressionName = "none",
+    activation_offload: Literal["none", "cpu"] = "none",
+    activation_compression: Literal["none", "8bit"] = "none",
 ) -> None:
     """Apply the three switches to a model in place, after its memory format is set, before compilation and sharding.
 
     With full recomputation, only the units' inputs are offloaded. Names, types, checkpoints and evaluation are
-    unchanged.
+    unchanged. Recomputation and compression exclude each other: every unit would run again from a rounded input, and
+    the gradient's error was 10% instead of 1% on a small ViT. So do selective recomputation and offloading: torch keeps
+    what is selected past the hooks of saved tensors.
 
     Args:
         model: the whole network.
@@ -54,31 +52,11 @@ def save_activation_memory(
         recompute, recompute_every: see `recompute_units`.
         activation_offload: "cpu" moves saved tensors to the host.
         activation_compression: "8bit" keeps saved tensors in 8 bits per number.
-
-    Raises:
-        ValueError: recomputation with compression (every unit would run again from a rounded input: the gradient's
-            error was 10% instead of 1% on a small ViT), or selective recomputation with offloading (torch's selective
-            checkpointing bypasses saved-tensor hooks).
     """
-    in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
-    if recompute != "off" and in_8_bits:
-        raise ValueError("units cannot be recomputed from inputs in 8 bits; use one of the two")
-    if recompute == "selective" and on_host:
-        raise ValueError("recompute=selective bypasses saved-tensor hooks; use recompute=full")
     recompute_units(units, recompute=recompute, every=recompute_every)
+    in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
     if in_8_bits or on_host:
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)
-
-
-_aten = torch.ops.aten
-_CONVOLUTIONS = {_aten.convolution.default}
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
-if torch.backends.mkldnn.is_available():
-    # What speed.linear=products runs on a CPU.
-    _PRODUCTS.add(torch.ops.mkldnn._linear_pointwise.default)
-# What speed.convolution=products runs in compiled code for 1x1 kernels.
-_COMPILED_POINTWISE = "pycls_fast::pointwise"
-_BATCHED_PRODUCTS = {_aten.bmm.default, _aten.baddbmm.default}
 
 
 def recompute_units(units: Units, *, recompute: RecomputeName, every: int = 1) -> None:
@@ -86,15 +64,13 @@ def recompute_units(units: Units, *, recompute: RecomputeName, every: int = 1) -
 
     Args:
         units: the model's repeated blocks in forward order.
-        recompute: "off"; "full": only the unit's input is kept; "selective": the results of convolutions and of
-            products with weights are kept as well, so that attention, norms and activations run again
-            (`KeepProducts`); "budget": nothing here, for the compiler chooses (`compile_model`).
+        recompute: "off"; "full": only the unit's input is kept; "selective": what `KeepProducts` keeps, too;
+            "budget": nothing here, for the compiler chooses (`compile_model`).
         every: 1 for all units.
     """
-    if recompute in ("off", "budget"):
-        return
-    for _, unit in list(units)[::every]:
-        unit.forward = Recomputed(unit, selective=recompute == "selective")
+    if recompute in ("full", "selective"):
+        for _, unit in list(units)[::every]:
+            unit.forward = Recomputed(unit, selective=recompute == "selective")
 
 
 class Recomputed:
@@ -111,25 +87,17 @@ class Recomputed:
     def __call__(self, features: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.inner(features)
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"context_fn": self._contexts}
         if torch.compiler.is_compiling():
             # A compiled unit is recomputed by its graph, which writes buffers once; our buffer contexts do not apply.
             # Nothing of this object goes in, or each unit would have a graph of its own.
             extra = {"context_fn": _keep_products} if self.selective else {}
-        elif self.selective or self._has_buffers():
-            extra = {"context_fn": self._contexts}
         return checkpoint(self.inner, features, use_reentrant=False, preserve_rng_state=True, **extra)
-
-    def _has_buffers(self) -> bool:
-        return next(self.unit.buffers(), None) is not None
 
     def _contexts(self) -> Contexts:
         """Contexts for the forward pass and for its repetition in the backward pass."""
-        first: AbstractContextManager[Any] = nullcontext()
-        again: AbstractContextManager[Any] = nullcontext()
-        if self.selective:
-            first, again = _keep_products()
-        return first, _both(buffers_put_back(self.unit), again)
+        first, again = _keep_products() if self.selective else (nullcontext(), nullcontext())
+        return first, buffers_put_back(self.unit, again)
 
 
 def _keep_products() -> Contexts:
@@ -137,89 +105,54 @@ def _keep_products() -> Contexts:
     return first, again
 
 
-class KeepProducts:
-    """The policy of `selective` for one forward pass: keeps results of convolutions and of products with weights.
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+if torch.backends.mkldnn.is_available():
+    # What speed.linear=products runs on a CPU.
+    _PRODUCTS.add(torch.ops.mkldnn._linear_pointwise.default)
+# The second is what speed.convolution=products runs in compiled code for 1x1 kernels.
+_CONVOLUTIONS = {"aten::convolution", "pycls_fast::pointwise"}
+_BATCHED_PRODUCTS = {_aten.bmm.default, _aten.baddbmm.default}
 
-    The product after attention, its output projection, is not kept: it is a twelfth of the operations of a ViT block's
-    products with weights, and a tenth of what would be kept.
+
+class KeepProducts:
+    """The policy of "selective" for one forward pass: keeps results of convolutions and of products with weights.
+
+    So attention, norms and activations run again, and so does the product after attention, its output projection: it
+    is a twelfth of the operations of a ViT block's products with weights, and a tenth of what would be kept.
     """
 
     def __init__(self) -> None:
-        # Separate for the first run and the repetition: older versions of torch call the policy in both.
-        self._after_attention = {False: False, True: False}
+        self._after_attention = False
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decide for one operator; called for every operator in execution order."""
-        again = context.is_recompute
         if operator in _PRODUCTS:
-            is_projection, self._after_attention[again] = self._after_attention[again], False
+            is_projection, self._after_attention = self._after_attention, False
             return CheckpointPolicy.PREFER_RECOMPUTE if is_projection else CheckpointPolicy.MUST_SAVE
-        if operator in _CONVOLUTIONS or operator.name() == _COMPILED_POINTWISE:
+        if operator.name() in _CONVOLUTIONS:
             return CheckpointPolicy.MUST_SAVE
         if operator in _BATCHED_PRODUCTS or "scaled_dot_product" in operator.name():
-            self._after_attention[again] = True
+            self._after_attention = True
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
-def buffers_put_back(unit: nn.Module) -> Iterator[None]:
+def buffers_put_back(unit: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
     """Replace all buffers by copies inside the context, so that BatchNorm's statistics count a batch only once."""
     owned = [(module, name, value) for module in unit.modules() for name, value in module.named_buffers(recurse=False)]
     for module, name, value in owned:
         setattr(module, name, value.clone())
     try:
-        yield
+        with inner:
+            yield
     finally:
         for module, name, value in owned:
             setattr(module, name, value)
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
 SMALLEST = 1024
 """Tensors with fewer elements are kept unchanged."""
-
-
-class PackedStorage:
-    """A compressed or offloaded range of memory, kept once for all saved tensors that are views of it."""
-
-    def __init__(self, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
-        self.count, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
-        self.parts: tuple[Tensor, ...] = tuple(compress(flat)) if in_8_bits else (flat,)
-        self.in_8_bits = in_8_bits
-        if on_host:
-            self.parts = tuple(_to_host(part) for part in self.parts)
-
-    def restore(self) -> Tensor:
-        """The flat tensor, on its device."""
-        parts = [part.to(self.device, non_blocking=True) for part in self.parts]
-        return decompress(EightBits(*parts), self.count, self.dtype) if self.in_8_bits else parts[0]
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    # Both copies, here and back, are on the current stream: the host never waits, and never reads the copy.
-    pinned = tensor.device.type == "cuda"
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return host.copy_(tensor, non_blocking=pinned)
-
-
-class View:
-    """A saved tensor as a position in a kept range of memory."""
-
-    def __init__(self, packed: PackedStorage, tensor: Tensor, offset: int | None) -> None:
-        self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
-
-    def restore(self) -> Tensor:
-        """The tensor with its strides."""
-        flat = self.packed.restore()
-        if self.offset is not None:
-            return flat.as_strided(self.shape, self.strides, self.offset)
-        empty = torch.empty_strided(self.shape, self.strides, dtype=flat.dtype, device=flat.device)
-        return empty.copy_(flat.view(self.shape))
 
 
 class SavedTensors:
@@ -231,7 +164,7 @@ class SavedTensors:
 
     Args:
         model: the module whose `forward` is replaced.
-        in_8_bits: apply `eight_bits.compress` to such tensors, and keep only ReLU's sign.
+        in_8_bits: apply `compress` to such tensors, and keep only ReLU's sign.
         on_host: move what is kept to the host's memory, pinned if the device is CUDA.
     """
 
@@ -260,6 +193,44 @@ def keep(model: nn.Module, *held: Tensor, in_8_bits: bool, on_host: bool) -> Ite
 
 def _unpack(kept: Tensor | View) -> Tensor:
     return kept.restore() if isinstance(kept, View) else kept
+
+
+class PackedStorage:
+    """A compressed or offloaded range of memory, kept once for all saved tensors that are views of it."""
+
+    def __init__(self, flat: Tensor, *, in_8_bits: bool, on_host: bool) -> None:
+        self.count, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
+        self.parts: tuple[Tensor, ...] = tuple(compress(flat)) if in_8_bits else (flat,)
+        self.in_8_bits = in_8_bits
+        if on_host:
+            self.parts = tuple(_to_host(part) for part in self.parts)
+
+    def restore(self) -> Tensor:
+        """The flat tensor, on its device."""
+        parts = [part.to(self.device, non_blocking=True) for part in self.parts]
+        return decompress(EightBits(*parts), self.count, self.dtype) if self.in_8_bits else parts[0]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    # Both copies, here and back, are on the current stream: the host never waits, and never reads the copy.
+    pinned = tensor.device.type == "cuda"
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return host.copy_(tensor, non_blocking=pinned)
+
+
+class View:
+    """A saved tensor as a position in a kept range of memory; without an offset, all of it in the logical order."""
+
+    def __init__(self, packed: PackedStorage, tensor: Tensor, offset: int | None) -> None:
+        self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
+
+    def restore(self) -> Tensor:
+        """The tensor with its strides."""
+        flat = self.packed.restore()
+        if self.offset is not None:
+            return flat.as_strided(self.shape, self.strides, self.offset)
+        empty = torch.empty_strided(self.shape, self.strides, dtype=flat.dtype, device=flat.device)
+        return empty.copy_(flat.view(self.shape))
 
 
 class _Hook:
@@ -370,18 +341,6 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     return (packed[:, None] & weights_8).ne(0).view(-1)[:count]
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a contiguous range of memory without gaps or overlap, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 class BitReLU(torch.autograd.Function):
     """ReLU that saves one bit per element for its backward pass, not its output; the gradient is bit-identical."""
 
@@ -393,11 +352,10 @@ class BitReLU(torch.autograd.Function):
             out = features.relu_()
         else:
             out = features.relu()
-        ctx.dense = is_dense(out)
-        ordered = out.as_strided((out.numel(),), (1,)) if ctx.dense else out.reshape(-1)
-        # Not `> 0`: like torch's, the gradient passes where the output is NaN.
-        ctx.save_for_backward(pack_bits(~(ordered <= 0)))
-        ctx.shape, ctx.strides = out.shape, out.stride()
+        # Not `> 0`: like torch's, the gradient passes where the output is NaN. The mask fills its memory without gaps.
+        mask = ~(out <= 0)
+        ctx.save_for_backward(pack_bits(mask.as_strided((mask.numel(),), (1,))))
+        ctx.shape, ctx.strides = mask.shape, mask.stride()
         return out
 
     @staticmethod
@@ -405,8 +363,7 @@ class BitReLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The gradient where the output was positive (or NaN), else 0."""
         (bits,) = ctx.saved_tensors
-        mask = unpack_bits(bits, ctx.shape.numel())
-        mask = mask.as_strided(ctx.shape, ctx.strides) if ctx.dense else mask.view(ctx.shape)
+        mask = unpack_bits(bits, ctx.shape.numel()).as_strided(ctx.shape, ctx.strides)
         return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device)), None
 
 

@@ -12,31 +12,20 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+
+import torch.distributed as dist
 
 from pycls_fast.errors import first_line
 
 _FOR_OTHERS = ", waiting for other ranks"
-# Connections that are tried after one is lost.
+# Connections that are tried after one is lost: the store's host may have been slow once.
 _ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
-
-
-class Store(Protocol):
-    """The part of torch.distributed's store interface that is used here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,8 @@ class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
     Args:
-        connect: opens a connection to the store that the ranks share; only the monitor's thread uses it. It is called
-            again if a connection is lost.
+        connect: opens a connection to the store that the ranks share, for the monitor's thread alone; called again if
+            it is lost.
         rank: this process's rank.
         size: number of ranks.
         timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
@@ -74,7 +63,7 @@ class Monitor:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], dist.Store],
         rank: int,
         size: int,
         *,
@@ -115,27 +104,23 @@ class Monitor:
         self._thread.join(timeout=2 * self._interval)
 
     def _watch(self) -> None:
+        lost = 0
         while not self._stop.wait(self._interval):
             try:
+                if lost:
+                    self._store = self._connect()
                 place = self._say()
-                # `_differ` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
-                if place.seconds >= self._timeout and self._differ() and not self._stop.is_set():
+                # `_hangs` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
+                if place.seconds >= self._timeout and self._hangs() and not self._stop.is_set():
                     self._report()
+                lost = 0
             except RuntimeError as error:
-                if not self._reconnect(first_line(error)):
+                lost += 1
+                if lost > _ATTEMPTS:
+                    said = f"rank {self._rank} has lost its connection to the other ranks' monitors"
+                    only = "if ranks hang, only the timeouts of NCCL and gloo end them"
+                    print(f"note: {said} ({first_line(error)}); {only}", file=sys.stderr, flush=True)
                     return
-
-    def _reconnect(self, reason: str) -> bool:
-        """Connect again: the store's host may have been slow once. It fails if the ranks are being ended."""
-        for _ in range(_ATTEMPTS):
-            if self._stop.wait(self._interval):
-                return False
-            with suppress(RuntimeError):
-                self._store = self._connect()
-                return True
-        said = f"note: rank {self._rank} has lost its connection to the other ranks' monitors ({reason})"
-        print(f"{said}; if ranks hang, only the timeouts of NCCL and gloo end them", file=sys.stderr, flush=True)
-        return False
 
     def _say(self) -> Place:
         doing, since = self._doing
@@ -145,36 +130,35 @@ class Monitor:
             self._not_waiting = now
         self._beat += 1
         place = Place(doing, now - since, now - max(since, self._not_waiting), function, self._beat)
-        self._store.set(f"place/{self._rank}", json.dumps(place.__dict__))
+        self._store.set(f"place/{self._rank}", json.dumps(asdict(place)))
         return place
 
     def _places(self) -> list[Place | None]:
         keys = [f"place/{rank}" for rank in range(self._size)]
         return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
-    def _differ(self) -> bool:
-        """Whether the ranks hang: none makes progress, and they are at different places or some wait for the others."""
+    def _hangs(self) -> bool:
+        """Whether none makes progress, and they are at different places, some wait for the others, or one is silent."""
         places = self._places()
         stuck = [place for place in places if place is not None and place.seconds >= self._timeout]
-        if len(stuck) < self._size:
-            # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
-            return None in places or bool(self._silent(places))
-        waited = [place.waited for place in stuck]
-        waits_for_others = max(waited) >= self._timeout and min(waited) == 0
-        return waits_for_others or len({place.doing for place in stuck}) > 1 or bool(self._silent(places))
+        if len(stuck) == self._size:
+            waited = [place.waited for place in stuck]
+            waits_for_others = max(waited) >= self._timeout and min(waited) == 0
+            if waits_for_others or len({place.doing for place in stuck}) > 1:
+                return True
+        # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
+        return None in places or bool(self._silent(places))
 
     def _silent(self, before: Sequence[Place | None]) -> list[int]:
         """Ranks whose heartbeat has stopped."""
         self._pause(4)
-        now = self._places()
-        beats = [[place and place.beat for place in places] for places in (before, now)]
+        beats = [[place and place.beat for place in places] for places in (before, self._places())]
         return [rank for rank in range(self._size) if beats[0][rank] == beats[1][rank]]
 
     def _report(self) -> None:
         # One rank prints; the others wait until it has.
         if self._store.add("reported", 1) == 1:
-            before = self._places()
-            silent = self._silent(before)
+            silent = self._silent(self._places())
             print(*report(self._places(), silent, self._timeout), sep="\n", file=sys.stderr, flush=True)
         else:
             self._pause(8)
@@ -191,29 +175,24 @@ def report(places: Sequence[Place | None], silent: Sequence[int], timeout_second
     lines = [f"error: parallel.timeout_seconds: ranks have waited for others for {timeout_seconds:g} s; where each is:"]
     for rank, place in enumerate(places):
         if place is None:
-            lines.append(f"error:   rank {rank}: has not reported yet")
-            continue
-        said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
-        if rank in silent:
+            said = "has not reported yet"
+        elif rank in silent:
             said = f"no sign of life; last seen at: {place.doing}"
+        else:
+            said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
         lines.append(f"error:   rank {rank}: {said}")
     return lines
 
 
 def _function(frame: FrameType | None) -> str:
     """A thread's innermost function, or the distributed operation in which it waits for other ranks."""
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    if not frames:
+    if frame is None:
         return ""
-    waiting = next((f for f in frames if any(part in f.f_code.co_filename for part in _WAITING)), None)
-    shown = _name(frames[0])
-    if waiting is None:
-        return shown
-    outer = next((f for f in frames if "torch/distributed" in f.f_code.co_filename), waiting)
-    return _name(outer) + _FOR_OTHERS
+    frames = [outer for outer, _ in traceback.walk_stack(frame)]
+    waiting = [f for f in frames if any(part in f.f_code.co_filename for part in _WAITING)]
+    if not waiting:
+        return _name(frame)
+    return _name(next((f for f in waiting if _WAITING[0] in f.f_code.co_filename), waiting[0])) + _FOR_OTHERS
 
 
 def _name(frame: FrameType) -> str:

@@ -1,18 +1,21 @@
-"""Rendezvous: the key-value store through which ranks find each other. It outlives processes that torchrun restarts."""
+"""What processes tell each other through the launch's key-value store, which outlives those that torchrun restarts."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from pycls_fast.errors import UserError, first_line
+
 _CURRENT = "pycls_fast/round"
-# Seconds between a rank's looks for the current round, at first and later.
-_PAUSE, _LONG_PAUSE = 0.05, 0.5
 # The latest round of this process.
 _round: str | None = None
 
@@ -24,12 +27,8 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     still there: gloo would try to connect to dead ranks. Nothing in the environment names an attempt: each agent counts
     only the failures of its own ranks. So the ranks meet in a round that rank 0 names.
 
-    Args:
-        rank, size: this process among all.
-        timeout: how long to wait for the other ranks.
-
     Raises:
-        torch.distributed.DistStoreError: not all ranks came.
+        torch.distributed.DistStoreError: not all ranks came within the timeout.
     """
     if size == 1:
         # One rank needs no launcher.
@@ -38,14 +37,6 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     _round = meet(store, rank, size, timeout)
     return dist.PrefixStore(_round, store)
-
-
-def attempt() -> str:
-    """A name of the current processes for keys of the launch's store: their round; before they meet, a count.
-
-    The count is the agent's, and those of different nodes may count differently (see `open_store`).
-    """
-    return _round or f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -58,39 +49,21 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     token = secrets.token_hex(8)
     if rank == 0:
         store.set(_CURRENT, token)
-        for other in range(1, size):
-            _wait_for(other, store, _token_key(token, other), timeout)
-        others = [store.get(_token_key(token, other)).decode() for other in range(1, size)]
-        store.set(_members_key(token), " ".join(others))
+        others = [f"{_CURRENT} {token}/rank {other}" for other in range(1, size)]
+        store.wait(others, timeout)
+        store.set(f"{_CURRENT} {token}/members", " ".join(store.get(key).decode() for key in others))
         return token
-    deadline, pause, told = time.monotonic() + timeout.total_seconds(), _PAUSE, ""
-    _wait_for(0, store, _CURRENT, timeout)
+    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.05
+    store.wait([_CURRENT], timeout)
     while time.monotonic() < deadline:
         current = store.get(_CURRENT).decode()
-        if current != told:
-            store.set(_token_key(current, rank), token)
-            told = current
-        if store.check([_members_key(current)]) and token in store.get(_members_key(current)).decode().split():
+        members = f"{_CURRENT} {current}/members"
+        store.set(f"{_CURRENT} {current}/rank {rank}", token)
+        if store.check([members]) and token in store.get(members).decode().split():
             return current
         time.sleep(pause)
-        pause = min(2 * pause, _LONG_PAUSE)
+        pause = min(1.5 * pause, 0.5)
     raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for the other ranks")
-
-
-def _wait_for(rank: int, store: dist.Store, key: str, timeout: timedelta) -> None:
-    """Wait until a rank has set a key."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistStoreError as error:
-        raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for rank {rank}") from error
-
-
-def _token_key(name: str, rank: int) -> str:
-    return f"{_CURRENT} {name}/{rank}"
-
-
-def _members_key(name: str) -> str:
-    return f"{_CURRENT} {name}/members"
 
 
 def connect(timeout: timedelta = timedelta(seconds=300)) -> dist.Store:
@@ -108,3 +81,54 @@ def first_of_launch(name: str, value: str) -> tuple[str, bool]:
         return value, False
     first = connect().compare_set(f"pycls_fast/{name}", "", value).decode()
     return first, first != value
+
+
+# Time for the node's first rank to hit the same error, as it usually does: most errors are in what all ranks are given.
+_PATIENCE = timedelta(seconds=5)
+
+
+def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
+    """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
+
+    If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
+    end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
+
+    Returns:
+        Whether all ranks have hit this error. If they do not within `patience`, False.
+    """
+    rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if size < 2 or "MASTER_ADDR" not in os.environ:
+        return size < 2
+    # The round names these processes; before they meet, the agent's count does, which may differ between nodes.
+    attempt = _round or f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
+    everywhere = f"pycls_fast/mistake/{attempt}/{text}"
+    here = f"{everywhere}/node {os.environ.get('GROUP_RANK', '0')}"
+    try:
+        store = connect(patience)
+        if local_rank == 0:
+            store.set(here, "told")
+        # A sweep's next run may hit it again.
+        arrived = store.add(f"{everywhere}/ranks", 1)
+        everyone = f"{everywhere}/all {(arrived - 1) // size}"
+        if arrived % size == 0:
+            store.set(everyone, "here")
+        with suppress(dist.DistStoreError):
+            store.wait([everyone], patience)
+            return True
+        if local_rank == 0 or store.check([here]):
+            return False
+        if store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode():
+            return False
+    except dist.DistError:
+        if local_rank == 0:
+            return False
+    print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+    return False
+
+
+def lost_ranks(error: BaseException) -> str | None:
+    """torch's message if the error means that another rank is gone or does not answer; None for any other error."""
+    text = str(error)
+    is_lost = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+    return first_line(error) if is_lost else None

@@ -76,6 +76,14 @@ def wait_for_others(rank: Rank, seconds: float) -> threading.Thread:
     return thread
 
 
+def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with ranks(2, timeout=0.6) as (first, second):
+        wait_for_others(first, 60)
+        assert first.ended.wait(20)
+        assert second.ended.wait(20)
+    assert "starting, in all_reduce (torch/distributed/waits.py:3), waiting for other ranks" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """A tool that never says where it is, and whose ranks meet in a collective late."""
@@ -87,14 +95,6 @@ def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixtur
         assert not first.ended.is_set()
         assert not second.ended.is_set()
     assert capsys.readouterr().err == ""
-
-
-def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    with ranks(2, timeout=0.6) as (first, second):
-        wait_for_others(first, 60)
-        assert first.ended.wait(20)
-        assert second.ended.wait(20)
-    assert "starting, in all_reduce (torch/distributed/waits.py:3), waiting for other ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -168,6 +168,6 @@ def test_a_lost_connection_is_opened_again(capsys: pytest.CaptureFixture[str]) -
         assert not monitor._thread.is_alive()
     assert b'"beat": 5' in store.get("place/0")
     assert capsys.readouterr().err == (
-        "note: rank 0 has lost its connection to the other ranks' monitors (Connection reset by peer); if ranks hang, "
+        "note: rank 0 has lost its connection to the other ranks' monitors (Connection refused); if ranks hang, "
         "only the timeouts of NCCL and gloo end them\n"
     )
