@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import PrivateAttr
+
 from pycls_fast.choice import Choice
 from pycls_fast.errors import DONE, INTERRUPTED, STOPPED
 from pycls_fast.values import Text
@@ -40,7 +42,7 @@ class Tracker(Choice, key="trackers"):
     """Something that records the numbers of one run. A resumed run continues its run there.
 
     Attributes:
-        remote: called in a thread, so that training neither waits for a server nor ends when it fails.
+        remote: sends to a server, whose failure does not end training. `add` must not wait for it.
         package: what it imports, which is checked before anything is built.
         way_out: what to do if it cannot be opened.
     """
@@ -152,6 +154,7 @@ class MLflow(Tracker, name="mlflow"):
     _client: Any = None
     _id: str = ""
     _step: int = 0
+    _sending: list[Any] = PrivateAttr(default_factory=list)
 
     def open(self, folder: Path, settings: Mapping[str, Any], run_id: str | None, start_step: int) -> str:
         import mlflow
@@ -200,9 +203,12 @@ class MLflow(Tracker, name="mlflow"):
 
         self._step = step
         now = time.time_ns() // 1_000_000
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def end(self, status: int, final: Mapping[str, float]) -> None:
         if final:
             self.add(self._step, final)
+        for sent in self._sending:
+            sent.wait()
         self._client.set_terminated(self._id, status=_STATE.get(status, "FAILED"))
