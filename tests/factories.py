@@ -17,8 +17,8 @@ from pycls_fast.config.saved import SAVED, register, saved_in_run
 from pycls_fast.models.pretrained.timm import read_timm_vit
 from pycls_fast.models.pretrained.torchvision import read_resnet, read_torchvision_vit
 from pycls_fast.parallel import ALONE
-from pycls_fast.train import checkpoint
-from pycls_fast.train.state import split
+from pycls_fast.train import checkpoint, saving
+from pycls_fast.train.checkpoint import split
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -50,9 +50,9 @@ def randomise(model: nn.Module) -> nn.Module:
 
 
 def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
-    """Save a nested state of tensors and plain values in one process; other arguments as in `checkpoint.write`."""
+    """Save a nested state of tensors and plain values in one process; other arguments as in `saving.write`."""
     found, plain = split(state)
-    return checkpoint.write(found, plain, folder, step, keep=keep, world=ALONE)
+    return saving.write(found, plain, folder, step, keep=keep, world=ALONE)
 
 
 def load_checkpoint(

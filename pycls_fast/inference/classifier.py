@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.network import Network
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.restore import Restored, restore
+from pycls_fast.train.weights import Restored, restore
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""

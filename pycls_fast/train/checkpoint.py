@@ -16,33 +16,122 @@ in `.metadata`; a bit that the disk flipped is not.
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import pickle
-import secrets
-import shutil
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from pycls_fast.errors import UserError, first_line
-from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
+from pycls_fast.files import STATE, checkpoints
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import SavedWeights, check, read_bytes, read_json
-from pycls_fast.train.state import State, Tensors, differing_shapes, join
 
 FORMAT = 4
 
-# Failures of a disk, a folder or another rank; anything else is a bug.
-_EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
+State = dict[str, Any]
+"""A nested dictionary of tensors, DTensors and plain values."""
+Tensors = dict[str, Tensor]
+"""Tensors by path."""
+
+# Tensor subclasses made of several tensors: torchao's optimizer state. No other class is rebuilt from a file.
+_COMPOSITE = {"OptimState8bit": "torchao.optim.subclass_8bit"}
+
+
+def split(state: State) -> tuple[Tensors, State]:
+    """The tensors of a state by their path, and the state without them.
+
+    Raises:
+        UserError: a tensor subclass that cannot be saved in shards.
+    """
+    tensors: Tensors = {}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> State:
+        plain: State = {}
+        for key, value in values.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, dict):
+                plain[key] = walk(value, f"{path}/")
+            elif not isinstance(value, Tensor):
+                plain[key] = value
+            elif type(value._local_tensor if isinstance(value, DTensor) else value) in (Tensor, nn.Parameter):
+                tensors[path] = value.detach()
+            else:
+                inner, plain[key] = _take_apart(path, value)
+                tensors.update(inner)
+        return plain
+
+    return tensors, walk(state, "")
+
+
+def join(tensors: Tensors, plain: State) -> State:
+    """The inverse of `split` (shares the dictionaries of `plain`)."""
+    for path, tensor in tensors.items():
+        *folders, name = path.split("/")
+        place = plain
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = tensor
+    return _put_together(plain)
+
+
+def own_share(tensors: Tensors, rank: int, ranks: int) -> Tensors:
+    """What this rank writes: its shards, and its share of the replicated tensors, which are divided among the ranks."""
+    if ranks == 1:
+        return tensors
+    loads = [0] * ranks
+    owner: dict[str, int] = {}
+    whole = {path: t.nbytes for path, t in tensors.items() if not isinstance(t, DTensor)}
+    for path in sorted(whole, key=lambda path: (-whole[path], path)):
+        owner[path] = loads.index(min(loads))
+        loads[owner[path]] += whole[path]
+    return {path: tensor for path, tensor in tensors.items() if owner.get(path, rank) == rank}
+
+
+def _take_apart(path: str, value: Any) -> tuple[Tensors, State]:
+    name = type(value).__name__
+    if name not in _COMPOSITE:
+        raise UserError(
+            f"optim.name: the state {path} of type {name} cannot be saved; use optim=adamw, or parallel=ddp"
+        )
+    parts, context = value.__tensor_flatten__()
+    plain = [str(item) if isinstance(item, torch.dtype) else item for item in context]
+    return {f"{path}/{part}": getattr(value, part) for part in parts}, {"composite": name, "context": plain}
+
+
+def _put_together(values: State) -> State:
+    for key, value in values.items():
+        if isinstance(value, dict) and value.get("composite") in _COMPOSITE:
+            kind = getattr(importlib.import_module(_COMPOSITE[value["composite"]]), value["composite"])
+            inner = {name: part for name, part in value.items() if isinstance(part, Tensor)}
+            context = [getattr(torch, x.removeprefix("torch.")) if isinstance(x, str) else x for x in value["context"]]
+            values[key] = kind.__tensor_unflatten__(inner, context)
+        elif isinstance(value, dict):
+            _put_together(value)
+    return values
+
+
+def differing_shapes(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
+    """How many names are missing or have a different shape on the other side, and the first; None if all match."""
+    mine, saved = ({name: tuple(shape) for name, shape in shapes.items()} for shapes in (here, there))
+    wrong = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
+    if not wrong:
+        return None
+    first = wrong[0]
+    return (
+        f"{len(wrong)} tensors differ, the first is {first} with shape {saved.get(first)} there and {mine.get(first)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -51,140 +140,6 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
-    """Write `step_N`, then remove the oldest beyond `keep`; all ranks call this and wait for one another.
-
-    Args:
-        found: this rank's share of the tensors, by path.
-        plain: everything else, which rank 0 writes.
-        folder: the run's checkpoint folder.
-        step: steps done.
-        keep: how many to keep, besides the best.
-        world: its `host_group` carries the ranks' messages.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written to; earlier checkpoints are unchanged.
-    """
-    path = folder / f"step_{step:09d}"
-
-    def together(action: Callable[[], Any]) -> Any:
-        """Rank 0's result of the action; if one rank fails, all raise, so that none waits forever."""
-        failure: BaseException | None = None
-        result = None
-        try:
-            result = action()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, after the others know
-            failure = error
-        reasons = world.gather(None if failure is None else _reason(failure))
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if failure is not None and not isinstance(failure, _EXPECTED):
-            raise failure
-        if reason is not None:
-            raise UserError(
-                f"{path}: the checkpoint could not be written ({reason}); those before it are kept"
-            ) from failure
-        return world.from_main(result)
-
-    def finish() -> None:
-        _publish(temporary, {"format": FORMAT, **plain})
-        # The checkpoint is complete, and the next one removes what is left now.
-        with suppress(OSError):
-            retire(folder, keep)
-
-    temporary: Path = together(lambda: _begin(folder, step) if world.is_main else None)
-    try:
-        together(lambda: _write_tensors(found, temporary, world))
-        together(lambda: finish() if world.is_main else None)
-    except UserError:
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return path
-
-
-def _begin(folder: Path, step: int) -> Path:
-    """Make a new temporary folder for a checkpoint, and remove those that earlier processes left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    # A unique name: an old process of a run that was restarted meanwhile may still be writing.
-    temporary = folder / f".step_{step:09d}.{secrets.token_hex(4)}.tmp"
-    temporary.mkdir()
-    return temporary
-
-
-def _write_tensors(tensors: Tensors, folder: Path, world: World) -> None:
-    """Write into a folder made by `_begin` and flush; all ranks call this."""
-    _quiet()
-    dcp.save(
-        tensors,
-        # With CUDA, torch would copy ahead (host tensors too), and once per 10 MB wait for all work that training has
-        # queued.
-        storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0),
-        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        process_group=world.host_group,
-        no_dist=world.host_group is None,
-    )
-
-
-def _publish(temporary: Path, values: dict[str, Any]) -> None:
-    """Write `state.json`, and give the folder its name. The files of all ranks are in it, flushed."""
-    with (temporary / STATE).open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1)
-        flush(file)
-    # torch has flushed the files' contents, but not their names.
-    flush_folder(temporary)
-    path = temporary.with_name(temporary.name.split(".")[1])
-    if path.exists():
-        # Damaged, or left by a continuation of this run that was abandoned: renamed, never overwritten.
-        path.rename(_free_name(path))
-    temporary.rename(path)
-    flush_folder(path.parent)
-
-
-def retire(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the one that `best` links to."""
-    best = (folder / BEST).resolve()
-    for old in list(checkpoints(folder))[keep:]:
-        if old.resolve() != best:
-            # Rename first, so that a partly deleted checkpoint never has a valid name.
-            hidden = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
-            old.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
-
-
-def set_aside(folder: Path, after_step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which a run that resumes from an earlier one has abandoned."""
-    moved = [path.rename(_free_name(path)) for path in list(checkpoints(folder)) if step_of(path) > after_step]
-    best = folder / BEST
-    if best.is_symlink() and not best.exists():
-        best.unlink()
-    return moved
-
-
-def keep_as_best(path: Path) -> None:
-    """Make `best` a link to this checkpoint, atomically.
-
-    Raises:
-        OSError: for example, the file system has no links.
-    """
-    temporary = path.with_name(f".{BEST}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name, target_is_directory=True)
-    best = path.with_name(BEST)
-    if not best.is_symlink():
-        # `scp -r` and the like write a folder for the link.
-        shutil.rmtree(best, ignore_errors=True)
-    temporary.replace(best)
-    flush_folder(path.parent)
-
-
-def _free_name(path: Path) -> Path:
-    """`set_aside_NAME`, with a number if that is taken."""
-    names = (f"set_aside_{path.name}{suffix}" for suffix in ("", *(f"~{number}" for number in range(2, 10_000))))
-    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
 class Checkpoint:
@@ -223,7 +178,7 @@ class Checkpoint:
         """
         if not into:
             return
-        _quiet()
+        quiet()
         try:
             dcp.load(
                 dict(into),
@@ -232,7 +187,7 @@ class Checkpoint:
                 no_dist=True,
             )
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-            raise UserError(f"{self.path}: the checkpoint cannot be read ({_reason(error)})") from error
+            raise UserError(f"{self.path}: the checkpoint cannot be read ({reason_of(error)})") from error
 
     def check_fits(self, into: Tensors) -> None:
         """Check that tensors have the names and shapes of the saved ones.
@@ -307,28 +262,23 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
 
 def _open(path: Path, world: World) -> Checkpoint | str:
     """The checkpoint, or what is wrong with it; the same on all ranks."""
-    opened = _not_ours(path) or _described(path, world)
+    opened = _described(path, world)
     # One rank may see a folder that another does not.
     mistakes = [mistake for mistake in world.gather(opened if isinstance(opened, str) else None) if mistake]
     return mistakes[0] if mistakes else opened
 
 
-def _not_ours(path: Path) -> str | None:
-    if not path.exists():
-        return f"{path}: no such checkpoint"
-    if not path.is_dir() or not ((path / ".metadata").is_file() or (path / STATE).is_file()):
-        return f"{path}: not a checkpoint of pycls_fast; give a folder like RUN/checkpoints/step_000000100"
-    return None
-
-
 def _described(path: Path, world: World) -> Checkpoint | str:
+    if not (path / ".metadata").is_file() and not (path / STATE).is_file():
+        kind = "not a checkpoint of pycls_fast" if path.exists() else "no such checkpoint"
+        return f"{path}: {kind}; give a folder like RUN/checkpoints/step_000000100"
     try:
         plain = read_json(path / STATE)
         metadata = _Reader(path).read_metadata()
         specs = {name: _spec(name, entry) for name, entry in metadata.state_dict_metadata.items()}
         _check_sizes(path, metadata, world)
     except Exception as error:  # noqa: BLE001  # a file that torch did not write, or half of one, raises many kinds
-        return f"{path}: the checkpoint is damaged ({_reason(error)})"
+        return f"{path}: the checkpoint is damaged ({reason_of(error)})"
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         return f"{path}: not a checkpoint of this version of pycls_fast"
     return Checkpoint(path, plain, specs)
@@ -351,7 +301,7 @@ def _check_sizes(path: Path, metadata: Metadata, world: World) -> None:
             raise ValueError(f"{name} has {size:,} bytes instead of {sizes[name]:,}")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of an error, or the operating system's message if it has one."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
@@ -363,13 +313,13 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     # Intended: a file is read without the other ranks. Set at import, before another thread restores filters that it
     # saved, and again before each use, in case they were changed since.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-_quiet()
+quiet()
 
 
 class _Reader(dcp.FileSystemReader):

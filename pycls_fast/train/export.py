@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import BEST, flush, user_path
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
-from pycls_fast.train.restore import restore
-from pycls_fast.train.weights import Weights, find_own, open_weights
+from pycls_fast.train.weights import Weights, find_weights, open_weights, restore
 
 PATHS = (
     "imports",
@@ -67,7 +65,7 @@ def export(
         UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.
     """
     path = _checked(user_path(output), format, dtype, overwrite=overwrite)
-    weights = open_weights(find_own(source), kind=which)
+    weights = open_weights(find_weights(source), kind=which)
 
     def write(temporary: Path) -> None:
         if format == "safetensors":
@@ -91,7 +89,7 @@ def export_best(run_dir: Path) -> None:
     Raises:
         UserError: it cannot be read or written.
     """
-    weights = open_weights(find_own(run_dir / "checkpoints" / BEST), kind="auto")
+    weights = open_weights(run_dir / "checkpoints" / BEST)
     _write(run_dir / f"{BEST}.safetensors", lambda temporary: _write_weights(weights, temporary, None))
 
 
@@ -115,7 +113,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
 
 
 def _write_weights(weights: Weights, path: Path, dtype: torch.dtype | None) -> None:
-    save_file(_read(weights, dtype), path, metadata=_about(weights))
+    save_file(weights.read(dtype), path, metadata=_about(weights))
 
 
 def _files(path: Path) -> list[Path]:
@@ -178,15 +176,6 @@ def _write_model(source: str, which: str, format: str, dtype: str | None, path: 
     origin = restored.origin
     about = About(classes=restored.classes, step=origin.step, weights=origin.kind, **preprocessing)
     FORMATS[format](restored.network, path, about)
-
-
-def _read(weights: Weights, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    tensors = {
-        name: torch.empty(spec.shape, dtype=dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype)
-        for name, spec in weights.specs.items()
-    }
-    weights.fill(tensors)
-    return tensors
 
 
 def _about(weights: Weights) -> dict[str, str]:

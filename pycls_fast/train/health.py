@@ -12,9 +12,9 @@ from pycls_fast import plan
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.optim.shards import local
 from pycls_fast.parallel import World
-from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.run import Run
@@ -183,11 +183,9 @@ class DivergenceCheck:
 
     def _before_newest(self) -> list[str]:
         """A line that names the checkpoint before the newest one, which may have been saved just after a bad step."""
-        newest, all_saved = self._run.saved_step or 0, checkpoint.checkpoints(self._run.folder.checkpoints)
+        newest, all_saved = self._run.saved_step or 0, checkpoints(self._run.folder.checkpoints)
         # The same on all ranks: a mistake of all of them is printed once.
-        before = self._run.world.from_main(
-            next((path for path in all_saved if checkpoint.step_of(path) < newest), None)
-        )
+        before = self._run.world.from_main(next((path for path in all_saved if step_of(path) < newest), None))
         return [] if before is None else [f"resume: if step {newest} has diverged, too, go back with resume={before}"]
 
     def _first_not_finite(self) -> list[str]:

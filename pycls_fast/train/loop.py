@@ -15,8 +15,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel import Agreement, World, lost_ranks
-from pycls_fast.train import checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.head import fit_head
 from pycls_fast.train.health import DamagedImages, DivergenceCheck, enough_to_train, too_many_damaged
@@ -315,8 +315,8 @@ class Loop:
         # An evaluation that was stopped has not changed the state, which was saved before it or as it stopped.
         self._finish_saving(run.saved_step or 0)
         if run.world.is_main:
-            newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
-            step = 0 if newest is None else checkpoint.step_of(newest)
+            newest = next(checkpoints(run.folder.checkpoints), None)
+            step = 0 if newest is None else step_of(newest)
             run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"

@@ -1,4 +1,4 @@
-"""Adapt weights of other projects, and of runs with different classes or sizes, to a network.
+"""Load weights into a network: ours as they are, each rank its part; all others adapted to its names and sizes.
 
 Settings that tensors do not reveal (same names and shapes, different function) are compared for weights of our runs.
 """
@@ -6,8 +6,12 @@ Settings that tensors do not reveal (same names and shapes, different function) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import model_overrides
@@ -16,8 +20,124 @@ from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.models.vit_parts import TokenConvStem
 from pycls_fast.network import Network
+from pycls_fast.optim.shards import assign
+from pycls_fast.parallel import ALONE, FlatShards, World
+from pycls_fast.train.weights import Origin, Weights, find_weights, opened
 
+# The standard deviation of a new head's weights.
+_SMALL = 0.01
 _TIMM_SIZES = ("num_classes", "in_chans", "img_size")
+
+
+@dataclass(frozen=True)
+class Loaded(Origin):
+    """Where the weights of a network came from, and what was done to make them fit."""
+
+    fitted: pretrained.Fitted
+    image_size: int | None
+    """The side of the images that they are for, in pixels; None if the source does not say."""
+
+
+def load_weights(
+    network: Network,
+    source: str | Path,
+    *,
+    classes: tuple[str, ...],
+    allow: Sequence[str] = (),
+    for_training: bool = True,
+    new_head: Literal["zero", "small"] = "small",
+    world: World = ALONE,
+    into: FlatShards | None = None,
+) -> Loaded:
+    """Load weights into the network, the average (EMA) if there is one; all ranks call this.
+
+    From our checkpoints and safetensors files that fit as they are, each rank reads only its part. Everything else is
+    read completely by every rank, and adapted.
+
+    Args:
+        network: changed in place; its tensors may be sharded.
+        source: see `find_weights`.
+        classes: class names of the data, in the order of the outputs.
+        allow: names of tensors that need not fit; see `pretrained.fit`.
+        for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
+        new_head: how such a head begins.
+        world: the ranks.
+        into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
+
+    Raises:
+        UserError: no such source, or weights that do not fit the model or the data.
+    """
+    found = find_weights(source)
+    # A repository's name says more than the place of its copy on this machine.
+    name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
+    state = network.state_dict() if into is None else into.state_dict()
+    ours = opened(found, world)
+    model = {} if ours is None or ours.config is None else ours.config.get("model", {})
+    same_classes = ours is not None and other_class(ours.classes, classes) is None
+    if ours is not None:
+        head = ours.specs.get(f"{network.head_name}.weight")
+        has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features
+        check_same_model(network, model, name, fresh_head=not has_head)
+    if ours is not None and same_classes and _shapes(ours.specs) == _shapes(state):
+        with torch.no_grad():
+            ours.fill(state)
+        kind, step = ours.origin.kind, ours.origin.step
+        fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
+    else:
+        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
+        read = replace(read, source=name, norm=norm_place(model) or read.norm)
+        try:
+            fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
+        except pretrained.Mismatch as error:
+            raise UserError(*belongs_to(model, name), *_mismatch_lines(error, network, found, name)) from error
+        for name, tensor in fitted.tensors.items():
+            assign(state[name], tensor)
+        if for_training:
+            _begin_head(network, state, fitted, new_head)
+    if into is not None:
+        # `into.state_dict()` returned copies.
+        into.load_state_dict(state)
+    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, _image_size(found, ours))
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _begin_head(
+    network: Network, state: Mapping[str, Tensor], fitted: pretrained.Fitted, how: Literal["zero", "small"]
+) -> None:
+    """Give a head without values small ones.
+
+    Constructors draw for training from scratch: timm's EfficientNet has a first loss of 5 to 6 for ten classes. Our
+    ViTs begin as their recipes say.
+    """
+    weight, bias = f"{network.head_name}.weight", f"{network.head_name}.bias"
+    if weight not in fitted.fresh or (how == "small" and isinstance(network, VisionTransformer)):
+        return
+    drawn = torch.randn(tuple(state[weight].shape), generator=torch.Generator().manual_seed(0))
+    assign(state[weight], drawn * (_SMALL if how == "small" else 0.0))
+    if bias in state:
+        assign(state[bias], torch.zeros(tuple(state[bias].shape)))
+
+
+def _image_size(found: Path | str, ours: Weights | None) -> int | None:
+    """The side of the images that weights are for, in pixels, if they say it."""
+    if ours is not None and ours.config is not None:
+        size: int | None = ours.config.get("data", {}).get("image_size")
+        return size
+    try:
+        about = pretrained.described(found, for_scoring=False)
+    except UserError:
+        # Who asks for the preprocessing gets the error; here it would only have been a note.
+        return None
+    return None if about is None else about.trained_size
+
+
+def _read_whole(weights: Weights) -> pretrained.ReadWeights:
+    tensors, origin = weights.read(), weights.origin
+    about: dict[str, Any] = {"part": origin.kind, "classes": weights.classes, "step": origin.step, "plain": tensors}
+    return pretrained.ReadWeights(str(origin.path), pretrained.OURS, tensors, **about)
 
 
 def fit_weights(
@@ -65,17 +185,9 @@ def fit_weights(
     return fitted
 
 
-def mismatch_lines(
-    error: pretrained.Mismatch, network: Network, about: pretrained.Preprocessing | None, source: str
-) -> Sequence[str]:
-    """The lines of a mismatch, with timm's model that the weights belong to, if they say it and the network is another.
-
-    Args:
-        error: from `fit_weights`.
-        network: the one that the weights do not fit.
-        about: the weights' description.
-        source: where they come from.
-    """
+def _mismatch_lines(error: pretrained.Mismatch, network: Network, found: Path | str, source: str) -> Sequence[str]:
+    """The lines of a mismatch, and timm's model that the weights belong to, if they say it and it is another."""
+    about = pretrained.described(found, for_scoring=False)
     if about is None or not about.weights.startswith("timm:"):
         return error.lines
     name = _without_tag(about.weights.removeprefix("timm:"))
@@ -128,7 +240,7 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     ]
     if wrong and _other_tensors(network, model):
         # The tensors differ, too.
-        raise UserError(*(belongs_to(model, source) or wrong))
+        wrong = belongs_to(model, source) or wrong
     if wrong:
         raise UserError(*wrong)
 

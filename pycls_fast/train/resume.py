@@ -20,12 +20,12 @@ from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.reading import SavedState
 from pycls_fast.speed import SWITCHES
-from pycls_fast.train import checkpoint
+from pycls_fast.train import checkpoint, saving
+from pycls_fast.train.checkpoint import State
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.run import Run
-from pycls_fast.train.state import State
 from pycls_fast.train.validation import early_stop
 
 Changed = dict[str, tuple[Any, Any]]
@@ -167,7 +167,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
     if run.world.is_main:
         # A checkpoint named by its path may be resumed in a new folder.
         run.folder.create()
-        for aside in checkpoint.set_aside(run.folder.checkpoints, run.start_step):
+        for aside in saving.set_aside(run.folder.checkpoints, run.start_step):
             run.display.warn(f"{aside.name}: a later checkpoint than the one resumed from; set aside")
         run.folder.forget_after(run.start_step)
     nothing_left = run.world.from_main(_nothing_left(run) if run.world.is_main else None)

@@ -18,10 +18,10 @@ from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
+from pycls_fast.train.checkpoint import State, split
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.saving import Saver
-from pycls_fast.train.state import State, split
 from pycls_fast.train.step import Step
 
 

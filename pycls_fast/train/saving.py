@@ -1,22 +1,169 @@
-"""Asynchronous checkpoint writing: training waits only for a copy of its state, a thread writes it to disk."""
+"""Writing checkpoints: training waits only for a copy of its state, a thread writes it to disk.
+
+The old ones go, and the best one has a link. The files are described in `checkpoint.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import secrets
+import shutil
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pycls_fast.errors import UserError
+from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
 from pycls_fast.parallel import World
-from pycls_fast.train import checkpoint
-from pycls_fast.train.state import State, Tensors, own_share, split
+from pycls_fast.train.checkpoint import FORMAT, State, Tensors, own_share, quiet, reason_of, split
+
+# Failures of a disk, a folder or another rank; anything else is a bug.
+_EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
+
+
+def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
+    """Write `step_N`, then remove the oldest beyond `keep`; all ranks call this and wait for one another.
+
+    Args:
+        found: this rank's share of the tensors, by path.
+        plain: everything else, which rank 0 writes.
+        folder: the run's checkpoint folder.
+        step: steps done.
+        keep: how many to keep, besides the best.
+        world: its `host_group` carries the ranks' messages.
+
+    Raises:
+        UserError: the disk is full or the folder cannot be written to; earlier checkpoints are unchanged.
+    """
+    path = folder / f"step_{step:09d}"
+
+    def together(action: Callable[[], Any]) -> Any:
+        """Rank 0's result of the action; if one rank fails, all raise, so that none waits forever."""
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = action()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, after the others know
+            failure = error
+        reasons = world.gather(None if failure is None else reason_of(failure))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if failure is not None and not isinstance(failure, _EXPECTED):
+            raise failure
+        if reason is not None:
+            raise UserError(
+                f"{path}: the checkpoint could not be written ({reason}); those before it are kept"
+            ) from failure
+        return world.from_main(result)
+
+    def finish() -> None:
+        _publish(temporary, {"format": FORMAT, **plain})
+        # The checkpoint is complete, and the next one removes what is left now.
+        with suppress(OSError):
+            retire(folder, keep)
+
+    temporary: Path = together(lambda: _begin(folder, step) if world.is_main else None)
+    try:
+        together(lambda: _write_tensors(found, temporary, world))
+        together(lambda: finish() if world.is_main else None)
+    except UserError:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return path
+
+
+def _begin(folder: Path, step: int) -> Path:
+    """Make a new temporary folder for a checkpoint, and remove those that earlier processes left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    # A unique name: an old process of a run that was restarted meanwhile may still be writing.
+    temporary = folder / f".step_{step:09d}.{secrets.token_hex(4)}.tmp"
+    temporary.mkdir()
+    return temporary
+
+
+def _write_tensors(tensors: Tensors, folder: Path, world: World) -> None:
+    """Write into a folder made by `_begin` and flush; all ranks call this."""
+    quiet()
+    dcp.save(
+        tensors,
+        # With CUDA, torch would copy ahead (host tensors too), and once per 10 MB wait for all work that training has
+        # queued.
+        storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0),
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        process_group=world.host_group,
+        no_dist=world.host_group is None,
+    )
+
+
+def _publish(temporary: Path, values: dict[str, Any]) -> None:
+    """Write `state.json`, and give the folder its name. The files of all ranks are in it, flushed."""
+    with (temporary / STATE).open("w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        flush(file)
+    # torch has flushed the files' contents, but not their names.
+    flush_folder(temporary)
+    path = temporary.with_name(temporary.name.split(".")[1])
+    if path.exists():
+        # Damaged, or left by a continuation of this run that was abandoned: renamed, never overwritten.
+        path.rename(_free_name(path))
+    temporary.rename(path)
+    flush_folder(path.parent)
+
+
+def retire(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the one that `best` links to."""
+    best = (folder / BEST).resolve()
+    for old in list(checkpoints(folder))[keep:]:
+        if old.resolve() != best:
+            # Rename first, so that a partly deleted checkpoint never has a valid name.
+            hidden = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
+            old.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def set_aside(folder: Path, after_step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run that resumes from an earlier one has abandoned."""
+    moved = [path.rename(_free_name(path)) for path in list(checkpoints(folder)) if step_of(path) > after_step]
+    best = folder / BEST
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    return moved
+
+
+def keep_as_best(path: Path) -> None:
+    """Make `best` a link to this checkpoint, atomically.
+
+    Raises:
+        OSError: for example, the file system has no links.
+    """
+    temporary = path.with_name(f".{BEST}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name, target_is_directory=True)
+    best = path.with_name(BEST)
+    if not best.is_symlink():
+        # `scp -r` and the like write a folder for the link.
+        shutil.rmtree(best, ignore_errors=True)
+    temporary.replace(best)
+    flush_folder(path.parent)
+
+
+def _free_name(path: Path) -> Path:
+    """`set_aside_NAME`, with a number if that is taken."""
+    names = (f"set_aside_{path.name}{suffix}" for suffix in ("", *(f"~{number}" for number in range(2, 10_000))))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
 @dataclass
@@ -129,7 +276,7 @@ class Saver:
         try:
             if self._world.device.type == "cuda":
                 torch.cuda.set_device(self._world.device)
-            saving.path = checkpoint.write(share, plain, self._folder, saving.step, keep=self._keep, world=self._world)
+            saving.path = write(share, plain, self._folder, saving.step, keep=self._keep, world=self._world)
         except BaseException as error:  # noqa: BLE001  # raised by `finish`, in the main thread
             saving.failure = error
         saving.seconds = time.monotonic() - saving.started

@@ -148,7 +148,7 @@ def open_board(run: Run) -> Board:
     # Ends those that are open if a later one fails.
     with ExitStack() as stack:
         stack.push(board)
-        problem: UserError | None = None
+        problem = None
         if run.world.is_main:
             try:
                 # Remote ones first: the others leave files in the folder of a run that does not start.
@@ -156,7 +156,7 @@ def open_board(run: Run) -> Board:
                     board.open(tracker.model_copy(deep=True))
             except UserError as error:
                 problem = error
-        lines = run.world.from_main(problem and problem.lines)
+        lines = run.world.from_main(None if problem is None else problem.lines)
         if lines is not None:
             raise UserError(*lines)
         for callback in callbacks:

@@ -10,8 +10,9 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.reading import read_json
-from pycls_fast.train import checkpoint
+from pycls_fast.train import saving
 from pycls_fast.train.display import epochs
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions, class_scores, confusion, evaluate, with_progress
@@ -180,17 +181,17 @@ class Evaluations:
         """Link the newest checkpoint as best if its evaluation is the latest and the best; on the main rank."""
         run = self.run
         evaluations = primary_records(run, self.records())
-        newest = next(checkpoint.checkpoints(run.folder.checkpoints), None)
-        if newest is None or not evaluations or evaluations[-1]["step"] != checkpoint.step_of(newest):
+        newest = next(checkpoints(run.folder.checkpoints), None)
+        if newest is None or not evaluations or evaluations[-1]["step"] != step_of(newest):
             return
         if best_of(run, evaluations) == len(evaluations) - 1:
             self._keep_as_best(newest)
 
     def _keep_as_best(self, newest: Path) -> None:
         try:
-            checkpoint.keep_as_best(newest)
+            saving.keep_as_best(newest)
             # Removes the previous best.
-            checkpoint.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
+            saving.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
         except OSError as error:
             self.run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
 

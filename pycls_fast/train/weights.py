@@ -1,36 +1,34 @@
-"""Load weights from a checkpoint, a run folder's best checkpoint, or a file or model of another project."""
+"""Saved weights: found, opened without reading their tensors, and restored as the network that they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pycls_fast.errors import UserError
+from pycls_fast import build
+from pycls_fast.config import validate_saved
+from pycls_fast.config.run import RunConfig
+from pycls_fast.data.source import Source
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.files import best_first, user_path, weights_file
-from pycls_fast.models import VisionTransformer, pretrained
+from pycls_fast.models import pretrained
 from pycls_fast.network import Network
-from pycls_fast.optim.shards import assign, local, local_slices
-from pycls_fast.parallel import ALONE, FlatShards, World
+from pycls_fast.optim.choices import Loss
+from pycls_fast.optim.shards import local, local_slices
+from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.reading import SavedWeights
+from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
-from pycls_fast.train.checkpoint import Spec
-from pycls_fast.train.pretrained import (
-    belongs_to,
-    check_same_model,
-    fit_weights,
-    mismatch_lines,
-    norm_place,
-    other_class,
-)
+from pycls_fast.train.checkpoint import Spec, differing_shapes
 
-# The standard deviation of a new head's weights.
-_SMALL = 0.01
+PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
+"""Levels that need neither process-wide settings nor special hardware."""
 
 
 @dataclass(frozen=True)
@@ -56,114 +54,22 @@ class Weights:
     train_names: str | None = None
     """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
 
-
-@dataclass(frozen=True)
-class Loaded(Origin):
-    """Where the weights of a network came from, and what was done to make them fit."""
-
-    fitted: pretrained.Fitted
-    image_size: int | None
-    """The side of the images that they are for, in pixels; None if the source does not say."""
-
-
-def load_weights(
-    network: Network,
-    source: str | Path,
-    *,
-    classes: tuple[str, ...],
-    allow: Sequence[str] = (),
-    for_training: bool = True,
-    new_head: Literal["zero", "small"] = "small",
-    world: World = ALONE,
-    into: FlatShards | None = None,
-) -> Loaded:
-    """Load weights into the network, the average (EMA) if there is one; all ranks call this.
-
-    From our checkpoints and safetensors files that fit as they are, each rank reads only its part. Everything else is
-    read completely by every rank, and adapted.
-
-    Args:
-        network: changed in place; its tensors may be sharded.
-        source: a run folder, whose best checkpoint is taken (else the newest), a checkpoint or file of ours, a file of
-            another project, `timm:NAME`, `torchvision:NAME` or `hf:ORG/NAME[@REVISION]`.
-        classes: class names of the data, in the order of the outputs.
-        allow: names of tensors that need not fit; see `pretrained.fit`.
-        for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
-        new_head: how such a head begins.
-        world: the ranks.
-        into: the flat shards that hold the weights, if they were flattened; `network` then only gives the shapes, and
-            may be on the meta device.
-
-    Raises:
-        UserError: no such source, or weights that do not fit the model or the data.
-    """
-    found = find_weights(source)
-    # A repository's name says more than the place of its copy on this machine.
-    name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
-    state = network.state_dict() if into is None else into.state_dict()
-    ours = opened(found, world)
-    model = {} if ours is None or ours.config is None else ours.config.get("model", {})
-    if ours is not None:
-        check_same_model(network, model, name, fresh_head=not _has_head(ours, network, classes))
-    if ours is not None and _fits_as_it_is(ours, state, classes):
-        with torch.no_grad():
-            ours.fill(state)
-        kind, step = ours.origin.kind, ours.origin.step
-        fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
-    else:
-        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
-        read = replace(read, source=name, norm=norm_place(model) or read.norm)
-        try:
-            fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
-        except pretrained.Mismatch as error:
-            about = pretrained.described(found, for_scoring=False)
-            raise UserError(*belongs_to(model, name), *mismatch_lines(error, network, about, name)) from error
-        for name, tensor in fitted.tensors.items():
-            assign(state[name], tensor)
-        if for_training:
-            _begin_head(network, state, fitted, new_head)
-    if into is not None:
-        # `into.state_dict()` returned copies.
-        into.load_state_dict(state)
-    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, _image_size(found, ours))
-
-
-def _begin_head(
-    network: Network, state: Mapping[str, Tensor], fitted: pretrained.Fitted, how: Literal["zero", "small"]
-) -> None:
-    """Give a head without values small ones.
-
-    Constructors draw for training from scratch: timm's EfficientNet has a first loss of 5 to 6 for ten classes. Our
-    ViTs begin as their recipes say.
-    """
-    weight, bias = f"{network.head_name}.weight", f"{network.head_name}.bias"
-    if weight not in fitted.fresh or (how == "small" and isinstance(network, VisionTransformer)):
-        return
-    drawn = torch.randn(tuple(state[weight].shape), generator=torch.Generator().manual_seed(0))
-    assign(state[weight], drawn * (_SMALL if how == "small" else 0.0))
-    if bias in state:
-        assign(state[bias], torch.zeros(tuple(state[bias].shape)))
-
-
-def _image_size(found: Path | str, ours: Weights | None) -> int | None:
-    """The side of the images that weights are for, in pixels, if they say it."""
-    if ours is not None and ours.config is not None:
-        size: int | None = ours.config.get("data", {}).get("image_size")
-        return size
-    try:
-        about = pretrained.described(found, for_scoring=False)
-    except UserError:
-        # Who asks for the preprocessing gets the error; here it would only have been a note.
-        return None
-    return None if about is None else about.trained_size
+    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """All tensors on the CPU, those with floating point in another format if one is given."""
+        tensors = {
+            name: torch.empty(spec.shape, dtype=dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
+            for name, spec in self.specs.items()
+        }
+        self.fill(tensors)
+        return tensors
 
 
 def find_weights(source: str | Path) -> Path | str:
     """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
     A file with the name of timm's or torchvision's weights in the current folder comes first.
-    `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder, a checkpoint or a timm model (`config.json`
-    beside `model.safetensors`).
+    `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder (its best checkpoint, else the newest), a
+    checkpoint or a timm model (`config.json` beside `model.safetensors`).
 
     Raises:
         UserError: there is none.
@@ -173,37 +79,14 @@ def find_weights(source: str | Path) -> Path | str:
     beside = pretrained.local_file(str(source))
     if beside is not None:
         return beside
-    return str(source) if pretrained.is_hub(str(source)) else find_checkpoint(user_path(source))
-
-
-def find_own(source: str | Path) -> Path:
-    """The checkpoint or file that a source names, for callers that need the model's configuration from it.
-
-    Unlike `find_weights`, it takes no names of timm or torchvision, whose weights have none.
-
-    Raises:
-        UserError: there are none, or they are timm's or torchvision's.
-    """
-    found = find_weights(source)
-    if isinstance(found, str):
-        raise UserError(
-            f"weights: {source} names weights of another project; give a run folder, a checkpoint or a file"
-        )
-    return found
-
-
-def find_checkpoint(path: Path) -> Path:
-    """What a path names: a checkpoint, a weights file, or the best (else the newest) checkpoint of a run folder.
-
-    Raises:
-        UserError: there is none.
-    """
+    if pretrained.is_hub(str(source)):
+        return str(source)
+    path = user_path(source)
     if path.is_file():
         return weights_file(path)
     if (path / ".metadata").is_file():
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
-        # A model folder as saved by timm and its hub.
         return (path / "model.safetensors").absolute()
     found = next((candidate for candidate in best_first(path) if candidate.exists()), None)
     if found is None:
@@ -216,11 +99,9 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def opened(found: Path | str, world: World = ALONE) -> Weights | None:
-    """Open a checkpoint or a safetensors file lazily; None for a hub name or a file type that must be read whole.
+    """Open what `find_weights` found lazily; None for a hub name or a file type that must be read whole.
 
-    Args:
-        found: from `find_weights`.
-        world: the ranks, which all call this.
+    All ranks call this.
 
     Raises:
         UserError: see `open_weights`.
@@ -230,50 +111,26 @@ def opened(found: Path | str, world: World = ALONE) -> Weights | None:
     return open_weights(found, world=world)
 
 
-def _fits_as_it_is(weights: Weights, state: Mapping[str, Tensor], classes: tuple[str, ...]) -> bool:
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    saved = {name: tuple(spec.shape) for name, spec in weights.specs.items()}
-    return saved == shapes and other_class(weights.classes, classes) is None
-
-
-def _has_head(weights: Weights, network: Network, classes: tuple[str, ...]) -> bool:
-    """Whether the weights have a head for the data's classes."""
-    saved = weights.specs.get(f"{network.head_name}.weight")
-    if saved is None or saved.shape[0] != network.last_layer().out_features:
-        return False
-    return other_class(weights.classes, classes) is None
-
-
-def _read_whole(weights: Weights) -> pretrained.ReadWeights:
-    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in weights.specs.items()}
-    weights.fill(tensors)
-    origin = weights.origin
-    return pretrained.ReadWeights(
-        str(origin.path),
-        pretrained.OURS,
-        tensors,
-        part=origin.kind,
-        classes=weights.classes,
-        step=origin.step,
-        plain=tensors,
-    )
-
-
-def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Weights:
-    """Open what `find_checkpoint` found, without reading its tensors.
+def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) -> Weights:
+    """Open a checkpoint's folder or a `.safetensors` file, without reading its tensors; all ranks call this.
 
     Args:
-        path: a checkpoint's folder or a `.safetensors` file.
+        path: from `find_weights`.
         kind: "model", "ema", or "auto": the average if there is one.
-        world: the ranks, which all call this.
+        world: the ranks.
 
     Raises:
-        UserError: a file that cannot be read, or without weights of this kind.
+        UserError: a file that cannot be read, or without weights of this kind; weights of another project.
     """
+    if isinstance(path, str):
+        raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
-    chosen = _choose(kind, path, has_ema=bool(saved.part("ema")))
+    has_ema = bool(saved.part("ema"))
+    if kind == "ema" and not has_ema:
+        raise UserError(f"{path}: has no average (the run had no optim.ema_decay); use the weights of the model")
+    chosen = ("ema" if has_ema else "model") if kind == "auto" else kind
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
         saved.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
@@ -286,12 +143,6 @@ def open_weights(path: Path, *, kind: str = "auto", world: World = ALONE) -> Wei
         fill,
         saved.plain.get("train_names"),
     )
-
-
-def _choose(kind: str, path: Path, *, has_ema: bool) -> str:
-    if kind == "ema" and not has_ema:
-        raise UserError(f"{path}: has no average (the run had no optim.ema_decay); use the weights of the model")
-    return ("ema" if has_ema else "model") if kind == "auto" else kind
 
 
 def _from_safetensors(path: Path, kind: str) -> Weights:
@@ -325,3 +176,93 @@ def _dtype(path: Path, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UserError(f"weights: {path} holds tensors of {name}; save them as F32, BF16 or F16")
     return found
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A network in evaluation mode on its device, and what it was trained with.
+
+    Attributes:
+        config: the run's, but with the requested device, precision and switches.
+        classes: names of the outputs, in order.
+        world: this process only, on the device.
+    """
+
+    config: RunConfig
+    network: Network
+    classes: tuple[str, ...]
+    origin: Origin
+    world: World
+    switches: Speed
+
+
+def restore(
+    source: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+) -> Restored:
+    """Build the network that saved weights belong to, and load them.
+
+    Args:
+        source: a run folder, a checkpoint, or a file of `pycls-fast export`.
+        which: "auto" (the average if there is one), "model" or "ema".
+        device: "auto", "cpu" or "cuda".
+        precision: one of `PRECISIONS`.
+        fast: use the fast kernels, else the reference ones.
+
+    Raises:
+        UserError: no such weights, weights that do not name their model, or a device that is not available.
+    """
+    one_of("which", which, ("auto", "model", "ema"))
+    one_of("device", device, ("auto", "cpu", "cuda"))
+    one_of("precision", precision, PRECISIONS)
+    weights = open_weights(find_weights(source), kind=which)
+    config = _config(weights, device, precision, "fast" if fast else "reference")
+    classes = weights.classes
+    assert classes is not None
+    with build.world(config) as world:
+        switches = build.switches(config, world.device)
+        # Do not advance the caller's generator; the initial values are overwritten below.
+        with torch.random.fork_rng(devices=[]):
+            network = build.model(config, config.model.num_classes or len(classes), switches)
+        state = network.state_dict()
+        saved = {name: spec.shape for name, spec in weights.specs.items()}
+        wrong = differing_shapes(saved, {name: value.shape for name, value in state.items()})
+        if wrong is not None:
+            raise UserError(f"weights: {weights.origin.path} does not fit its own model: {wrong} in the model")
+        with torch.no_grad():
+            weights.fill(state)
+        network = place_model(network, world, memory_format=switches.memory_format)
+        build.apply_precision(config, network, world.device)
+    return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
+
+
+def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:
+    path = weights.origin.path
+    if weights.config is None or weights.classes is None:
+        raise UserError(
+            f"weights: {path} does not say which model and classes it belongs to; give a run folder, a checkpoint, or "
+            "a file that pycls-fast export has written"
+        )
+    saved = weights.config
+    # Decode as the run did: the pixels of different libraries differ a little.
+    decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
+    if decode is not None and not build.has_decoder(decode):
+        decode = None
+    changes: dict[str, Any] = {
+        "run_dir": None,
+        "weights": None,
+        "precision": {"name": precision},
+        "parallel": {"name": "single"},
+        # Maps and features need whole batches without padding.
+        "speed": {"preset": preset, "decode": decode, "normalize_on": "device", "sequence_padding": "none",
+                  "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
+        "runtime": {"device": device},
+    }  # fmt: skip
+    if "imports" not in saved:
+        # An exported file names no modules: what only training needs may be of classes that nobody has registered here.
+        changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}}
+        changes |= {"augment": saved["augment"] | {"policy": None}}
+        changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
+        changes["data"]["source"] = "auto"
+        if saved["loss"]["name"] not in Loss.choices():
+            changes |= {"loss": {}}
+    return validate_saved({**saved, **changes}, str(path))

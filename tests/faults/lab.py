@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pycls_fast.data.sources.synthetic import write_digits
-from pycls_fast.train import checkpoint
+from pycls_fast.files import checkpoints
 from tests.factories import load_checkpoint
 from tests.faults.attempt import Child, Outcome, attempt, tool
 from tests.integration.runs import TINY
@@ -81,7 +81,7 @@ class Lab:
         """What `folder/run` ended with: a hash of its last tensors, and whether its records have each step once."""
 
         def action() -> int:
-            newest = next(checkpoint.checkpoints(folder / "run" / "checkpoints"))
+            newest = next(checkpoints(folder / "run" / "checkpoints"))
             state = load_checkpoint(newest)
             digest = hashlib.sha256()
             _hash({part: state[part] for part in ("model", "ema", "optimizer")}, digest)

@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.train import checkpoint
+from pycls_fast.train import saving
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
@@ -74,11 +74,11 @@ def step_in(path: Path) -> int:
     return int(path.name.split("step_")[1][:9])
 
 
-before_and_after(checkpoint, "_begin", lambda folder, step: step)
-before_and_after(checkpoint, "_write_tensors", lambda tensors, folder, world: step_in(folder))
+before_and_after(saving, "_begin", lambda folder, step: step)
+before_and_after(saving, "_write_tensors", lambda tensors, folder, world: step_in(folder))
 before_and_after(FileSystemWriter, "write_data", lambda self, plan, planner: step_in(Path(self.path)))
-before_and_after(checkpoint, "_publish", lambda temporary, values: step_in(temporary))
-flush = checkpoint.flush
+before_and_after(saving, "_publish", lambda temporary, values: step_in(temporary))
+flush = saving.flush
 
 
 def half_a_file(file: Any) -> None:
@@ -91,7 +91,7 @@ def half_a_file(file: Any) -> None:
     flush(file)
 
 
-checkpoint.flush = half_a_file  # type: ignore[attr-defined]
+saving.flush = half_a_file  # type: ignore[attr-defined]
 compute = Step.__call__
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pycls_fast.train import checkpoint
+from pycls_fast.files import checkpoints
 from tests.factories import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     """The newest checkpoint of a run folder."""
-    return load_checkpoint(next(checkpoint.checkpoints(run_dir / "checkpoints")))
+    return load_checkpoint(next(checkpoints(run_dir / "checkpoints")))
 
 
 def assert_same_state(one: Any, other: Any, place: str = "state") -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pycls_fast.data.sampling import epoch_order
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import checkpoint
 from tests.integration.runs import ROOT, TINY, assert_same_state, command, environment, newest_checkpoint, records
 from tests.started import Started
@@ -93,8 +94,8 @@ def assert_whole(launch: Launch) -> None:
     assert [record["step"] for record in records(launch.run_dir, "train")] == list(range(1, STEPS + 1))
     assert [r["step"] for r in records(launch.run_dir, "eval") if r["weights"] == "ema"] == [22, 44]
     # Whatever was killed when, what has a name is whole.
-    for path in checkpoint.checkpoints(launch.run_dir / "checkpoints"):
-        assert checkpoint.open_checkpoint(path).plain["step"] == checkpoint.step_of(path)
+    for path in checkpoints(launch.run_dir / "checkpoints"):
+        assert checkpoint.open_checkpoint(path).plain["step"] == step_of(path)
 
 
 @pytest.fixture(autouse=True)

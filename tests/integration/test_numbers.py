@@ -10,7 +10,8 @@ import pytest
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.train import checkpoint, start, train
+from pycls_fast.files import checkpoints, step_of
+from pycls_fast.train import start, train
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
 from tests.integration.runs import TINY, records
@@ -35,7 +36,7 @@ def test_rates_times_and_checkpoints(tmp_path: Path, digits: Path, monkeypatch: 
         assert train(config) == 0
     assert savers == [{"keep": 4, "asynchronous": False}]
     # The last one is the best as well, which is when those before it are looked through again.
-    kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
+    kept = [step_of(path) for path in checkpoints(tmp_path / "checkpoints")]
     assert sorted(kept) == [3, 4, 5, 6]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000000006"
 

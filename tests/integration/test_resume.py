@@ -18,7 +18,8 @@ import yaml
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import checkpoint, train
+from pycls_fast.files import checkpoints
+from pycls_fast.train import train
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
 from tests.integration.runs import (
@@ -307,7 +308,7 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
         train(load_config("vit_digits", [*overrides, "data.shuffle=blocks"]))
     with pytest.raises(UserError, match=r"^resume: .*nothing: no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
-    for path in checkpoint.checkpoints(tmp_path / "checkpoints"):
+    for path in checkpoints(tmp_path / "checkpoints"):
         (path / "state.json").unlink()
     before = (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match=r"run_dir: none of the checkpoints in .* can be resumed from; repair one"):

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import Finished, UserError
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
-from pycls_fast.train import checkpoint, train
+from pycls_fast.train import train
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
@@ -271,7 +272,7 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
     with pytest.raises(UserError, match=r"not finite .*; earlier checkpoints are kept"):
         run(tmp_path, digits, *common, "optim.lr=1e6", "optim.clip_norm=null")
     assert "warning: step 25 is not saved: the loss is not finite" in capsys.readouterr().out
-    kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
+    kept = [step_of(path) for path in checkpoints(tmp_path / "checkpoints")]
     assert kept == [15, 10]
     # The advice.
     assert run(tmp_path, digits, *common, "schedule.max_steps=18") == 0

@@ -25,8 +25,8 @@ from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
+from pycls_fast.train.pretrained import Loaded
 from pycls_fast.train.tasks.score import Setup, set_up
-from pycls_fast.train.weights import Loaded
 
 _CHUNK = 1024
 

@@ -23,9 +23,10 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
+from pycls_fast.train.pretrained import Loaded
 from pycls_fast.train.report import write_report
 from pycls_fast.train.resolving import after_data, before_data, timm_name
-from pycls_fast.train.weights import Loaded, Weights, find_weights, opened
+from pycls_fast.train.weights import Weights, find_weights, opened
 
 # As many as are printed.
 _CLASSES = 20

@@ -24,7 +24,7 @@ from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.maps import _mapped
 from pycls_fast.train.export import export
-from pycls_fast.train.restore import restore
+from pycls_fast.train.weights import restore
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 
 

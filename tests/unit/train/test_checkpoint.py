@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from pycls_fast.errors import UserError
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel import ALONE
-from pycls_fast.train import checkpoint
+from pycls_fast.train import checkpoint, saving
+from pycls_fast.train.checkpoint import own_share
 from pycls_fast.train.saving import Saver
-from pycls_fast.train.state import own_share
 from tests.factories import load_checkpoint, save_checkpoint
 
 
@@ -85,17 +86,17 @@ def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (5, 10, 100, 95):
         save_checkpoint(state(step), tmp_path, step, keep=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_000000100", "step_000000095"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000000100", "step_000000095"]
 
 
 def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
-    checkpoint.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
+    saving.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
     for step in (2, 3, 4):
         save_checkpoint(state(step), tmp_path, step, keep=2)
     assert names(tmp_path) == ["best", "step_000000001", "step_000000003", "step_000000004"]
     assert load_checkpoint(tmp_path / "best")["step"] == 1
-    checkpoint.keep_as_best(tmp_path / "step_000000004")
-    checkpoint.retire(tmp_path, 2)
+    saving.keep_as_best(tmp_path / "step_000000004")
+    saving.retire(tmp_path, 2)
     assert names(tmp_path) == ["best", "step_000000003", "step_000000004"]
     assert load_checkpoint(tmp_path / "best")["step"] == 4
     # The run folder may be moved, and copied with a folder for the link.
@@ -103,7 +104,7 @@ def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
     moved = tmp_path.with_name("moved")
     assert load_checkpoint(moved / "best")["step"] == 4
     copied = Path(shutil.copytree(moved, tmp_path.with_name("copied"), symlinks=False))
-    checkpoint.keep_as_best(save_checkpoint(state(5), copied, 5, keep=2))
+    saving.keep_as_best(save_checkpoint(state(5), copied, 5, keep=2))
     assert load_checkpoint(copied / "best")["step"] == 5
 
 
@@ -151,9 +152,9 @@ def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     for module, function in (
-        (checkpoint, "_begin"),
-        (checkpoint, "_write_tensors"),
-        (checkpoint, "_publish"),
+        (saving, "_begin"),
+        (saving, "_write_tensors"),
+        (saving, "_publish"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, full)
@@ -186,10 +187,10 @@ def test_never_written_over_a_checkpoint(tmp_path: Path) -> None:
 def test_later_ones_are_set_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_checkpoint(state(step), tmp_path, step, keep=5)
-    checkpoint.keep_as_best(tmp_path / "step_000000003")
-    moved = checkpoint.set_aside(tmp_path, 1)
+    saving.keep_as_best(tmp_path / "step_000000003")
+    moved = saving.set_aside(tmp_path, 1)
     assert sorted(path.name for path in moved) == ["set_aside_step_000000002", "set_aside_step_000000003"]
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [1]
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
     assert not (tmp_path / "best").is_symlink()
 
 
@@ -231,13 +232,13 @@ def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkey
     saved = state(5)
     before = saved["model"]["blocks.0.weight"].clone()
     saver = Saver(tmp_path, ALONE, keep=2, asynchronous=True)
-    write = checkpoint.write
+    write = saving.write
 
     def late(*arguments: Any, **settings: Any) -> Path:
         saved["model"]["blocks.0.weight"].zero_()
         return write(*arguments, **settings)
 
-    monkeypatch.setattr(checkpoint, "write", late)
+    monkeypatch.setattr(saving, "write", late)
     with saver:
         saver.save(saved, 5)
         done = saver.finish()
@@ -253,7 +254,7 @@ def test_a_failure_is_told_when_the_save_is_asked_for(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", full)
+    monkeypatch.setattr(saving, "_write_tensors", full)
     saver = Saver(tmp_path, ALONE, keep=2, asynchronous=asynchronous)
     saver.save(state(5), 5)
     with pytest.raises(UserError, match="No space left"):

@@ -29,8 +29,8 @@ from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.train.export import PATHS, export
-from pycls_fast.train.restore import restore
-from pycls_fast.train.weights import find_weights, load_weights, open_weights
+from pycls_fast.train.pretrained import load_weights
+from pycls_fast.train.weights import find_weights, open_weights, restore
 from tests.factories import save_checkpoint
 from tests.unit.inference.conftest import make_run
 

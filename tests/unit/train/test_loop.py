@@ -15,7 +15,8 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.train import checkpoint, loop, train
+from pycls_fast.files import checkpoints, step_of
+from pycls_fast.train import loop, saving, train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.health import DivergenceCheck
@@ -128,7 +129,7 @@ def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) 
 def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, log, logged = checkpoint.write, Loop._log, threading.Event()
+    write, log, logged = saving.write, Loop._log, threading.Event()
 
     def slowly(*arguments: Any, **named: Any) -> Path:
         logged.wait(60.0)
@@ -139,19 +140,19 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
         if done == 4:
             logged.set()
 
-    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(saving, "write", slowly)
     monkeypatch.setattr(Loop, "_log", note)
     records = run(tmp_path)
     order = [(record["kind"], record["step"]) for record in records]
     assert order.index(("train", 4)) < order.index(("checkpoint", 3))
     scores = {record["step"]: record["top1"] for record in records if record["kind"] == "eval"}
     best = min(scores, key=lambda step: (-scores[step], step))
-    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best
+    assert step_of((tmp_path / "checkpoints" / "best").resolve()) == best
 
 
 def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint was still being written."""
-    write, failed = checkpoint.write, threading.Event()
+    write, failed = saving.write, threading.Event()
 
     def slowly(*arguments: Any, **named: Any) -> Path:
         failed.wait(60.0)
@@ -162,18 +163,18 @@ def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monke
             failed.set()
             raise UserError("optim.lr: not finite")
 
-    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(saving, "write", slowly)
     monkeypatch.setattr(DivergenceCheck, "check", check)
     with pytest.raises(UserError, match="not finite"):
         run(tmp_path)
-    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
+    assert step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
 
 
 def test_a_stopped_run_is_saved_although_the_write_before_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped in an evaluation, while the checkpoint of its step was written."""
-    write = checkpoint.write
+    write = saving.write
     attempts: list[int] = []
 
     def fails_once(*arguments: Any, **named: Any) -> Path:
@@ -185,10 +186,10 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     def stopped(self: Evaluations, done: int) -> dict[str, str]:
         raise loop.Stopped
 
-    monkeypatch.setattr(checkpoint, "write", fails_once)
+    monkeypatch.setattr(saving, "write", fails_once)
     monkeypatch.setattr(Evaluations, "take", stopped)
     assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}"])) == 3
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == [3]
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
 

@@ -27,9 +27,9 @@ from pycls_fast.models.export import timm_form
 from pycls_fast.models.pretrained import hubs, to_timm_vit
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel import ALONE, World
+from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import pin_weights, statistics
-from pycls_fast.train.restore import restore
-from pycls_fast.train.weights import find_weights, load_weights
+from pycls_fast.train.weights import find_weights, restore
 
 T = TypeVar("T")
 

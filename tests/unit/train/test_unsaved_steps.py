@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pycls_fast.config import load_config
-from pycls_fast.train import checkpoint, loop, train
+from pycls_fast.files import step_of
+from pycls_fast.train import loop, train
 from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.validation import Evaluations
 from tests.unit.train.test_loop import SMALL
@@ -42,7 +43,7 @@ def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous
     assert [step for kind, step in found if kind == "checkpoint"] == [3, 6]
     assert [step for kind, step in found if kind == "eval"] == [3, 6]
     best = json.loads((tmp_path / "summary.json").read_text())["best"]
-    assert checkpoint.step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
+    assert step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
 
 
 def test_a_step_whose_evaluation_is_stopped_is_saved(
