@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 
@@ -42,6 +42,14 @@ class Network(nn.Module):
 
     def divisions(self) -> Mapping[str, Division]:
         """How ranks share each of `units()`, by the names of modules within one; empty if they cannot."""
+        return {}
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """What the last forward pass adds to the mean loss of its microbatch, if anything (routers of experts)."""
+        return None
+
+    def facts(self) -> Mapping[str, Tensor]:
+        """Numbers about the last forward pass in training, for the metrics: tensors of one element, on the device."""
         return {}
 
     def layers(self) -> Units:

@@ -126,6 +126,9 @@ KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weight
 TOGETHER = Fact(
     "parallel.tensor_degree", lambda now: now.config.parallel.tensor_degree > 1,
     "parallel=fsdp parallel.tensor_degree=2")
+EXPERTS = Fact(
+    "model.experts", lambda now: getattr(now.config.model, "experts", 0) > 0,
+    "model=vit_moe_digits")
 UNDIVIDED = Fact("model.kind", lambda now: now.config.model.kind != "vit", "model=resnet50")
 NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors, "parallel=ddp")
 NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups, "parallel=fsdp")
@@ -251,6 +254,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ),
     ("data.image_size_schedule!=[]", "model.kind=vit",
      "a ViT has positions for one image size", "data.image_size_schedule=[]"),
+    (EXPERTS, "speed.sequence_padding=8|64", "padding would take the experts' room", "speed.sequence_padding=none"),
     # Several ranks.
     *(
         (key, NO_GROUPS, "it is for groups of ranks", f"parallel=hsdp or {key.removesuffix('!=null')}=null")
@@ -261,6 +265,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
         for other, why, use in (
             (NO_PARTS, "the parts are those of fsdp and hsdp", "parallel=fsdp or parallel.tensor_degree=1"),
             (UNDIVIDED, "it divides the heads of this project's ViT", "parallel.tensor_degree=1"),
+            (EXPERTS, "experts are not divided", "parallel.tensor_degree=1 or model.experts=0"),
             (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
             ("precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
             ("parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from pycls_fast.choice import Choice
-from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
+from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
 if TYPE_CHECKING:
     from pycls_fast.network import Network
@@ -49,6 +49,18 @@ class ViTModel(Model, name="vit"):
     """The number of attention heads."""
     mlp_width: PositiveInt
     """The width between the two layers of a block's MLP."""
+    experts: NonNegativeInt = 0
+    """The number of experts in place of every second block's MLP (V-MoE; Riquelme et al., 2021); 0: none."""
+    experts_per_token: Literal[1, 2] = 2
+    """The experts of a token: one (Switch Transformers) or two (GShard)."""
+    expert_capacity: PositiveFloat = 1.25
+    """The room of an expert in training, in even shares of the tokens; the rest pass the block by its residual path."""
+    expert_priority: bool = True
+    """Tokens with the highest probability take the room first (batch prioritised routing)."""
+    balance_loss: NonNegativeFloat = 0.01
+    """The factor of the loss for uneven loads (Switch Transformers, equation 4)."""
+    router_z_loss: NonNegativeFloat = 0.001
+    """The factor of the loss for large logits of the router (ST-MoE, equation 5)."""
     stem: Literal["patch", "conv"] = "patch"
     """How patches become tokens: by one linear layer, or by convolutions (Xiao et al., 2021)."""
     stem_widths: tuple[PositiveInt, ...] = ()
@@ -94,12 +106,21 @@ class ViTModel(Model, name="vit"):
 
     def build(self, classes: int, image_size: int, *, token_parts: int = 1, **switches: Any) -> Network:
         """`token_parts`: into how many equal parts the blocks' tokens are divided; they are padded for it."""
+        from pycls_fast.models.moe import Experts
         from pycls_fast.models.vit import VisionTransformer
 
         padding = {"none": 1, "8": 8, "64": 64}
         switches["sequence_padding"] = math.lcm(padding[switches.get("sequence_padding", "none")], token_parts)
+        sizes = self.own()
+        names = ("experts", "experts_per_token", "expert_capacity", "expert_priority", "balance_loss", "router_z_loss")
+        experts = Experts(*(sizes.pop(name) for name in names))
         return VisionTransformer(
-            image_size=image_size, num_classes=classes, drop_path=self.drop_path, **self.own(), **switches
+            image_size=image_size,
+            num_classes=classes,
+            drop_path=self.drop_path,
+            experts=experts if experts.count else None,
+            **sizes,
+            **switches,
         )
 
 
@@ -234,6 +255,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": 4,
         "mlp_width": 128,
         "classifier": "pooled",
+    },
+    # V-MoE (Riquelme et al. 2021): experts in every second block; 8 of them, where the paper has 32 for JFT-300M.
+    "vit_moe_s16": _vit("s", experts=8),
+    "vit_moe_b16": _vit("b", experts=8),
+    # As vit_digits, with 4 experts in two of its four blocks.
+    "vit_moe_digits": {
+        "kind": "vit",
+        "patch_size": 4,
+        "width": 64,
+        "depth": 4,
+        "heads": 4,
+        "mlp_width": 128,
+        "classifier": "pooled",
+        "experts": 4,
     },
     # For images of 32 x 32: 64 patches of 4 x 4 made by convolutions (Xiao et al. 2021), half of its operations.
     "vit_cifar": {

@@ -29,6 +29,7 @@ from pycls_fast.models.layers import (
     SinCos2dPositions,
     batch_dimension,
 )
+from pycls_fast.models.moe import Experts, ExpertsMlp
 from pycls_fast.models.products import LinearName
 from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
@@ -43,8 +44,8 @@ PositionTokens = Literal["all", "patches"]
 class Block(nn.Module):
     """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
 
-    `layer_scale` is the initial value of the branches' learned factors, None for none; the rest as in
-    `VisionTransformer`.
+    `layer_scale` is the initial value of the branches' learned factors, None for none; `experts`: they are in place of
+    the MLP; the rest as in `VisionTransformer`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Block(nn.Module):
         heads: int,
         mlp_width: int,
         *,
+        experts: Experts | None = None,
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         layer_scale: float | None = None,
@@ -80,7 +82,11 @@ class Block(nn.Module):
         )
         self.scale1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = Mlp(width, mlp_width, linear=linear, gelu=gelu)
+        self.mlp: Mlp | ExpertsMlp
+        if experts is None:
+            self.mlp = Mlp(width, mlp_width, linear=linear, gelu=gelu)
+        else:
+            self.mlp = ExpertsMlp(width, mlp_width, experts, gelu=gelu)
         self.scale2 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
 
@@ -118,6 +124,7 @@ class VisionTransformer(Network):
         mlp_width: width between the MLP's two layers.
         num_classes: K.
         in_channels: C.
+        experts: in place of the MLP of every second block, as in V-MoE; see `moe`. None for none.
         stem: "patch", or "conv": `vit_parts.TokenConvStem`, whose strides multiply to patch_size.
         stem_widths, stem_strides: those of the conv stem's 3x3 convolutions.
         class_token: whether there is one; None: only with classifier="token". MAE's fine-tuning keeps it beside the
@@ -168,6 +175,7 @@ class VisionTransformer(Network):
         mlp_width: int,
         num_classes: int,
         in_channels: int = 3,
+        experts: Experts | None = None,
         stem: Stem = "patch",
         stem_widths: Sequence[int] = (),
         stem_strides: Sequence[int] = (),
@@ -236,6 +244,7 @@ class VisionTransformer(Network):
                     width,
                     heads,
                     mlp_width,
+                    experts=experts if index % 2 else None,
                     drop_path=rate,
                     norm_eps=norm_eps,
                     layer_scale=layer_scale,
@@ -248,7 +257,7 @@ class VisionTransformer(Network):
                     gelu=gelu,
                     drop_path_compute=drop_path_compute,
                 )
-                for rate in drop_path_rates(drop_path, depth, drop_path_rule)
+                for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
             )
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             self.pooling = None
@@ -302,6 +311,19 @@ class VisionTransformer(Network):
         }
         own = {name for name, _ in self.blocks[0].named_modules()}
         return {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
+
+    def _expert_layers(self) -> list[ExpertsMlp]:
+        return [block.mlp for block in self.blocks if isinstance(block, Block) and isinstance(block.mlp, ExpertsMlp)]
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """The routers' losses of the last forward pass in training, summed over the blocks."""
+        losses = [layer.loss for layer in self._expert_layers() if layer.loss is not None]
+        return torch.stack(losses).sum() if losses else None
+
+    def facts(self) -> Mapping[str, Tensor]:
+        """The experts' load and the dropped tokens (see `moe`), means over the blocks."""
+        facts = [layer.facts for layer in self._expert_layers() if layer.facts]
+        return {name: torch.stack([each[name] for each in facts]).mean() for name in (facts[0] if facts else ())}
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Images (B, C, image_size, image_size), any memory format -> logits_BK.

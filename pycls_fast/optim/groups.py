@@ -86,8 +86,10 @@ def parameter_groups(
     last = _last_layer(units, layer_decay_groups)
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _parameters(model, kinds):
-        # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise.
-        hidden = kind == "weight" and parameter.ndim >= 2 and min(parameter.shape[:2]) > 1 and parameter in inside
+        # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise; the
+        # experts' matrices (X, out, in) are several.
+        is_matrix = parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
+        hidden = kind == "weight" and is_matrix and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not flags[kind])
         found.setdefault(key, []).append(parameter)
     groups: list[Group] = []

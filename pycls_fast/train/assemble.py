@@ -207,6 +207,7 @@ def make_step(
         groups=None if flat is None else flat.groups,
     )
     step = Step(
+        network=network,
         wrapped=wrapped,
         weights=weights,
         parameters=weights.parameters,

@@ -222,7 +222,7 @@ class Loop:
         if numbers["damaged"]:
             self._report_damage(done)
 
-    def _record(self, done: int, numbers: Mapping[str, float]) -> dict[str, Any]:
+    def _record(self, done: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         run = self.run
         extra: dict[str, Any] = {}
         if run.parts.step.scaler.is_enabled():
@@ -237,6 +237,7 @@ class Loop:
             **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
             memory_peak_bytes=self.memory.bytes(),
             **extra,
+            **numbers["facts"],
         )
 
     def _save(self, done: int, *, always: bool = False) -> None:

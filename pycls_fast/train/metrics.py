@@ -7,10 +7,11 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, profiler
@@ -35,12 +36,18 @@ class TrainMetrics:
         self._device = device
         place = torch.device("cpu") if self._reads else device
         self._sums = torch.zeros(5, dtype=torch.float64, device=place)
+        self._facts: dict[str, Tensor | float] = {}
         # Views: adding to `_sums[i]` would also copy the sum onto itself.
         self._loss, self._norms, self._finite, self._steps, self._damaged = (self._sums[i] for i in range(5))
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a microbatch's share of the step's mean loss."""
         self._loss += loss.item() if self._reads else loss.detach()
+
+    def add_facts(self, facts: Mapping[str, Tensor]) -> None:
+        """Add the network's own numbers about a step (`Network.facts`)."""
+        for name, value in facts.items():
+            self._facts[name] = self._facts.get(name, 0.0) + value.double()
 
     def add_step(self, grad_norm: Tensor) -> None:
         """Count a finished step. A norm that is not finite marks a step that loss scaling skips."""
@@ -51,7 +58,7 @@ class TrainMetrics:
         self._finite += finite
         self._steps += 1
 
-    def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, float]:
+    def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, Any]:
         """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
 
         Args:
@@ -64,8 +71,14 @@ class TrainMetrics:
         # A place for each rank, so that the sum over the ranks keeps them apart.
         waits = torch.zeros(world.data_size, dtype=torch.float64, device=self._device)
         waits[world.data_rank] = waited
-        values = world.sum(torch.cat([self._sums.to(self._device), waits])).tolist()
+        facts = [torch.as_tensor(value, device=self._device).view(1) for value in self._facts.values()]
+        values = world.sum(torch.cat([self._sums.to(self._device), waits, *facts])).tolist()
+        means = {
+            name: value / world.data_size / max(values[3] / world.data_size, 1)
+            for name, value in zip(self._facts, values[5 + world.data_size :], strict=True)
+        }
         self._sums.zero_()
+        self._facts.clear()
         # The norm is the same on every rank; the loss is not.
         loss, norms, finite, steps, reports = (value / world.data_size for value in values[:5])
         return {
@@ -73,7 +86,8 @@ class TrainMetrics:
             "grad_norm": norms / finite if finite else float("nan"),
             "skipped_steps": round(steps - finite),
             "damaged": round(reports * world.data_size),
-            "waited": max(values[5:]),
+            "waited": max(values[5 : 5 + world.data_size]),
+            "facts": means,
         }
 
 

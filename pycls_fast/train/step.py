@@ -15,6 +15,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.losses import LossFunction, Targets
+from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights
@@ -26,9 +27,10 @@ from pycls_fast.train.watchdog import Watchdog
 
 @dataclass
 class Step:
-    """The parts of a step. `wrapped` is the model under its strategy, `weights` are what the optimizer owns, and
+    """The parts of a step. `wrapped` is the network under its strategy, `weights` are what the optimizer owns, and
     `parameters` the trainable ones of these."""
 
+    network: Network
     wrapped: ParallelModel
     weights: OwnedWeights
     parameters: Sequence[nn.Parameter]
@@ -62,6 +64,7 @@ class Step:
                 self.watchdog.check(step, loss)
             self._take_gradients(is_last)
             metrics.add_loss(loss)
+        metrics.add_facts(self.network.facts())
         grad_norm = self._update()
         if self.ema is not None:
             self.ema.update(step)
@@ -72,7 +75,11 @@ class Step:
         with self.wrapped.exchange(is_last):
             with self.autocast():
                 logits_BK = self.wrapped.forward(images_BCHW)
-            loss = self.loss(logits_BK, targets) / parts
+            loss = self.loss(logits_BK, targets)
+            auxiliary = self.network.auxiliary_loss()
+            if auxiliary is not None:
+                loss = loss + auxiliary
+            loss = loss / parts
             self.scaler.scale(loss).backward()
         return loss
 
@@ -107,10 +114,9 @@ class Step:
     def held(self) -> list[Tensor]:
         """What exists from step to step: weights, masters, buffers, average, optimizer state."""
         average = {} if self.ema is None else self.ema.values
-        network = self.wrapped.evaluated
         state = tree_leaves([dict(self.optimizer.state), dict(average), list(self.parameters)])
         return [
             tensor
-            for tensor in (*network.parameters(), *network.buffers(), *state)
+            for tensor in (*self.network.parameters(), *self.network.buffers(), *state)
             if isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         ]

@@ -21,19 +21,26 @@ COMMON = (
 )
 
 
+# With room for all tokens; the balancing loss is of each rank's own tokens.
+EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_loss=0"]
+
+
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "model"),
     [
-        ["ddp"],
-        ["fsdp"],
-        ["fsdp", "parallel.tensor_degree=2"],
-        pytest.param(["hsdp", "parallel.shard_degree=1"], marks=pytest.mark.slow),
+        (["ddp"], []),
+        (["fsdp"], []),
+        (["fsdp", "parallel.tensor_degree=2"], []),
+        pytest.param(["hsdp", "parallel.shard_degree=1"], [], marks=pytest.mark.slow),
+        pytest.param(["ddp"], EXPERTS, marks=pytest.mark.slow),
+        pytest.param(["fsdp", "speed.recompute=full"], EXPERTS, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: list[str]) -> None:
+def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: list[str], model: list[str]) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
     overrides = [
         *COMMON,
+        *model,
         f"data.root={digits}",
         "optim.ema_decay=0.9",
         "optim.accumulation_steps=2",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.models.moe import ExpertsMlp
 from pycls_fast.models.pretrained import pycls, timm
 from pycls_fast.models.pretrained.positions import fit_positions
 from pycls_fast.models.pretrained.read import OTHER, OURS, TRANSFORMERS, ReadWeights
@@ -113,6 +114,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         _fit_norm(tensors, network, read, head, fitted)
         fitted.adapted |= fit_positions(tensors, network, shapes)
         _fit_patches(tensors, shapes, fitted)
+        _fit_experts(tensors, network, fitted)
     _fit_gray(tensors, network, shapes, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
@@ -235,6 +237,17 @@ def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> 
 
     tensors[name] = resample_patch_embed(tensors[name], list(wanted))
     fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
+
+
+def _fit_experts(tensors: dict[str, Tensor], network: VisionTransformer, fitted: Fitted) -> None:
+    """Let each expert begin as the dense MLP (Komatsuzaki et al., Sparse Upcycling, 2023, arXiv 2212.05055)."""
+    for path, module in network.named_modules():
+        names = [f"{path}.{name}" for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
+        if isinstance(module, ExpertsMlp) and f"{path}.router.weight" not in tensors and names[0] in tensors:
+            for name in names:
+                tensors[name] = torch.stack([tensors[name]] * module.experts.count)
+                fitted.note(name, f"copied to {module.experts.count} experts")
+            fitted.fresh[f"{path}.router.weight"] = "the file has no experts"
 
 
 def _fit_gray(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:

@@ -1,0 +1,196 @@
+"""Mixtures of experts in place of a block's MLP (Riquelme et al., Scaling Vision with Sparse Mixture of Experts, 2021,
+arXiv 2106.05974).
+
+Shape letters: T tokens of all images of a microbatch, D width, X experts, M hidden width of an expert, S the tokens
+that an expert has room for, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pycls_fast.models.gelu import GELU, GeluName
+
+Choices = Literal[1, 2]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How many experts there are and how tokens come to them.
+
+    Attributes:
+        count: X.
+        per_token: k: one (Fedus et al., Switch Transformers, 2022), whose output is multiplied by its probability, or
+            two (Lepikhin et al., GShard, 2021), whose probabilities are divided by their sum.
+        capacity_factor: in training an expert has room for this many times its even share of the tokens; what does not
+            fit passes the block by its residual path. In evaluation there is room for all, so that the prediction for
+            an image does not depend on the images beside it.
+        priority: the tokens with the highest probability come first, so that the least important ones are left out
+            (batch prioritised routing, Riquelme et al., section 4); False: in their order.
+        balance_loss: factor of the loss for uneven loads (Switch Transformers, equation 4).
+        z_loss: factor of the loss for large logits (Zoph et al., ST-MoE, 2022, equation 5).
+    """
+
+    count: int
+    per_token: Choices = 2
+    capacity_factor: float = 1.25
+    priority: bool = True
+    balance_loss: float = 1e-2
+    z_loss: float = 1e-3
+
+    def room(self, tokens: int) -> int:
+        """S for a microbatch of this many tokens."""
+        return min(tokens, math.ceil(self.capacity_factor * tokens * self.per_token / self.count))
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where tokens go. Rows of `expert_kT`, `place_kT` and `gate_kT` are the first choices, then the second.
+
+    `place_kT` counts the tokens before this one at the same expert, and `gate_kT` is the factor of its output.
+    """
+
+    expert_kT: Tensor
+    place_kT: Tensor
+    gate_kT: Tensor
+
+
+class Router(nn.Module):
+    """A linear layer from tokens to experts, in float32 at least: rounded logits change which expert is first."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens_TD: Tensor) -> Tensor:
+        """Returns logits_TX."""
+        wide = torch.promote_types(tokens_TD.dtype, torch.float32)
+        # The meta device, where work is only counted, has no autocast.
+        with nullcontext() if tokens_TD.is_meta else torch.autocast(tokens_TD.device.type, enabled=False):
+            return F.linear(tokens_TD.to(wide), self.weight.to(wide))
+
+
+def route(logits_TX: Tensor, experts: Experts) -> Routed:
+    """Each token's experts and its place at them; all first choices have their places before any second choice."""
+    probabilities_TX = logits_TX.softmax(1)
+    gate_Tk, expert_Tk = probabilities_TX.topk(experts.per_token, dim=1)
+    if experts.per_token > 1:
+        gate_Tk = gate_Tk / gate_Tk.sum(1, keepdim=True)
+    expert_kT = expert_Tk.t()
+    if experts.priority:
+        order_T = probabilities_TX.detach().amax(1).argsort(descending=True, stable=True)
+        place_kT = torch.empty_like(expert_kT).index_copy(1, order_T, _places(expert_kT[:, order_T], experts.count))
+    else:
+        place_kT = _places(expert_kT, experts.count)
+    return Routed(expert_kT, place_kT, gate_Tk.t())
+
+
+def _places(expert_kT: Tensor, count: int) -> Tensor:
+    """How often the same expert occurs before each place, in the order of memory."""
+    chosen_nX = F.one_hot(expert_kT.flatten(), count)
+    return (chosen_nX.cumsum(0) * chosen_nX).sum(1).sub(1).view(expert_kT.shape)
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert: weight (X, out, in), bias (X, out)."""
+
+    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(count, outputs))
+
+    def forward(self, rows_XSI: Tensor) -> Tensor:
+        """(X, S, in) -> (X, S, out)."""
+        return torch.baddbmm(self.bias.unsqueeze(1).to(rows_XSI.dtype), rows_XSI, self.weight.transpose(1, 2))
+
+
+class ExpertsMlp(nn.Module):
+    """As many MLPs as experts; a router sends each token to one or two of them.
+
+    Args:
+        width: D.
+        hidden_width: M.
+        experts: their number, and how tokens come to them.
+        gelu: how GELU is computed, a key of `gelu.GELU`.
+    """
+
+    def __init__(self, width: int, hidden_width: int, experts: Experts, *, gelu: GeluName = "torch") -> None:
+        super().__init__()
+        self.experts = experts
+        self.gelu = GELU[gelu]
+        self.router = Router(width, experts.count)
+        self.fc1 = ExpertLinear(experts.count, width, hidden_width)
+        self.fc2 = ExpertLinear(experts.count, hidden_width, width)
+        self.loss: Tensor | None = None
+        self.facts: dict[str, Tensor] = {}
+
+    def reset_parameters(self) -> None:
+        self.router.reset_parameters()
+        for layer in (self.fc1, self.fc2):
+            for matrix in layer.weight:
+                nn.init.xavier_uniform_(matrix)
+            nn.init.normal_(layer.bias, std=1e-6)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., D) -> (..., D). In training, `loss` then is what the routers add to the loss of this microbatch, and
+        `facts` are numbers (0-dimensional tensors) about the load."""
+        tokens_TD = features.flatten(0, -2)
+        logits_TX = self.router(tokens_TD)
+        routed = route(logits_TX, self.experts)
+        if not self.training:
+            return self.by_loop(tokens_TD, routed).view(features.shape)
+        self._account(logits_TX, routed, room := self.experts.room(len(tokens_TD)))
+        return self.by_room(tokens_TD, routed, room).view(features.shape)
+
+    def by_room(self, tokens_TD: Tensor, routed: Routed, room: int) -> Tensor:
+        """The experts' outputs from batched products over (X, S, ...): shapes do not depend on where tokens go, so the
+        host never waits for the device. Tokens beyond the room get zeros."""
+        count = self.experts.count
+        # The last row is for all that have no room.
+        slot_n = (
+            (routed.expert_kT * room + routed.place_kT).masked_fill(routed.place_kT >= room, count * room).flatten()
+        )
+        sent_nD = tokens_TD.repeat(self.experts.per_token, 1)
+        rows = tokens_TD.new_zeros(count * room + 1, tokens_TD.shape[1]).index_copy(0, slot_n, sent_nD)
+        out_XSD = self.fc2(self.gelu(self.fc1(rows[:-1].unflatten(0, (count, room)))))
+        out_nD = F.pad(out_XSD.flatten(0, 1), (0, 0, 0, 1))[slot_n]
+        return (out_nD.unflatten(0, routed.expert_kT.shape) * routed.gate_kT.unsqueeze(2).to(out_nD.dtype)).sum(0)
+
+    def by_loop(self, tokens_TD: Tensor, routed: Routed) -> Tensor:
+        """The same one expert after the other, with room for all tokens; the host waits to learn how many each has."""
+        order_n = routed.expert_kT.flatten().argsort(stable=True)
+        token_n = order_n % len(tokens_TD)
+        # On the meta device, where work is only counted, all have the same.
+        shares = [len(order_n) // self.experts.count] * self.experts.count
+        if not tokens_TD.is_meta:
+            shares = routed.expert_kT.flatten().bincount(minlength=self.experts.count).tolist()
+        parts = tokens_TD[token_n][: sum(shares)].split(shares)
+        layers = zip(self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, strict=True)
+        out_nD = torch.cat([
+            F.linear(self.gelu(F.linear(part, w1, b1)), w2, b2)
+            for part, (w1, b1, w2, b2) in zip(parts, layers, strict=True)
+        ])  # fmt: skip
+        gate_n1 = routed.gate_kT.flatten()[order_n].unsqueeze(1).to(out_nD.dtype)
+        return torch.zeros_like(tokens_TD, dtype=out_nD.dtype).index_add(
+            0, token_n[: len(out_nD)], out_nD * gate_n1[: len(out_nD)]
+        )
+
+    def _account(self, logits_TX: Tensor, routed: Routed, room: int) -> None:
+        count = self.experts.count
+        first_X = F.one_hot(routed.expert_kT[0], count).to(logits_TX.dtype).mean(0)
+        balance = count * (first_X * logits_TX.softmax(1).mean(0)).sum()
+        z = logits_TX.logsumexp(1).square().mean()
+        self.loss = self.experts.balance_loss * balance + self.experts.z_loss * z
+        # The fullest expert's share, where 1 is an even load; and the part of the choices that had no room.
+        load = count * F.one_hot(routed.expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
+        self.facts = {"expert_load": load, "dropped_tokens": (routed.place_kT >= room).to(logits_TX.dtype).mean()}

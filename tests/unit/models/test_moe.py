@@ -1,0 +1,181 @@
+"""Mixtures of experts: capacity and loop against plain references, the losses, one expert as a dense MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pycls_fast.models.layers import Mlp
+from pycls_fast.models.moe import Experts, ExpertsMlp, Router, route
+from pycls_fast.models.pretrained import fit, read_weights
+from pycls_fast.models.vit import VisionTransformer
+from tests.unit.models.conftest import fill_random
+
+WIDTH, HIDDEN, TOKENS = 8, 12, 40
+
+
+def layer(**changes: object) -> ExpertsMlp:
+    torch.manual_seed(0)
+    experts = dataclasses.replace(Experts(count=4, capacity_factor=100.0), **changes)
+    made = ExpertsMlp(WIDTH, HIDDEN, experts).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+def tokens() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, TOKENS // 2, WIDTH, dtype=torch.float64)
+
+
+def output_and_gradients(mlp: ExpertsMlp, features: Tensor) -> list[Tensor]:
+    features = features.clone().requires_grad_()
+    out = mlp(features)
+    gradients = torch.autograd.grad(out.square().sum(), [features, *mlp.parameters()])
+    return [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("priority", [False, True])
+def test_with_room_for_all_it_equals_the_loop_over_experts(per_token: Literal[1, 2], priority: bool) -> None:
+    mlp = layer(per_token=per_token, priority=priority)
+    batched, looped = output_and_gradients(mlp.train(), tokens()), output_and_gradients(mlp.eval(), tokens())
+    for one, other in zip(batched, looped, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_the_loop_is_the_weighted_sum_of_each_tokens_experts(per_token: Literal[1, 2]) -> None:
+    mlp = layer(per_token=per_token).eval()
+    features = tokens()
+    expected = []
+    for token in features.flatten(0, 1):
+        probabilities = (mlp.router.weight @ token).softmax(0)
+        best = probabilities.argsort(descending=True)[:per_token].tolist()
+        gates = probabilities[best] / (probabilities[best].sum() if per_token == 2 else 1)
+        hidden = [mlp.gelu(mlp.fc1.weight[x] @ token + mlp.fc1.bias[x]) for x in best]
+        outs = [mlp.fc2.weight[x] @ h + mlp.fc2.bias[x] for x, h in zip(best, hidden, strict=True)]
+        expected.append(sum(gate * out for gate, out in zip(gates, outs, strict=True)))
+    torch.testing.assert_close(mlp(features).flatten(0, 1), torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("priority", [False, True])
+def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
+    per_token: Literal[1, 2], priority: bool
+) -> None:
+    mlp = layer(per_token=per_token, priority=priority, capacity_factor=0.5).train()
+    features = tokens().flatten(0, 1)
+    logits = mlp.router(features)
+    routed, room = route(logits, mlp.experts), mlp.experts.room(TOKENS)
+    probabilities = logits.softmax(1)
+    order = sorted(range(TOKENS), key=lambda t: -probabilities[t].max().item()) if priority else range(TOKENS)
+    used, kept = [0] * 4, set()
+    for choice in range(per_token):
+        for token in order:
+            expert = probabilities[token].argsort(descending=True)[choice].item()
+            if used[expert] < room:
+                used[expert] += 1
+                kept.add((choice, token))
+    assert kept == {(c, t) for c in range(per_token) for t in range(TOKENS) if routed.place_kT[c, t] < room}
+    assert 0 < len(kept) < per_token * TOKENS
+
+    out = mlp(features)
+    lost = [t for t in range(TOKENS) if not any((c, t) in kept for c in range(per_token))]
+    assert not out[lost].any()
+    assert mlp.facts["dropped_tokens"].item() == pytest.approx(1 - len(kept) / (per_token * TOKENS))
+
+
+def test_priority_leaves_out_the_least_probability() -> None:
+    def lost(priority: bool) -> float:
+        mlp = layer(per_token=1, priority=priority, capacity_factor=0.5)
+        routed = route(mlp.router(tokens().flatten(0, 1)), mlp.experts)
+        return (routed.gate_kT * (routed.place_kT >= mlp.experts.room(TOKENS))).sum().item()
+
+    assert lost(priority=True) < lost(priority=False)
+
+
+def test_one_expert_is_a_dense_mlp() -> None:
+    mlp, dense = layer(count=1, per_token=1), Mlp(WIDTH, HIDDEN).double()
+    state = {name: value[0] for name, value in mlp.state_dict().items() if not name.startswith("router")}
+    dense.load_state_dict(state)
+    torch.testing.assert_close(mlp.train()(tokens()), dense(tokens()), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(mlp.eval()(tokens()), dense(tokens()), rtol=1e-13, atol=1e-13)
+
+
+def test_the_losses_are_those_of_the_papers() -> None:
+    mlp = layer(per_token=1, balance_loss=1.0, z_loss=0.0).train()
+    mlp(tokens())
+    probabilities = mlp.router(tokens().flatten(0, 1)).softmax(1)
+    first = probabilities.argmax(1)
+    balance = 4 * sum((first == x).double().mean() * probabilities[:, x].mean() for x in range(4))
+    assert mlp.loss is not None
+    torch.testing.assert_close(mlp.loss, balance)
+
+    mlp = layer(per_token=1, balance_loss=0.0, z_loss=1.0).train()
+    mlp(tokens())
+    assert mlp.loss is not None
+    torch.testing.assert_close(mlp.loss, mlp.router(tokens().flatten(0, 1)).exp().sum(1).log().square().mean())
+
+
+def test_the_balancing_loss_evens_the_load() -> None:
+    mlp = layer(per_token=1, balance_loss=1.0, z_loss=0.0).train()
+    optimizer = torch.optim.SGD(mlp.router.parameters(), lr=0.5)
+
+    def variance() -> float:
+        first = mlp.router(tokens().flatten(0, 1)).argmax(1)
+        return first.bincount(minlength=4).double().var().item()
+
+    before = variance()
+    for _ in range(100):
+        mlp(tokens())
+        assert mlp.loss is not None
+        mlp.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert variance() < before / 4
+
+
+def test_the_router_stays_in_float32() -> None:
+    router = Router(WIDTH, 4)
+    router.reset_parameters()
+    features = torch.randn(5, WIDTH)
+    expected = features @ router.weight.T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router(features), expected)
+    assert router.bfloat16()(features.bfloat16()).dtype == torch.float32
+
+
+def test_upcycled_from_a_dense_checkpoint_it_begins_as_the_dense_network(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "image_size": 16, "patch_size": 4, "width": 16, "depth": 4, "heads": 2, "mlp_width": 24, "num_classes": 5
+    }  # fmt: skip
+    dense = fill_random(VisionTransformer(**sizes)).eval()
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    sparse = VisionTransformer(**sizes, experts=Experts(count=4, per_token=2)).eval()
+    fitted = fit(read_weights(str(tmp_path / "dense.safetensors")), sparse)
+    sparse.load_state_dict(fitted.tensors, strict=False)
+    assert set(sparse.state_dict()) - set(fitted.tensors) == {f"blocks.{b}.mlp.router.weight" for b in (1, 3)}
+    images = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(sparse(images), dense(images), rtol=1e-4, atol=1e-5)
+
+
+def test_training_sums_the_losses_of_the_routers() -> None:
+    network = VisionTransformer(
+        image_size=16, patch_size=4, width=16, depth=4, heads=2, mlp_width=24, num_classes=5, experts=Experts(count=4)
+    )
+    network(torch.randn(3, 3, 16, 16))
+    layers = [block.mlp for block in network.blocks if isinstance(block.mlp, ExpertsMlp)]  # type: ignore[union-attr]
+    assert len(layers) == 2
+    loss = network.auxiliary_loss()
+    assert loss is not None
+    torch.testing.assert_close(loss, layers[0].loss + layers[1].loss)  # type: ignore[operator]
+    assert set(network.facts()) == {"expert_load", "dropped_tokens"}
+    loss.backward()
+    assert layers[0].router.weight.grad is not None
