@@ -115,7 +115,7 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertsMlp(nn.Module):
-    """As many MLPs as experts; a router sends each token to one or two of them.
+    """MLPs of which a router chooses one or two for each token.
 
     Args:
         width: D.
