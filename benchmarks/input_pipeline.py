@@ -36,7 +36,7 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.train.environment import environment, versions
@@ -126,7 +126,7 @@ def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
     for store in ("encoded", "raw"):
         settings = PackSettings(short_side=SHORT_SIDE, store=store)
         pack(files, folder / store, settings, workers=1, title=store)
-        made[store] = open_packed_split(folder / store)
+        made[store] = PackedImages(folder / store)
     return made
 
 

@@ -23,8 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from pycls_fast.data.choices import Source
 from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy

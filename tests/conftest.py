@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycls_fast.data.sources.synthetic import write_digits
+from pycls_fast.data.sources.arrays import write_digits
 from tests.started import Started
 
 # Two tests or ranks side by side must not fight for the same cores.

@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pycls_fast.data.sources.synthetic import write_digits
+    from pycls_fast.data.sources.arrays import write_digits
 
     root = tmp_path_factory.mktemp("digits")
     write_digits(str(root))

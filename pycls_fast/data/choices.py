@@ -29,13 +29,13 @@ class Auto(Source, name="auto"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pathlib import Path
 
-        from pycls_fast.data.sources.cifar import find_cifar, open_cifar
+        from pycls_fast.data.sources.arrays import find_cifar, open_cifar
         from pycls_fast.data.sources.folders import open_folder
         from pycls_fast.data.sources.packed import is_packed, open_packed
 
         if any(is_packed(Path(root) / split) for split in ("train", "val", "test", "all")):
             return open_packed(root, self, how)
-        return (open_folder if find_cifar(Path(root)) is None else open_cifar)(root, self, how)
+        return open_folder(root, self, how) if find_cifar(Path(root)) is None else open_cifar(root, self)
 
 
 class Folder(Source, name="folder"):
@@ -146,16 +146,16 @@ class Cifar(Source, name="cifar"):
     is_split = True
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.cifar import open_cifar
+        from pycls_fast.data.sources.arrays import open_cifar
 
-        return open_cifar(root, self, how)
+        return open_cifar(root, self)
 
 
 class Digits(Source, name="digits"):
     """scikit-learn's handwritten digits, written to root."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.synthetic import open_digits
+        from pycls_fast.data.sources.arrays import open_digits
 
         return open_digits(root, self, how)
 
@@ -174,7 +174,7 @@ class Synthetic(Source, name="synthetic"):
     """The number of classes."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.synthetic import open_synthetic
+        from pycls_fast.data.sources.arrays import open_synthetic
 
         return open_synthetic(self.image_size, how.seed, **self.own())
 

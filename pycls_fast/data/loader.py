@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import Key
-from pycls_fast.data.sources.shards import fetch_ahead
+from pycls_fast.data.sources.remote import fetch_ahead
 from pycls_fast.errors import UserError
 
 
@@ -91,7 +91,7 @@ class ImageLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
         sampler: Any = self.batch_sampler
-        with fetch_ahead(source.copied_shards, sampler, len(source)) as count_batch:
+        with fetch_ahead(source, sampler) as count_batch:
             yield from self._batches(count_batch)
 
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:

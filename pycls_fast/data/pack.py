@@ -1,7 +1,7 @@
 """Makes packed datasets and checks any source: what `pycls-fast prepare` does.
 
-Each process packs a whole shard, which has its final name once it is complete: after a kill the same command makes the
-shards that are missing. The format is that of `sources/packed.py`.
+Each process packs a whole shard, whose table has its final name once it is complete: after a kill the same command
+makes the shards that are missing. The format is that of `sources/packed.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,23 +26,12 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from pycls_fast.data.decode import DamagedImage, decode, decode_as_stored
-from pycls_fast.data.sources.arrays import Texts
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.packed import (
-    ABOUT,
-    ENTRY,
-    NAME_ENDS,
-    NAMES,
-    RAW,
-    TABLE,
-    is_packed,
-    open_packed_split,
-    shard_file,
-    write_about,
-)
+from pycls_fast.data.sources.base import Images, checksum
+from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
+from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError
-from pycls_fast.files import flush, flush_folder
+from pycls_fast.files import flush
 
 R = TypeVar("R")
 
@@ -116,8 +104,10 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
     plan = _plan(source, settings)
     try:
         if is_packed(folder):
-            return _finished(folder, plan)
-        folder.mkdir(parents=True, exist_ok=True)
+            packed = PackedImages(folder)
+            _check_plan(folder, packed.about["plan"], plan)
+            damaged = [(name, reason) for name, reason in packed.about["damaged"]]
+            return PackedSplit(len(packed), packed.size, damaged, is_new=False)
         _begin(folder, plan)
         shards = _shards(len(source))
         left = [number for number in range(len(shards)) if not _part(folder, number).is_file()]
@@ -154,40 +144,30 @@ def _shards(count: int) -> list[range]:
 
 
 def _part(folder: Path, number: int) -> Path:
-    """The table of a finished shard: its entries, and the damaged images."""
+    """The table of a finished shard: its entries, their positions in the source, and the damaged images."""
     return folder / f"{number:05d}.npz"
 
 
-def _plan(source: Images, settings: PackSettings) -> dict[str, Any]:
-    """What is packed and how; only the same plan can be resumed. Takes some seconds for a million images."""
-    digest = hashlib.sha256()
-    for index in range(len(source)):
-        digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
-    digest.update(source.labels.astype("<i8").tobytes())
-    digest.update(json.dumps([len(source), list(source.classes), asdict(settings)]).encode())
-    return {"settings": asdict(settings), "digest": digest.hexdigest(), "source": source.describe()}
+def _plan(source: Images, settings: PackSettings) -> str:
+    """Identifies what is packed and how; only the same plan can be resumed."""
+    names = [source.names_id(), source.name(0), source.name(len(source) - 1), list(source.classes)]
+    about = json.dumps([asdict(settings), len(source), checksum(source.labels), names])
+    return hashlib.sha256(about.encode()).hexdigest()
 
 
-def _begin(folder: Path, plan: dict[str, Any]) -> None:
+def _begin(folder: Path, plan: str) -> None:
     """Write the plan of a new packing, or check that the one begun here has this plan."""
-    file, draft = folder / _PLAN, folder / f"{_PLAN}.part"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _PLAN
     if not file.is_file():
-        if {entry.name for entry in folder.iterdir()} - {draft.name}:
+        if any(folder.iterdir()):
             raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
-        draft.write_text(json.dumps(plan), encoding="utf-8")
-        draft.rename(file)
-    _check_plan(folder, json.loads(file.read_text(encoding="utf-8"))["digest"], plan)
+        file.write_text(json.dumps(plan))
+    _check_plan(folder, json.loads(file.read_text()), plan)
 
 
-def _finished(folder: Path, plan: dict[str, Any]) -> PackedSplit:
-    about = open_packed_split(folder).about
-    _check_plan(folder, about["plan"], plan)
-    size = sum(shard_file(folder, number).stat().st_size for number in range(len(about["shards"])))
-    return PackedSplit(about["count"], size, [(name, reason) for name, reason in about["damaged"]], is_new=False)
-
-
-def _check_plan(folder: Path, digest: str, plan: dict[str, Any]) -> None:
-    if digest != plan["digest"]:
+def _check_plan(folder: Path, packed: str, plan: str) -> None:
+    if packed != plan:
         raise UserError(
             f"output: {folder} holds another packing: names, labels or settings differ; remove it, or choose another"
         )
@@ -195,32 +175,22 @@ def _check_plan(folder: Path, digest: str, plan: dict[str, Any]) -> None:
 
 def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:
     """Write the images of a shard, then its table; the number of its positions."""
-    file, part = shard_file(folder, number), _part(folder, number)
-    drafts = [path.with_name(f"{path.name}.{os.getpid()}.part") for path in (file, part)]
-    entries, damaged = [], []
-    with drafts[0].open("wb") as images:
+    entries, indices, damaged = [], [], []
+    with shard_file(folder, number).open("wb") as images:
         for index in shards[number]:
             try:
-                image = store(source, index, settings)
+                data, label, height, width = store(source, index, settings)
             except OSError as error:
                 damaged.append((source.name(index), f"cannot be read: {error.strerror or error}"))
             except DamagedImage as error:
                 damaged.append((source.name(index), error.reason))
             else:
-                data, label, height, width = image
-                entries.append((index, (images.tell(), len(data), zlib.crc32(data), label, height, width)))
+                indices.append(index)
+                entries.append((images.tell(), len(data), label, height, width))
                 images.write(data)
         flush(images)
-    with drafts[1].open("wb") as table:
-        np.savez(
-            table,
-            table=np.array([entry for _, entry in entries], dtype=ENTRY),
-            indices=np.array([index for index, _ in entries], dtype=np.int64),
-            damaged=np.frombuffer(json.dumps(damaged).encode(), np.uint8),
-        )
-        flush(table)
-    drafts[0].rename(file)
-    drafts[1].rename(part)
+    arrays = {"table": np.array(entries, dtype=ENTRY), "indices": np.array(indices, dtype=np.int64)}
+    write_arrays(_part(folder, number), arrays, damaged)
     return len(shards[number])
 
 
@@ -269,41 +239,35 @@ def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
     return image.resize(size, Image.Resampling[settings.filter.upper()])
 
 
-def _finish(source: Images, folder: Path, plan: dict[str, Any], settings: PackSettings, shards: int) -> PackedSplit:
+def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, shards: int) -> PackedSplit:
     """Put the shards' tables together; the file that makes the split complete comes last."""
-    parts = []
+    parts = [read_arrays(_part(folder, number)) for number in range(shards)]
+    damaged = [(name, reason) for _, found in parts for name, reason in found]
+    table = np.concatenate([arrays["table"] for arrays, _ in parts])
+    if len(table):
+        indices = np.concatenate([arrays["indices"] for arrays, _ in parts]).tolist()
+        # Without the folders that all names share, which mean nothing elsewhere.
+        above = _common_start([source.name(0), source.name(len(source) - 1)])
+        names = Texts.of(os.fsencode(source.name(index).removeprefix(above)) for index in indices)
+        about = {
+            "version": VERSION,
+            "how": settings.describe(),
+            "plan": plan,
+            "damaged": damaged,
+            "shards": [len(arrays["table"]) for arrays, _ in parts],
+            "classes": list(source.classes),
+            **asdict(settings),
+        }
+        write_arrays(folder / INDEX, {"table": table, "names": names.data, "name_ends": names.ends}, about)
+    # Without any image, so that the same command reads them again, once the disk is mounted or may be read.
     for number in range(shards):
-        with np.load(_part(folder, number)) as part:
-            parts.append(dict(part))
-    damaged = [tuple(pair) for part in parts for pair in json.loads(part["damaged"].tobytes())]
-    table = np.concatenate([part["table"] for part in parts])
+        _part(folder, number).unlink()
+    (folder / _PLAN).unlink()
     if not len(table):
-        # So that the same command reads them again, once the disk is mounted or the permissions are right.
-        _remove(folder, "*.bin", "*.npz", "*.part", _PLAN)
+        for number in range(shards):
+            shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))
-    # Without the folders that all names share, which mean nothing elsewhere.
-    above = _common_start([source.name(0), source.name(len(source) - 1)])
-    indices = np.concatenate([part["indices"] for part in parts]).tolist()
-    names = (source.name(index).removeprefix(above) for index in indices)
-    texts = Texts.of(name.encode("utf-8", "surrogateescape") for name in names)
-    for name, array in ((TABLE, table), (NAMES, texts.data), (NAME_ENDS, texts.ends)):
-        with (folder / name).open("wb") as written:
-            np.save(written, array)
-            flush(written)
-    counts = [len(part["table"]) for part in parts]
-    more = {**plan["settings"], "shards": counts, "plan": plan["digest"], "damaged": damaged}
-    draft = folder / f"{ABOUT}.part"
-    write_about(draft, classes=source.classes, count=len(table), how=settings.describe(), settings=more)
-    draft.rename(folder / ABOUT)
-    flush_folder(folder)
-    _remove(folder, "*.npz", "*.part", _PLAN)
     return PackedSplit(len(table), int(table["size"].sum()), damaged)
-
-
-def _remove(folder: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        for file in folder.glob(pattern):
-            file.unlink(missing_ok=True)
 
 
 def _common_start(names: list[str]) -> str:
@@ -316,21 +280,15 @@ def _common_start(names: list[str]) -> str:
 
 
 def _check_shard(source: Images, shard: Sequence[int]) -> list[Damaged]:
-    found = ((index, _check(source, index)) for index in shard)
-    return [Damaged(index, source.name(index), reason) for index, reason in found if reason is not None]
-
-
-def _check(source: Images, index: int) -> str | None:
-    try:
-        data, label = source.read(index)
-        if not source.checksum_holds(index):
-            return "the stored bytes are not those that were packed (checksum)"
-        decode(data)
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    except DamagedImage as error:
-        return error.reason
-    return None if 0 <= label < len(source.classes) else f"the label {label} is none of {len(source.classes):,} classes"
+    found = []
+    for index in shard:
+        try:
+            decode(source.read(index)[0])
+        except OSError as error:
+            found.append(Damaged(index, source.name(index), f"cannot be read: {error.strerror or error}"))
+        except DamagedImage as error:
+            found.append(Damaged(index, source.name(index), error.reason))
+    return found
 
 
 _worker: tuple[Callable[[Images, Any], Any], Images] | None = None

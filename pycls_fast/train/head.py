@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.splits import Subset
+from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import uncompiled
 from pycls_fast.train.features import collect_features

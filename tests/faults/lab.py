@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycls_fast.data.sources.synthetic import write_digits
+from pycls_fast.data.sources.arrays import write_digits
 from pycls_fast.files import checkpoints
 from tests.factories import load_checkpoint
 from tests.faults.attempt import Child, Outcome, attempt, tool

@@ -19,7 +19,7 @@ from pycls_fast.commands import prepare as prepare_data
 from pycls_fast.config import load_config
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
@@ -192,7 +192,7 @@ def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.Ca
         output = tmp_path / f"{store}_{key}"
         where = (f"data.root={tmp_path / 'folder'}", f"output={output}", "short_side=10")
         prepare("pack", *where, f"store={store}", f"data.exif_orientation={key}", "data.source=folder", capsys=capsys)
-        stored = open_packed_split(output / "train").read(0)[0]
+        stored = PackedImages(output / "train").read(0)[0]
         if isinstance(stored, bytes):
             assert Image.open(io.BytesIO(stored)).getexif()[ExifTags.Base.Orientation] == 6
         else:

@@ -14,7 +14,7 @@ from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.mix import Mixer
-from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models import DropPath

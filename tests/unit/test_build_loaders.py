@@ -13,8 +13,8 @@ from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
 from pycls_fast.data.sampling import block_order, class_order, order_of
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.speed import Speed
 from tests.unit.test_build import CPU, FAST, SYNTHETIC, record, vit, world
 

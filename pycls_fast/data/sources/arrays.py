@@ -1,205 +1,237 @@
-"""Arrays in place of Python lists: shared by all workers of a machine, mapped from disk if they are large."""
+"""Small images in memory: CIFAR as downloaded, noise, and scikit-learn's digits, which become files."""
 
 from __future__ import annotations
 
-import os
-import sys
-import weakref
-from collections.abc import Iterable
-from functools import lru_cache
+import codecs
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
+from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.sources.splits import as_splits, refuse_folds
 from pycls_fast.errors import UserError
-
-# FNV-1a, 64 bits (Fowler, Noll and Vo).
-_FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
-# Hashed at a time, so that the arrays in between stay small.
-_HASHED_TOGETHER = 1 << 16
+from pycls_fast.seeds import counter_seed
 
 
-class _Place(NamedTuple):
-    """Where a mapped array lies on disk."""
+class _Layout(NamedTuple):
+    """Files and keys of CIFAR-10 or CIFAR-100."""
 
-    filename: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-    stamp: tuple[int, int] | None
-    """Of the file when it was mapped, if that was done by `map_array`."""
-
-
-class Mapped:
-    """Pickles file locations instead of memory-mapped arrays, which are mapped again on unpickling.
-
-    Unpickling raises a UserError if another file has taken the place of one that `map_array` mapped.
-    """
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: _place(value) if isinstance(value, np.memmap) else value for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            {name: _map_again(value) if isinstance(value, _Place) else value for name, value in state.items()}
-        )
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    meta: str
+    labels: str
+    class_names: str
 
 
-class Texts(Mapped):
-    """Many short byte strings, end to end in one array.
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_LAYOUTS = (
+    _Layout("cifar-10-batches-py", _BATCHES, ("test_batch",), "batches.meta", "labels", "label_names"),
+    _Layout("cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names"),
+)
 
-    1.28 million file names take about 60 MB, once: an array stays shared after a fork, whereas a list of strings would
-    be copied into every worker.
-    """
 
-    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
+class ArrayImages(Images):
+    """Decoded images of one size, all in memory."""
+
+    def __init__(self, images_NHWC: np.ndarray, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
         """
         Args:
-            data: uint8, the strings.
-            ends: int64, where each of them ends in `data`.
+            images_NHWC: uint8.
+            labels: int32, one per image.
         """
-        self.data = data
-        self.ends = ends
+        self.classes = tuple(classes)
+        self.labels = labels
+        self._images_NHWC = images_NHWC
+        self._where = where
 
-    @classmethod
-    def of(cls, strings: Iterable[bytes]) -> Texts:
-        """Pack strings."""
-        held = list(strings)
-        return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        return self._images_NHWC[index], int(self.labels[index])
 
-    @classmethod
-    def join(cls, parts: Iterable[Texts]) -> Texts:
-        """Concatenate several of them."""
-        held = [part for part in parts if len(part)]
-        if not held:
-            return cls.of([])
-        starts = np.cumsum([0, *(len(part.data) for part in held[:-1])])
-        ends = [part.ends + start for part, start in zip(held, starts.tolist(), strict=True)]
-        return cls(np.concatenate([part.data for part in held]), np.concatenate(ends))
+    def name(self, index: int) -> str:
+        return f"{self._where}[{index}]"
 
-    def check(self) -> None:
-        """Check arrays that come from files.
-
-        Raises:
-            ValueError: the ends do not fit the data.
-        """
-        ends = self.ends
-        fits = self.data.dtype == np.uint8 and ends.dtype.kind == "i" and self.data.ndim == ends.ndim == 1
-        if not fits or (len(ends) and (ends[0] < 0 or ends[-1] != len(self.data) or np.any(ends[1:] < ends[:-1]))):
-            raise ValueError("the names do not end where they should")
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        start = self.ends[index - 1] if index > 0 else 0
-        return os.fsdecode(self.data[start : self.ends[index]].tobytes())
-
-    def hashes(self) -> np.ndarray:
-        """Each string's FNV-1a hash, uint64."""
-        found = np.full(len(self), _FNV_START, np.uint64)
-        start = 0
-        for first in range(0, len(self), _HASHED_TOGETHER):
-            ends = self.ends[first : first + _HASHED_TOGETHER]
-            _hash_into(found[first : first + len(ends)], self.data, np.append(start, ends[:-1]), ends)
-            start = ends[-1]
-        return found
+    def describe(self) -> str:
+        return f"{super().describe()} from {self._where}"
 
 
-def _hash_into(hashes_N: np.ndarray, data: np.ndarray, starts_N: np.ndarray, ends_N: np.ndarray) -> None:
-    """Continue the hashes with the strings, one byte of all of them at a time."""
-    longest_first = np.argsort(starts_N - ends_N, kind="stable")
-    values_N, places_N = hashes_N[longest_first], starts_N[longest_first]
-    lengths_N = (ends_N - starts_N)[longest_first]
-    # How many strings have a byte at each place.
-    counts = np.searchsorted(-lengths_N, -np.arange(lengths_N[0]), side="left")
-    for place, count in enumerate(counts.tolist()):
-        values_N[:count] = (values_N[:count] ^ data[places_N[:count] + place]) * _FNV_PRIME
-    hashes_N[longest_first] = values_N
+def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
+    """The unpacked folder of one of the two, `root` or in it, and its layout."""
+    places = ((folder, layout) for layout in _LAYOUTS for folder in (root, root / layout.folder))
+    return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
-def _place(array: np.memmap) -> _Place | np.ndarray:
-    # A slice of a mapped array has the file's name, but not its own offset.
-    if array.filename is None or isinstance(array.base, np.ndarray):
-        return np.array(array)
-    return _Place(str(array.filename), array.dtype, array.shape, array.offset, vars(array).get("stamp"))
+def open_cifar(root: str | Path, data: Source) -> dict[str, Images]:
+    """The training batches as "train", the test batch as "val".
 
-
-def _map_again(place: _Place) -> np.memmap:
-    # Labels and order of another index do not belong to the positions and classes that this process was given.
-    if place.stamp is not None and place.stamp != _stamp(Path(place.filename)):
-        raise UserError(
-            f"data.index_cache: {place.filename} was rebuilt by another process while this one used it; start again"
-        )
-    array = np.memmap(place.filename, place.dtype, "r", place.offset, place.shape)
-    vars(array)["stamp"] = place.stamp
-    return array
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """What differs for a file that has taken the place of another: inode and time of change."""
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns
-
-
-def map_array(path: Path) -> np.ndarray:
-    """Map the array in a `.npy` file into memory, read-only.
+    Args:
+        root: `cifar-10-batches-py` or `cifar-100-python` (its fine labels), or the folder that holds one of them.
 
     Raises:
-        ValueError: the file does not hold such an array.
+        UserError: files that are missing, damaged or contain more than data.
     """
-    # Before mapping: if the file is replaced between the two, unpickling fails instead of taking the new one.
-    stamp = _stamp(path)
-    # An empty array cannot be mapped.
+    found = find_cifar(Path(root))
+    if found is None:
+        folders = " nor ".join(layout.folder for layout in _LAYOUTS)
+        raise UserError(f"{root} holds neither {folders}; unpack the archive there (data/README.md)")
+    refuse_folds(str(root), data.folds)
+    folder, layout = found
+    path = folder / layout.meta
     try:
-        array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None, allow_pickle=False)
-    except (EOFError, SyntaxError, TokenError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{path} holds no array ({error})") from error
-    if isinstance(array, np.memmap):
-        vars(array)["stamp"] = stamp
-    return array
+        names = _read(path)[layout.class_names]
+        classes = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+        opened: dict[str, Images] = {}
+        for split, files in (("train", layout.train), ("val", layout.test)):
+            images, labels = [], []
+            for path in [folder / name for name in files]:
+                batch = _read(path)
+                # (N, channel, row, column) -> (N, row, column, channel)
+                images.append(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+                labels.append(np.asarray(batch[layout.labels], dtype=np.int32))
+                if images[-1].dtype != np.uint8 or len(images[-1]) != len(labels[-1]):
+                    raise ValueError(f"expected {len(labels[-1])} images of bytes")
+                if labels[-1].min() < 0 or labels[-1].max() >= len(classes):
+                    raise ValueError(f"a label outside of the {len(classes)} classes")
+            pixels = np.ascontiguousarray(np.concatenate(images))
+            opened[split] = ArrayImages(pixels, np.concatenate(labels), classes, f"{folder} ({split})")
+    # Damaged pickles raise nearly every kind.
+    except Exception as error:
+        raise UserError(f"{path} is missing or damaged ({error!r}); unpack or download it again") from error
+    return opened
 
 
-# Of each source in each process. Processes may have 1,024 files open by default.
-_MOST = 256
+def _read(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        values = _DataOnly(file, encoding="bytes").load()
+    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in values.items()}
 
 
-class OpenFiles:
-    """Reads pieces of files and keeps those open that were read last.
+# The functions that rebuild arrays, taken from arrays: their modules differ between NumPy's versions.
+_REBUILD: dict[str, Any] = {
+    "_reconstruct": np.empty(0).__reduce__()[0],
+    "_frombuffer": np.empty(0).__reduce_ex__(5)[0],
+}
 
-    Reads give positions instead of moving one, so processes may share what was open before a fork. A pickled copy has
-    no open files. A file that is replaced while it is open is still read as it was.
+
+class _DataOnly(pickle.Unpickler):
+    """An unpickler that makes numbers, texts, containers and NumPy arrays, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if module.startswith("numpy.") and name in _REBUILD:
+            return _REBUILD[name]
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            # How Python 3 writes bytes for Python 2.
+            return codecs.encode
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
+
+
+# Random streams that must not repeat each other's draws, nor that of the initial weights (1).
+_TRAIN, _VAL = 2, 3
+
+
+class SyntheticImages(Images):
+    """Noise generated on demand: for measuring everything but disk and decoder, and for tests.
+
+    The pixels depend only on (seed, index), uniform in 0..255 and unrelated to the label; labels cycle through the
+    classes.
     """
 
-    def __init__(self) -> None:
-        self._file = lru_cache(_MOST)(_File)
+    def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:
+        self._image_size = image_size
+        self._seed = seed
+        self.classes = tuple(f"class{label}" for label in range(num_classes))
+        self.labels = np.arange(count, dtype=np.int32) % np.int32(num_classes)
 
-    def read(self, path: str, start: int, size: int) -> bytes:
-        """`size` bytes of a file from `start` on.
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        size = self._image_size
+        words = -(-size * size * 3 // 8)
+        # A bit generator's raw words are stable between NumPy versions; the byte order is fixed for the same reason.
+        raw = np.random.PCG64(counter_seed(self._seed, index)).random_raw(words).astype("<u8")
+        image_HWC = raw.view(np.uint8)[: size * size * 3].reshape(size, size, 3)
+        return image_HWC, index % len(self.classes)
 
-        Raises:
-            OSError: it cannot be opened or read, or ends before that.
-        """
-        file = self._file(path)
-        try:
-            data = os.pread(file.descriptor, size, min(start, sys.maxsize))
-            if len(data) < size:
-                raise OSError(f"{path} ends before the image does; was it replaced?")
-        except OSError:
-            # After a fault a network disk may accept only a new descriptor.
-            self._file.cache_clear()
-            raise
-        return data
+    def name(self, index: int) -> str:
+        return f"synthetic image {index}"
 
-    def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
-        return OpenFiles, ()
+    def describe(self) -> str:
+        return f"{super().describe()}, synthetic, {self._image_size} x {self._image_size}"
 
 
-class _File:
-    """A file, open as long as this object lives: a thread may still read what another one's read pushed out."""
+def open_synthetic(
+    image_size: int, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
+) -> dict[str, Images]:
+    """Noise for both splits."""
+    train, val = (counter_seed(seed, stream) for stream in (_TRAIN, _VAL))
+    return {
+        "train": SyntheticImages(synthetic_train_images, image_size, synthetic_classes, train),
+        "val": SyntheticImages(synthetic_val_images, image_size, synthetic_classes, val),
+    }
 
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
+
+_DIGITS = 1797
+"""Images in `sklearn.datasets.load_digits`, the test set of Alpaydin and Kaynak's Optical Recognition of
+Handwritten Digits (UCI Machine Learning Repository, 1998): 8 x 8 pixels."""
+
+
+def write_digits(folder: str | Path) -> None:
+    """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there already.
+
+    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so that
+    several processes may call this at the same time and none ever sees an incomplete set.
+
+    Raises:
+        UserError: when `folder` holds something else or cannot be written.
+    """
+    folder = Path(folder)
+    if _is_complete(folder):
+        return
+    draft = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        _write_images(draft)
+        draft.rename(folder)
+    except OSError as error:
+        # Another process was first, or something is in the way: a rename never replaces a filled folder.
+        if not _is_complete(folder):
+            raise UserError(
+                f"{folder}: the digits cannot be written there ({error.strerror}); choose another folder, or train on "
+                "the images there with an experiment for them (such as --config-name finetune)"
+            ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    return sum(1 for _ in folder.glob("[0-9]/[0-9][0-9][0-9][0-9].png")) == _DIGITS
+
+
+def _write_images(folder: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images_BHW = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    for digit in range(10):
+        (folder / str(digit)).mkdir()
+    for number, (image_HW, digit) in enumerate(zip(images_BHW, digits.target, strict=True)):
+        Image.fromarray(image_HW).save(folder / str(digit) / f"{number:04d}.png")
+
+
+def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
+    """The embedded digits, written to `root` if they are not there; the published results are of a split by position.
+
+    Raises:
+        UserError: see `write_digits`.
+    """
+    write_digits(root)
+    return as_splits({"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}, data, how, where=root)

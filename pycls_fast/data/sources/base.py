@@ -1,4 +1,4 @@
-"""Labelled images by position: the base class of every layout, and views of another source."""
+"""Labelled images by position: the base class of every layout, and a part of another source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from pycls_fast.data.sources.shards import CopiedShards
-from pycls_fast.errors import UserError, first_few
 
 
 def checksum(integers: Any) -> str:
@@ -25,12 +22,11 @@ class Images:
 
     Attributes:
         classes: class names; the label is the position.
-        labels: one integer per image.
+        labels: one integer per image, -1 where there is none.
         drawn: whether a random split drew the images from a larger source.
         block_ends: int64, the end of each block of neighbouring images (a tar shard); None for a source that is
             equally fast in any order.
         prefers_blocks: whether reading in an order that jumps between blocks is slow, as it is over a network.
-        copied_shards: the remote shards that local copies are kept of.
     """
 
     classes: tuple[str, ...]
@@ -38,7 +34,6 @@ class Images:
     drawn = False
     block_ends: np.ndarray | None = None
     prefers_blocks = False
-    copied_shards: CopiedShards | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,80 +70,60 @@ class Images:
         hashes = self.name_hashes()
         return f"numbers-{checksum(getattr(self, 'rows', ()))}" if hashes is None else f"names-{checksum(hashes)}"
 
-    def checksum_holds(self, index: int) -> bool:
-        """Whether the stored image is the one that was packed; also True for a source without checksums.
-
-        Raises:
-            OSError: when the image cannot be read.
-        """
-        return True
+    def origin(self, indices: np.ndarray) -> tuple[Images, np.ndarray]:
+        """The source that stores the images, and their positions there."""
+        return self, indices
 
 
 class Subset(Images):
-    """The images of a source at given positions, in that order."""
+    """The images of a source at given positions, in that order, perhaps with other labels."""
 
-    def __init__(self, source: Images, rows: np.ndarray, *, drawn: bool = False) -> None:
+    def __init__(
+        self,
+        source: Images,
+        rows: np.ndarray | None = None,
+        *,
+        drawn: bool | None = None,
+        classes: Sequence[str] | None = None,
+        new_label: np.ndarray | None = None,
+    ) -> None:
         """
         Args:
-            drawn: a random split drew the positions.
+            rows: the positions; None for all.
+            drawn: whether a random split drew them; None as the source.
+            classes: other class names.
+            new_label: integers, the new label for each label of `source`.
         """
+        rows = np.arange(len(source)) if rows is None else rows
         self.source = source
-        self.drawn = drawn
+        self.drawn = source.drawn if drawn is None else drawn
         # Half the memory, if it is wide enough.
         self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
-        self.classes = source.classes
-        self.labels = source.labels[self.rows]
+        self.classes = source.classes if classes is None else tuple(classes)
+        labels = source.labels[self.rows]
+        self.labels = labels if new_label is None else new_label[labels]
         self.prefers_blocks = source.prefers_blocks
-        self.copied_shards = source.copied_shards and source.copied_shards.part(self.rows)
         ends = source.block_ends
         if ends is not None and not np.any(np.diff(rows.astype(np.int64)) < 0):
             inside = np.unique(np.searchsorted(self.rows, ends))
             self.block_ends = inside[inside > 0].astype(np.int64)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        return self.source.read(int(self.rows[index]))
+        return self.source.read(int(self.rows[index]))[0], int(self.labels[index])
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.rows[index]))
-
-    def checksum_holds(self, index: int) -> bool:
-        return self.source.checksum_holds(int(self.rows[index]))
 
     def name_hashes(self) -> np.ndarray | None:
         hashes = self.source.name_hashes()
         return None if hashes is None else hashes[self.rows]
 
-    def describe(self) -> str:
-        return f"{len(self):,} of {self.source.describe()}"
-
-
-class Relabelled(Images):
-    """The same images with different labels and class names."""
-
-    def __init__(self, source: Images, classes: Sequence[str], new_label: np.ndarray) -> None:
-        """
-        Args:
-            new_label: integers, the new label for each label of `source`.
-        """
-        self.source = source
-        self.classes = tuple(classes)
-        self.labels = new_label[source.labels]
-        self.drawn = source.drawn
-        self.block_ends = source.block_ends
-        self.prefers_blocks = source.prefers_blocks
-        self.copied_shards = source.copied_shards
-
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        return self.source.read(index)[0], int(self.labels[index])
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
-
-    def checksum_holds(self, index: int) -> bool:
-        return self.source.checksum_holds(index)
+    def origin(self, indices: np.ndarray) -> tuple[Images, np.ndarray]:
+        return self.source.origin(self.rows[indices])
 
     def describe(self) -> str:
-        return self.source.describe()
+        whole = self.source.describe()
+        return whole if len(self) == len(self.source) else f"{len(self):,} of {whole}"
 
 
 def match_classes(source: Images, classes: Sequence[str]) -> tuple[Images, list[str]]:
@@ -163,18 +138,4 @@ def match_classes(source: Images, classes: Sequence[str]) -> tuple[Images, list[
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
     position = {name: label for label, name in enumerate(classes)}
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
-    return Relabelled(source, classes, new_label), unknown
-
-
-def like_train(source: Images, train: Images, *, where: str, train_where: str) -> Images:
-    """A split labelled with the training split's classes, which must include all of its own that have images.
-
-    Raises:
-        UserError: classes that training does not have.
-    """
-    matched, unknown = match_classes(source, train.classes)
-    if unknown:
-        raise UserError(
-            f"{where}: no images of the class {first_few(unknown)} in {train_where}; add some there or remove it here"
-        )
-    return matched
+    return Subset(source, classes=classes, new_label=new_label), unknown

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pycls_fast.data.sources.base import Images, Relabelled
-from pycls_fast.data.sources.folders import scan_classes, subfolders
-from pycls_fast.data.sources.imagenet import VAL_NUMBER
+from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.files import read_lines
+from pycls_fast.data.sources.folders import VAL_NUMBER, scan_classes, subfolders
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.labels import read_lines
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import read_json
 
@@ -76,7 +75,7 @@ def open_eval_set(
     if unknown:
         raise UserError(f"data.eval_root: {folder}: the model has no class {first_few(unknown)}")
     outputs = np.array([output_of[own] for own in scanned.classes], dtype=np.int64)
-    source = Relabelled(scanned, classes, outputs.astype(np.int32))
+    source = Subset(scanned, classes=classes, new_label=outputs.astype(np.int32))
     if name in ("a", "r"):
         return EvalSet(source, f"best of the set's {len(outputs):,} classes", among=np.sort(outputs))
     return EvalSet(source, f"best of all {len(classes):,} classes")

@@ -1,18 +1,20 @@
-"""Image files with given labels; which files and folders belong to a dataset, and to which split."""
+"""Files of a dataset: which belong to which split, how they are read, and what labels are written as."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from pycls_fast.data.sources.arrays import Mapped, Texts
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
@@ -30,12 +32,17 @@ SPLIT_OF = {
     "testing": "test",
 }
 """The splits by the words that stand for them, the more usual word first."""
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that Windows adds."""
 # Created by file systems, network storage (thumbnails in `@eaDir`) and archive programs.
 _SYSTEM_FOLDERS = frozenset(
     {"lost+found", "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"}
 )
 _OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MOST_CLASSES = 1_000_000
+# Of each source in each process. Processes may have 1,024 files open by default.
+_MOST_OPEN = 256
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -47,7 +54,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class FileImages(Images, Mapped):
+class FileImages(Images):
     """One file per image."""
 
     def __init__(
@@ -80,12 +87,51 @@ class FileImages(Images, Mapped):
         return f"{super().describe()} in {self.root}"
 
 
+class OpenFiles:
+    """Reads pieces of files and keeps those open that were read last.
+
+    Reads give positions instead of moving one, so processes may share what was open before a fork. A pickled copy has
+    no open files. A file that is replaced while it is open is still read as it was.
+    """
+
+    def __init__(self) -> None:
+        self._file = lru_cache(_MOST_OPEN)(_File)
+
+    def read(self, path: str, start: int, size: int) -> bytes:
+        """`size` bytes of a file from `start` on.
+
+        Raises:
+            OSError: it cannot be opened or read, or ends before that.
+        """
+        file = self._file(path)
+        try:
+            data = os.pread(file.descriptor, size, min(start, sys.maxsize))
+            if len(data) < size:
+                raise OSError(f"{path} ends before the image does; was it replaced?")
+        except OSError:
+            # After a fault a network disk may accept only a new descriptor.
+            self._file.cache_clear()
+            raise
+        return data
+
+    def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
+        return OpenFiles, ()
+
+
+class _File:
+    """A file, open as long as this object lives: a thread may still read what another one's read pushed out."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
 def find_files(
     root: str, suffixes: Sequence[str], *, train: str | None = None, val: str | None = None, deep: bool = True
 ) -> dict[str, tuple[str, ...]]:
     """The files of each split: "train" and others of "val" and "test", or "all" if no name tells them apart.
 
-    A file's split is given by a word in its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`) or in
+    A file's split is given by a word in its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`), else by
     the folders between it and `root` (`validation/0000.parquet`).
 
     Args:
@@ -96,58 +142,45 @@ def find_files(
         deep: look in folders of `root`, too.
 
     Raises:
-        UserError: no files, a shard that is missing, names that do not tell the split, or the same names in several
-        folders.
+        UserError: no files, a shard that is missing, or names that do not tell the split.
     """
     if train is not None:
         named = {"train" if val is not None else "all": _expand(root, train, "data.train")}
         return named if val is None else {**named, "val": _expand(root, val, "data.val")}
-    found = _list_files(root, tuple(suffixes), deep)
+    found = sorted(_list_files(root, tuple(suffixes), deep))
     if not found:
         raise UserError(f"there are no {' or '.join(suffixes)} files in {root} (see data/README.md)")
     _check_complete(found)
-    splits: dict[str, list[str]] = {}
+    splits: dict[str, tuple[str, ...]] = {}
     for file in found:
-        splits.setdefault(_split_of(root, file), []).append(file)
-    for files in splits.values():
-        name, times = Counter(PurePosixPath(file).name for file in files).most_common(1)[0]
-        if times > 1:
-            raise UserError(f"{root}: {name} is in {times} folders; choose one of them as data.root, or use data.train")
+        split = _split_of(root, file)
+        splits[split] = (*splits.get(split, ()), file)
     if set(splits) == {""}:
-        return {"all": tuple(splits[""])}
+        return {"all": splits[""]}
     if "" in splits:
-        example = first_few(splits[""], 1)
-        raise UserError(f"{root}: no name or folder says that {example} is train, val or test; use data.train=NAME")
-    return {name: tuple(files) for name, files in splits.items()}
+        raise UserError(f"{root}: no name says that {splits[''][0]} is train, val or test; use data.train=NAME")
+    return splits
 
 
-def _list_files(root: str, suffixes: tuple[str, ...], deep: bool) -> list[str]:
+def _list_files(root: str, suffixes: tuple[str, ...], deep: bool) -> Iterator[str]:
+    """Files at any depth, without hidden ones; each folder once, whatever links lead to it."""
     if is_remote(root):
         found = _expand_braces(root) if root.lower().endswith(suffixes) else list_files(root)
-        return sorted(name for name in found if name.lower().endswith(suffixes))
-    path = Path(root)
-    if path.is_file():
-        return [root]
-    if not path.is_dir():
-        raise UserError(f"there is no dataset {path.absolute()}")
-    return sorted(_walk(root, suffixes, deep))
-
-
-def _walk(root: str, suffixes: tuple[str, ...], deep: bool) -> Iterator[str]:
-    """Files at any depth, without hidden ones; each folder once, whatever links lead to it."""
-    seen = set()
-    for folder, inner, files in os.walk(root, onerror=_raise, followlinks=True):
-        status = Path(folder).stat()
-        is_new = (status.st_dev, status.st_ino) not in seen
-        seen.add((status.st_dev, status.st_ino))
-        wanted = (name for name in inner if name[0] != "." and name not in _SYSTEM_FOLDERS)
-        inner[:] = sorted(wanted) if deep and is_new else []
-        if is_new:
-            yield from (f"{folder}/{name}" for name in files if name[0] != "." and name.lower().endswith(suffixes))
-
-
-def _raise(error: OSError) -> None:
-    raise error
+        yield from (name for name in found if name.lower().endswith(suffixes))
+    elif Path(root).is_file():
+        yield root
+    elif not Path(root).is_dir():
+        raise UserError(f"there is no dataset {Path(root).absolute()}")
+    else:
+        seen: set[tuple[int, int]] = set()
+        for folder, inner, files in os.walk(root, followlinks=True):
+            status = Path(folder).stat()
+            is_new = (status.st_dev, status.st_ino) not in seen
+            seen.add((status.st_dev, status.st_ino))
+            wanted = (name for name in sorted(inner) if deep and name[0] != "." and name not in _SYSTEM_FOLDERS)
+            inner[:] = wanted if is_new else []
+            own = (name for name in files if is_new and name[0] != "." and name.lower().endswith(suffixes))
+            yield from (f"{folder}/{name}" for name in own)
 
 
 def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
@@ -201,3 +234,79 @@ def _check_complete(files: Sequence[str]) -> None:
         missing = [f"{start}{n:05d}-of-{total}" for n in range(int(total)) if (start, n, total) not in there]
         if missing:
             raise UserError(f"{first_few(missing, 3)}: missing, of {int(total):,} files; download the rest")
+
+
+def name_classes(
+    labels: Sequence[object], *, names: Sequence[str] | None, where: str
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Class names and int32 labels for labels that are stored as numbers or names.
+
+    Args:
+        labels: integers, or strings; strings that are all whole numbers count as integers. None, "" and -1 stand for an
+            image without a label: then all must, as those of a test split, and get -1.
+        names: class names, if known. Numbers are positions in it; strings must be among them.
+        where: the file, for messages.
+
+    Raises:
+        UserError: labels that are neither, not in `names`, or missing for only some images.
+    """
+    labels = [label.strip() if isinstance(label, str) else label for label in labels]
+    lacking = [row for row, label in enumerate(labels, 1) if label is None or label in ("", "-1", -1)]
+    if len(lacking) == len(labels):
+        return tuple(names or ()), np.full(len(labels), -1, dtype=np.int32)
+    if lacking:
+        raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label (number {lacking[0]:,})")
+    wrong = [label for label in labels if not isinstance(label, str | int) or isinstance(label, bool)]
+    if wrong:
+        raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; choose another data.label_column")
+    found, positions = np.unique(np.asarray(labels), return_inverse=True)
+    kinds = found.tolist()
+    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", str(kind)) for kind in kinds):
+        place = {name: label for label, name in enumerate(names or kinds)}
+        unknown = [kind for kind in kinds if kind not in place]
+        if unknown:
+            raise UserError(f"{where}: the label {first_few(unknown)} is not among the {len(place):,} class names")
+        return tuple(place), np.array([place[kind] for kind in kinds], dtype=np.int32)[positions]
+    numbers = found.astype(np.int64)
+    low, high = int(numbers.min()), int(numbers.max())
+    most = _MOST_CLASSES if names is None else len(names)
+    if low < 0 or high >= most:
+        raise UserError(f"{where}: the label {low if low < 0 else high:,}: labels count the classes, 0 to {most - 1:,}")
+    classes = tuple(map(str, range(high + 1))) if names is None else tuple(names)
+    return classes, numbers[positions].astype(np.int32)
+
+
+def read_class_list(root: str) -> tuple[str, ...] | None:
+    """The names in `classes.txt` beside the data, one per line, if there is one.
+
+    Raises:
+        UserError: a duplicate name, or a file that is not UTF-8.
+    """
+    file = (Path(root) if Path(root).is_dir() else Path(root).parent) / "classes.txt"
+    if is_remote(root) or not file.is_file():
+        return None
+    names = read_lines(file)
+    if len(set(names)) < len(names):
+        raise UserError(f"{file}: {first_few(sorted({n for n in names if names.count(n) > 1}))}: more than once")
+    return tuple(names)
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines that are not blank, stripped.
+
+    Raises:
+        OSError: there is no such file, or it may not be read.
+        UserError: the file is not UTF-8.
+    """
+    try:
+        text = read_bytes(file).decode(ENCODING)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 (byte {error.start:,}); save it as UTF-8") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> UserError:
+    """The error for a table without a column."""
+    return UserError(
+        f"{what} has no column {column!r}; it has {first_few(sorted(columns), 12)}: choose one with {key}=NAME"
+    )

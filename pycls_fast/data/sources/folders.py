@@ -1,13 +1,17 @@
-"""Datasets as folders: one folder per class, with or without train/ and val/ above them."""
+"""Datasets as folders: one folder per class, with or without train/ and val/ above them; ImageNet as downloaded."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import os
+import re
 import sys
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.arrays import Texts
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder
-from pycls_fast.data.sources.imagenet import flat_validation, kaggle_root
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few, is_first_of_node
+from pycls_fast.reading import read_bytes
+
+VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+"""Finds the number of a validation image of ImageNet in its name."""
+_DEVKIT = "ILSVRC2012_devkit_t12"
+_GROUND_TRUTH, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+_KAGGLE_TABLE = "LOC_val_solution.csv"
 
 _UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
 _LAYOUT = (
@@ -44,25 +53,24 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     images are split at random, class by class.
 
     Raises:
+        OSError: there is no such folder.
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
-    root, cache = kaggle_root(Path(root)), CachePolicy.of(data, how)
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UserError(f"the dataset folder {root.absolute()} {what}; {_LAYOUT}")
+    root, cache = Path(root), CachePolicy.of(data, how)
+    # Kaggle's archive.
+    inner = root / "ILSVRC/Data/CLS-LOC"
+    root = inner if (inner / "train").is_dir() else root
     folders = subfolders(root)
     names = {name.lower(): name for name in folders if name.lower() in SPLIT_OF}
     nested = {name for name in names.values() if subfolders(root / name)}
     parts: dict[str, str] = {}
     for word, split in SPLIT_OF.items():
-        if word in names and (names[word] in nested or word in ("train", "training", "val", "valid", "validation")):
+        if word in names and (names[word] in nested or word not in ("dev", "test", "testing")):
             parts.setdefault(split, names[word])
     # `train/` may also be a class of that name (buses, cars, trains).
     if "train" not in parts or not (parts["train"] in nested or len(names) == len(folders)):
         if nested:
-            raise UserError(
-                f"{root}: found {first_few([f'{name}/' for name in sorted(nested)])} but no train/; {_LAYOUT}"
-            )
+            raise UserError(f"{root}: found {first_few(sorted(nested))} but no train/; {_LAYOUT}")
         if len(folders) == 1 and subfolders(root / folders[0]):
             raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
         return as_splits({"all": scan_classes(root, cache)}, data, how, where=str(root))
@@ -70,7 +78,7 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     opened: dict[str, Images] = {"train": train}
     for split, name in parts.items():
         if split != "train":
-            flat = None if name in nested else flat_validation(root / name, train.classes)
+            flat = None if name in nested else _flat_validation(root / name, train.classes)
             opened[split] = flat or scan_classes(root / name, cache)
     return as_splits(opened, data, how, where=str(root))
 
@@ -102,7 +110,6 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
         "class_folders",
         cache or CachePolicy(),
         build=lambda: _scan(root),
-        count=lambda index: len(index.arrays["labels"]),
         is_fresh=lambda stamp: _is_fresh(root, stamp),
     )
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
@@ -112,9 +119,6 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
 def _scan(root: Path) -> Index:
     classes = subfolders(root)
     if not classes:
-        loose = sum(entry.name.lower().endswith(EXTENSIONS) for entry in os.scandir(root))
-        if loose:
-            raise UserError(f"{root} holds {loose:,} images but no class folders; sort them into {root}/CLASS/")
         raise UserError(f"{root} holds no class folders; {_LAYOUT}")
     listings: list[_Listing] = []
     with ThreadPoolExecutor(_SCAN_THREADS) as pool, progress(f"index {root}", len(classes), "folders") as advance:
@@ -126,9 +130,7 @@ def _scan(root: Path) -> Index:
     # Once per node: each rank opens the dataset.
     if unread and is_first_of_node():
         found = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
-        print(
-            f"note: {root}: images in formats that are not read are left out ({found}); convert them", file=sys.stderr
-        )
+        print(f"note: {root}: images of formats that are not read are left out: {found}", file=sys.stderr)
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise UserError(f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}")
@@ -207,3 +209,73 @@ def subfolders(root: Path) -> list[str]:
     """Names of the folders in a folder, sorted, hidden ones and those of the system left out."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
+
+
+def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
+    """ImageNet's validation images in `root` itself, in the order that class folders would give them.
+
+    Labels come from Kaggle's `LOC_val_solution.csv` or the development kit (its folder, or the archive as downloaded),
+    beside `root` or above it. None when `root` holds no images with ImageNet's names.
+
+    Args:
+        classes: WordNet ids of the training classes.
+
+    Raises:
+        UserError: no labels, or labels that do not fit.
+    """
+    files = [entry.name for entry in os.scandir(root) if entry.name.lower().endswith(EXTENSIONS)]
+    stems = {name: name.partition(".")[0] for name in files}
+    if not any(VAL_NUMBER.fullmatch(stem) for stem in stems.values()):
+        return None
+    wnid_of, where = _validation_labels(root)
+    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    unknown = sorted(name for name, stem in stems.items() if wnid_of.get(stem) not in label_of)
+    if unknown:
+        raise UserError(f"{root}: {where} has no label of a training class for {first_few(unknown)}")
+    labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
+    labels = np.array([label for label, _ in labelled], dtype=np.int32)
+    return FileImages(root, classes, Texts.of(name for _, name in labelled), labels)
+
+
+def _validation_labels(root: Path) -> tuple[Mapping[str, str], Path]:
+    """Image name without extension -> WordNet id, and where that is written."""
+    for folder in (root, *root.absolute().parents[:4]):
+        table, kit, archive = folder / _KAGGLE_TABLE, folder / _DEVKIT / "data", folder / f"{_DEVKIT}.tar.gz"
+        try:
+            if table.is_file():
+                return _read_kaggle(table), table
+            if kit.is_dir():
+                return _read_devkit({name: read_bytes(kit / name) for name in (_GROUND_TRUTH, _META)}), kit
+            if archive.is_file():
+                return _read_devkit(_unpack(archive)), archive
+        # scipy's error for a damaged matrix is an Exception.
+        except Exception as error:
+            where = next(place for place in (table, kit, archive) if place.exists())
+            raise UserError(f"{where} does not hold ImageNet's validation labels ({error!r})") from error
+    raise UserError(
+        f"{root} holds ImageNet's validation images without class folders and their labels; put {_DEVKIT}.tar.gz or "
+        f"{_KAGGLE_TABLE} beside {root.name}/, or sort the images into class folders"
+    )
+
+
+def _read_kaggle(table: Path) -> dict[str, str]:
+    """`ImageId,PredictionString`, the second as "WNID x y x y", once for each box."""
+    with table.open(newline="", encoding="utf-8") as file:
+        return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
+
+
+def _unpack(archive: Path) -> dict[str, bytes]:
+    with tarfile.open(archive) as tar:
+        files = {Path(member.name).name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
+        return {name: file.read() for name, file in files.items() if name in (_GROUND_TRUTH, _META) and file}
+
+
+def _read_devkit(contents: Mapping[str, bytes]) -> dict[str, str]:
+    """Line k of the ground truth is the `ILSVRC2012_ID` of image k; `meta.mat` has its WordNet id."""
+    # Installed with scikit-learn, which the digits need.
+    from scipy.io import loadmat
+
+    synsets = loadmat(io.BytesIO(contents[_META]), squeeze_me=True)["synsets"]
+    wnid_of = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in np.atleast_1d(synsets)}
+    ids = [int(line) for line in contents[_GROUND_TRUTH].split()]
+    return {f"ILSVRC2012_val_{number:08d}": wnid_of[own] for number, own in enumerate(ids, start=1)}

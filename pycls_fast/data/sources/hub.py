@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import SPLIT_OF, find_files
-from pycls_fast.data.sources.labels import missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
@@ -68,15 +66,16 @@ def open_parquet(
     Raises:
         UserError: missing files, columns or labels; `datasets` is not installed.
     """
-    files = find_files(root, (".parquet",), train=train, val=val)
     names = read_class_list(root)
     opened: dict[str, Images] = {}
-    for split, found in files.items():
-        # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels. Its file
-        # names are patterns.
-        exact = [glob.escape(file) for file in found]
-        dataset = _load(root, partial(_load_parquet, files=exact))
-        opened[split] = _split(root, split, dataset, image_column, label_column, names=names, may_lack=split == "test")
+    for split, files in find_files(root, (".parquet",), train=train, val=val).items():
+
+        def load(hf: Any, split: str = split, exact: Sequence[str] = tuple(map(glob.escape, files))) -> ArrowImages:
+            # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
+            dataset = hf.load_dataset("parquet", data_files=list(exact), split="train")
+            return _open_split(f"{root} ({split})", dataset, image_column, label_column, names, is_test=split == "test")
+
+        opened[split] = _with_datasets(root, load)
     return as_splits(opened, data, how, where=root)
 
 
@@ -100,30 +99,33 @@ def open_hub(
     Raises:
         UserError: no such dataset, split or column; `datasets` is not installed.
     """
-    repository, _, revision = name.partition("@")
-    if Path(name).is_dir():
-        found = _load(name, lambda hf: hf.load_from_disk(name))
-    else:
-        found = _load(name, lambda hf: hf.load_dataset(repository, hub_config, revision=revision or None))
-    loaded = dict(found) if isinstance(found, dict) else {"train": found}
-    named = {"train": train or "train"}
-    if val is not None:
-        named["val"] = val
-    elif train is None:
-        # The first validation split, else a test split, which is left out if it has no labels.
-        other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
-        named |= {} if other is None else {SPLIT_OF[other]: other}
-    for key, split in named.items():
-        if split not in loaded:
-            raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
-    opened: dict[str, Images] = {
-        own: _split(name, split, loaded[split], image_column, label_column, may_lack=own == "test")
-        for own, split in named.items()
-    }
-    return as_splits(opened, data, how, where=name)
+
+    def load(hf: Any) -> dict[str, Images]:
+        repository, _, revision = name.partition("@")
+        is_folder = Path(name).is_dir()
+        found = (
+            hf.load_from_disk(name) if is_folder else hf.load_dataset(repository, hub_config, revision=revision or None)
+        )
+        loaded = dict(found) if isinstance(found, dict) else {"train": found}
+        named = {"train": train or "train"} | ({} if val is None else {"val": val})
+        if train is None and val is None:
+            # The first validation split, else a test split, which is left out if it has no labels.
+            other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
+            named |= {} if other is None else {SPLIT_OF[other]: other}
+        for key, split in named.items():
+            if split not in loaded:
+                raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
+        return {
+            own: _open_split(
+                f"{name} ({split})", loaded[split], image_column, label_column, None, is_test=own == "test"
+            )
+            for own, split in named.items()
+        }
+
+    return as_splits(_with_datasets(name, load), data, how, where=name)
 
 
-def _load(name: str, load: Callable[[Any], Any]) -> Any:
+def _with_datasets(name: str, load: Callable[[Any], Any]) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -139,53 +141,29 @@ def _load(name: str, load: Callable[[Any], Any]) -> Any:
         raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(reason).__name__}: {text})") from error
 
 
-def _load_parquet(hf: Any, files: list[str]) -> Any:
-    return hf.load_dataset("parquet", data_files=files, split="train")
-
-
-def _split(name: str, split: str, *dataset_and_columns: Any, **how: Any) -> ArrowImages:
-    opened = _load(name, lambda _: _open_split(f"{name} ({split})", *dataset_and_columns, **how))
-    assert isinstance(opened, ArrowImages)
-    return opened
-
-
 def _open_split(
-    where: str,
-    dataset: Any,
-    image_column: str | None,
-    label: str,
-    *,
-    names: Sequence[str] | None = None,
-    may_lack: bool,
+    where: str, dataset: Any, image_column: str | None, label: str, names: Sequence[str] | None, *, is_test: bool
 ) -> ArrowImages:
     """
     Args:
         names: class names that take the place of the dataset's own.
-        may_lack: whether labels may be missing, as in a test split.
+        is_test: there may be no column of labels.
     """
-    if not len(dataset):
-        raise UserError(f"{where}: no rows")
     column = _image_column(where, dataset, image_column)
     features = dataset.features
-    if label not in features and not may_lack:
+    if label in features:
+        # Selected first: if the rows are picked by indices, all columns would be copied.
+        values = dataset.select_columns([label]).with_format("arrow")[:].column(0).to_pylist()
+    elif is_test:
+        values = [None] * len(dataset)
+    else:
         raise missing_column(where, label, list(features), "data.label_column")
-    values = _column(dataset, label) if label in features else [None] * len(dataset)
-    if may_lack and all(value is None for value in values):
-        values = [-1] * len(values)
-    names = names or getattr(features.get(label), "names", None)
-    if names is not None and not all(isinstance(name, str) for name in names):
-        raise UserError(f"{where}: the names of the classes in {label} are not texts; write them anew")
-    classes, labels = name_classes(values, names=names, where=where, may_lack=may_lack)
+    classes, labels = name_classes(values, names=names or getattr(features.get(label), "names", None), where=where)
     images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
-    with suppress(OSError):
+    with suppress(OSError, IndexError):
         # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
         images.read(0)
     return images
-
-
-def _column(dataset: Any, name: str) -> list[Any]:
-    # Selected first: if the rows are picked by indices, all columns would be copied.
-    return dataset.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
 
 
 def _image_column(where: str, dataset: Any, wanted: str | None) -> str:
@@ -201,6 +179,6 @@ def _image_column(where: str, dataset: Any, wanted: str | None) -> str:
     if wanted in found or (wanted is None and len(found) == 1):
         return wanted or found[0]
     raise UserError(
-        f"{where}: {f'{wanted} is none of' if wanted else 'expected one column of images, got'} {first_few(found)} (of "
-        f"the columns {first_few(list(schema.names), 12)}); choose one with data.image_column=NAME"
+        f"{where}: columns of images are {first_few(found) or 'none'}, of {first_few(list(schema.names), 12)}; choose "
+        "one with data.image_column=NAME"
     )

@@ -1,8 +1,9 @@
-"""Indexes of large datasets on disk: built once, then mapped by all processes.
+"""Lists of images in memory and on disk: many names in one array, and indexes that are built once.
 
-An index is used as long as `is_fresh` accepts the stamp it was saved with. It lies in `.pycls_fast_index/` beside the
-dataset's folder if that can be written, else in `~/.cache/pycls_fast/` (`XDG_CACHE_HOME`), or where `data.index_cache`
-says. It is never inside the dataset's folder: other programs take every folder there for a class.
+An index is one `.npz` file, used as long as `is_fresh` accepts the stamp it was saved with. It lies in
+`.pycls_fast_index/` beside the dataset's folder if that can be written, else in `~/.cache/pycls_fast/`
+(`XDG_CACHE_HOME`), or where `data.index_cache` says. It is never inside the dataset's folder: other programs take every
+folder there for a class.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +24,113 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.arrays import map_array
-from pycls_fast.files import cache_folder, user_path
-from pycls_fast.reading import parse_json, read_bytes
+from pycls_fast.files import cache_folder, flush, user_path
+from pycls_fast.reading import parse_json
 
-_FORMAT = 6
-_ABOUT = "about.json"
+_FORMAT = 7
 _FOLDER = ".pycls_fast_index"
-_DAY = 24 * 3600
+
+# FNV-1a, 64 bits (Fowler, Noll and Vo).
+_FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+# Hashed at a time, so that the arrays in between stay small.
+_HASHED_TOGETHER = 1 << 16
 
 Stamp = Mapping[str, Any]
 """What a dataset looked like when it was indexed; JSON."""
+
+
+class Texts:
+    """Many short byte strings, end to end in one array.
+
+    1.28 million file names take about 60 MB, once: an array stays shared after a fork, whereas a list of strings would
+    be copied into every worker.
+    """
+
+    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
+        """
+        Args:
+            data: uint8, the strings.
+            ends: int64, where each of them ends in `data`.
+        """
+        self.data = data
+        self.ends = ends
+
+    @classmethod
+    def of(cls, strings: Iterable[bytes]) -> Texts:
+        """Pack strings."""
+        held = list(strings)
+        return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Iterable[Texts]) -> Texts:
+        """Concatenate several of them."""
+        held = list(parts)
+        starts = np.cumsum([0, *(len(part.data) for part in held)]).tolist()
+        ends = [part.ends + start for part, start in zip(held, starts[:-1], strict=True)]
+        return cls(np.concatenate([part.data for part in held]), np.concatenate(ends))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self.ends[index - 1] if index > 0 else 0
+        return os.fsdecode(self.data[start : self.ends[index]].tobytes())
+
+    def hashes(self) -> np.ndarray:
+        """Each string's FNV-1a hash, uint64."""
+        found = np.full(len(self), _FNV_START, np.uint64)
+        start = 0
+        for first in range(0, len(self), _HASHED_TOGETHER):
+            ends = self.ends[first : first + _HASHED_TOGETHER]
+            _hash_into(found[first : first + len(ends)], self.data, np.append(start, ends[:-1]), ends)
+            start = ends[-1]
+        return found
+
+
+def _hash_into(hashes_N: np.ndarray, data: np.ndarray, starts_N: np.ndarray, ends_N: np.ndarray) -> None:
+    """Continue the hashes with the strings, one byte of all of them at a time."""
+    longest_first = np.argsort(starts_N - ends_N, kind="stable")
+    values_N, places_N = hashes_N[longest_first], starts_N[longest_first]
+    lengths_N = (ends_N - starts_N)[longest_first]
+    # How many strings have a byte at each place.
+    counts = np.searchsorted(-lengths_N, -np.arange(lengths_N[0]), side="left")
+    for place, count in enumerate(counts.tolist()):
+        values_N[:count] = (values_N[:count] ^ data[places_N[:count] + place]) * _FNV_PRIME
+    hashes_N[longest_first] = values_N
+
+
+def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> None:
+    """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}.part")
+    try:
+        with draft.open("wb") as written:
+            np.savez(written, about=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
+            flush(written)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
+    """The arrays and the description in a file of `write_arrays`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+        ValueError: it is damaged or something else.
+    """
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        about = arrays.pop("about").tobytes().decode("utf-8", "surrogateescape")
+    except (AttributeError, KeyError, TypeError, EOFError, SyntaxError, MemoryError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} is damaged ({error})") from error
+    return arrays, parse_json(about)
 
 
 @dataclass(frozen=True)
@@ -42,6 +138,7 @@ class Index:
     """The index of a dataset: arrays, and `stamp` and `more`, which are JSON."""
 
     arrays: Mapping[str, np.ndarray]
+    """`labels` among them."""
     more: Mapping[str, Any]
     stamp: Stamp
 
@@ -59,49 +156,32 @@ class CachePolicy:
     smallest: int = 50_000
 
     @classmethod
-    def of(cls, data: Source, how: Opening) -> CachePolicy:
+    def of(cls, data: Source, how: Opening, smallest: int = 50_000) -> CachePolicy:
         """What `data.index_cache` says."""
-        return cls(data.index_cache, 0) if how.index_all else cls(data.index_cache)
+        return cls(data.index_cache, 0 if how.index_all else smallest)
 
 
 def load_or_build(
-    root: str | Path,
-    kind: str,
-    policy: CachePolicy,
-    *,
-    build: Callable[[], Index],
-    count: Callable[[Index], int],
-    is_fresh: Callable[[Stamp], bool],
-    columns: Sequence[str | None] = (),
+    root: str | Path, kind: str, policy: CachePolicy, *, build: Callable[[], Index], is_fresh: Callable[[Stamp], bool]
 ) -> Index:
-    """The index of `root`, from disk if there is a fresh one.
-
-    One process per machine builds it; the others wait. Of several machines the first one's index is kept.
+    """The index of `root`, from disk if there is a fresh one. One process per machine builds it; the others wait.
 
     Args:
         root: what is indexed: a folder, or an address.
         kind: the kind of index; several kinds can lie side by side.
         is_fresh: whether the dataset still matches this stamp.
-        columns: the columns that are indexed; each choice has an index of its own.
     """
-    if columns:
-        kind = f"{kind}-{_digest(json.dumps(columns))}"
-    places = [place / kind for place in _places(root, policy.place)]
-    found = _load_any(places, is_fresh)
+    files = [place / f"{kind}.npz" for place in _places(root, policy.place)]
+    found = _load_any(files, is_fresh)
     if found is not None:
         return found
     with _lock(f"{root}|{kind}"):
-        found = _load_any(places, is_fresh)
-        if found is not None:
-            return found
-        index = build()
-        if not places or count(index) < policy.smallest:
-            return index
-        # Another machine may have saved its index meanwhile, and mapped it.
-        if _load_any(places, is_fresh) is None:
-            _save_first(index, places)
-        # Mapped from disk it is one copy for all processes.
-        return _load_any(places, is_fresh) or index
+        found = _load_any(files, is_fresh)
+        if found is None:
+            found = build()
+            if files and len(found.arrays["labels"]) >= policy.smallest:
+                _save_first(found, files)
+    return found
 
 
 def _places(root: str | Path, setting: str) -> list[Path]:
@@ -122,62 +202,29 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def _load_any(places: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
-    return next((index for place in places if (index := _load(place)) is not None and is_fresh(index.stamp)), None)
-
-
-def _load(place: Path) -> Index | None:
-    """The index; None if it is missing, incomplete or in another format."""
-    try:
-        about = parse_json(read_bytes(place / _ABOUT).decode(errors="surrogateescape"))
-        if about["format"] != _FORMAT:
-            return None
-        arrays = {name: map_array(place / f"{name}.npy") for name in about["arrays"]}
-        return Index(arrays, about["more"], about["stamp"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _say(f"the index in {place} cannot be read and is rebuilt ({error})")
-        return None
-
-
-def _save_first(index: Index, places: list[Path]) -> None:
-    reasons = []
-    for place in places:
+def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
+    for file in files:
         try:
-            _save(index, place)
-        except OSError as error:
-            reasons.append(f"{place}: {error.strerror or error}")
-        else:
+            arrays, about = read_arrays(file)
+            if about["format"] == _FORMAT and is_fresh(about["stamp"]):
+                return Index(arrays, about["more"], about["stamp"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"note: the index {file} cannot be read and is rebuilt ({error})", file=sys.stderr)
+    return None
+
+
+def _save_first(index: Index, files: list[Path]) -> None:
+    reasons = []
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_arrays(file, index.arrays, {"format": _FORMAT, "more": index.more, "stamp": index.stamp})
             return
-    _say(f"the index could not be saved, so the next start rebuilds it ({'; '.join(reasons)}); see data.index_cache")
-
-
-def _save(index: Index, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # Drafts of killed processes, and replaced indexes. Those of live processes, which may run on other machines, are
-    # younger: writing an index takes minutes.
-    for folder in place.parent.glob(f"{place.name}-*-old"):
-        with suppress(FileNotFoundError):
-            if folder.stat().st_mtime < time.time() - _DAY:
-                shutil.rmtree(folder, ignore_errors=True)
-    draft, old = (place.with_name(f"{place.name}-{secrets.token_hex(4)}-old") for _ in range(2))
-    draft.mkdir()
-    try:
-        for name, array in index.arrays.items():
-            np.save(draft / f"{name}.npy", array, allow_pickle=False)
-        about = {"format": _FORMAT, "arrays": sorted(index.arrays), "more": index.more, "stamp": index.stamp}
-        text = json.dumps(about, ensure_ascii=False)
-        (draft / _ABOUT).write_text(text, encoding="utf-8", errors="surrogateescape")
-        if place.exists():
-            # A folder cannot be replaced in one move. The old one stays for a day: a process on another machine that
-            # has mapped its files would crash without them.
-            place.rename(old)
-            # Renaming a folder does not change its time.
-            os.utime(old)
-        draft.rename(place)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        except OSError as error:
+            reasons.append(f"{file}: {error.strerror or error}")
+    print(f"note: data.index_cache: the index is not saved ({'; '.join(reasons)})", file=sys.stderr)
 
 
 @contextmanager
@@ -194,7 +241,3 @@ def _lock(what: str) -> Iterator[None]:
             file = stack.enter_context((folder / _digest(what)[:2]).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

@@ -1,22 +1,36 @@
-"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec."""
+"""Files at addresses (`s3://`, `gs://`, `https://` ...) through fsspec, and local copies made ahead of their use.
+
+Workers never download a shard: they read its copy, or single images over the network while there is none. A process
+beside the workers of each rank iterates over the same sampler further ahead, and copies shards before their first use.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import multiprocessing
 import os
+import re
+import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
+from pycls_fast.files import flush
 
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
 _BLOCK = 8 * 2**20
 
 T = TypeVar("T")
-
-# A file system's connections and threads do not survive a fork: each process makes its own.
-_file_systems: dict[tuple[int, str], Any] = {}
 
 
 def is_remote(place: str) -> bool:
@@ -25,22 +39,18 @@ def is_remote(place: str) -> bool:
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, and the path on it.
+    """fsspec's file system for an address (one for each process and thread), and the path on it.
 
     Raises:
         UserError: an unknown protocol, or one whose package is not installed.
     """
     import fsspec
 
-    protocol, _, rest = address.partition("://")
-    # Of sftp://one/ and sftp://two/ each has its own.
-    key = (os.getpid(), f"{protocol}://{rest.partition('/')[0]}")
     try:
-        if key not in _file_systems:
-            _file_systems[key] = fsspec.core.url_to_fs(address, skip_instance_cache=True)[0]
-        return _file_systems[key], fsspec.core.strip_protocol(address)
+        files, path = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{address}: fsspec cannot read {protocol}:// ({error})") from error
+        raise UserError(f"{address}: fsspec cannot read it ({error})") from error
+    return files, path
 
 
 def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> T:
@@ -65,7 +75,7 @@ def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> 
 
 
 def list_files(address: str) -> list[str]:
-    """The addresses of all files below an address, or that match one with `*`.
+    """The addresses of all files below an address, or that match one with `*`; none if there is nothing.
 
     Raises:
         UserError: nothing can be listed there.
@@ -82,13 +92,10 @@ def stamp_of(address: str) -> list[Any]:
     """Address, size and version, as far as the file system has one: changes when the file does.
 
     Raises:
-        UserError: there is no such file.
+        FileNotFoundError: there is no such file.
     """
     files, path = file_system(address)
-    try:
-        about = attempt(f"asking for {address}", lambda: files.info(path))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {address}") from None
+    about = attempt(f"asking for {address}", lambda: files.info(path))
     versions = (about.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
     return [address, about.get("size"), next((str(version) for version in versions if version is not None), "")]
 
@@ -108,3 +115,275 @@ def read_range(address: str, start: int, size: int) -> bytes:
     """
     files, path = file_system(address)
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
+
+
+_FOLDER = "pycls_fast_shards"
+# The folder may hold files of other programs.
+_COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)
+# A partial copy has its final size in its name, so that others can leave room for it.
+_DRAFT = re.compile(r"\.[0-9a-f]{16}-.+\.(\d+)\.part", re.DOTALL)
+# A copy that was read or touched within this time is not evicted; a draft that did not grow for so long is removed.
+_IN_USE_SECONDS, _STALE_SECONDS = 5.0, 60.0
+
+
+class ShardCache:
+    """A folder with copies of whole remote files, shared by all processes of a machine."""
+
+    def __init__(self, folder: Path, limit: float, processes: int = 1) -> None:
+        """
+        Args:
+            folder: may hold other files: copies lie in a subfolder.
+            limit: total bytes of all copies, complete or not. Above it the least recently used copies are evicted.
+            processes: how many copy shards on this machine, each within its share of the limit.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self.folder = folder / _FOLDER
+        self.limit = limit
+        self.processes = processes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                pass
+        except OSError as error:
+            raise UserError(f"data.shard_cache: {self.folder} cannot be written ({error.strerror or error})") from error
+
+    def place(self, address: str, version: str) -> Path:
+        """The path of a file's copy, whether it exists or not; each version has its own."""
+        name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
+        return self.folder / f"{name}-{address.rpartition('/')[2]}"
+
+    def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
+        """Bytes of the local copy; of the remote file if there is no (whole) copy."""
+        with suppress(OSError), self.place(address, version).open("rb", buffering=0) as file:
+            # Another user's copy can be read, but not touched.
+            with suppress(OSError):
+                os.utime(file.fileno())
+            data = os.pread(file.fileno(), size, start)
+            # A power cut may have truncated the copy.
+            if len(data) == size:
+                return data
+        return read_range(address, start, size)
+
+    def touch(self, place: Path, size: int) -> bool:
+        """Whether the copy is complete. If it is, it counts as used now."""
+        with suppress(OSError):
+            if place.stat().st_size == size:
+                with suppress(OSError):
+                    os.utime(place)
+                return True
+        return False
+
+    def begin(self, place: Path, size: int) -> Path | None:
+        """A new draft for which there is room; None if there is none, or another process is making this copy."""
+        draft = place.with_name(f".{place.name}.{size}.part")
+        with self._lock():
+            if not self._make_room(size) or draft.exists() or self.touch(place, size):
+                return None
+            draft.touch()
+            return draft
+
+    def download(self, address: str, place: Path, size: int, draft: Path) -> None:
+        """Fill a draft, and give it its final name.
+
+        Raises:
+            FileNotFoundError: the remote file is gone.
+            UserError: it cannot be reached.
+            OSError: the copy cannot be written.
+        """
+
+        def fetch() -> None:
+            files.get_file(path, str(draft))
+            if draft.stat().st_size != size:
+                raise OSError(f"{draft.stat().st_size:,} bytes arrived instead of {size:,}; was the file replaced?")
+
+        try:
+            files, path = file_system(address)
+            attempt(f"fetching {address}", fetch)
+            # A power cut must not leave a truncated copy under the final name.
+            with draft.open("rb+") as written:
+                flush(written)
+            draft.rename(place)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Exclude this user's other processes while room is made; another user's lock could not be opened."""
+        with (self.folder / f".room-{os.getuid()}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _make_room(self, size: int) -> bool:
+        """Evict copies until another one fits; whether it does."""
+        held, idle, now = 0, [], time.time()
+        for file in self.folder.iterdir():
+            # Other processes make and evict files too, and some may belong to another user.
+            with suppress(OSError):
+                about, draft = file.stat(), _DRAFT.fullmatch(file.name)
+                if not draft and not _COPY.fullmatch(file.name):
+                    continue
+                if draft and about.st_mtime < now - _STALE_SECONDS:
+                    file.unlink()
+                    continue
+                held += int(draft[1]) if draft else about.st_size
+                if not draft and about.st_mtime < now - _IN_USE_SECONDS:
+                    idle.append((about.st_mtime, about.st_size, file))
+        for _, own, file in sorted(idle):
+            if held + size <= self.limit:
+                break
+            file.unlink(missing_ok=True)
+            held -= own
+        return held + size <= self.limit
+
+
+class CachedShards(Images):
+    """A source of remote shards with local copies; what `fetch_ahead` knows of it."""
+
+    cache: ShardCache | None
+    block_ends: np.ndarray
+
+    def shard(self, number: int) -> tuple[str, str, int | None]:
+        """Address, version and size in bytes (None if unknown) of a shard."""
+        raise NotImplementedError
+
+
+# Downloads at the same time, of each rank.
+_THREADS = 8
+_PAUSE, _STOP_SECONDS = 0.1, 5.0
+# A lane of `block_order` reads one shard after the other: of 64 lanes each has its next one here.
+_MOST_SHARDS, _MOST_BATCHES = 128 + _THREADS, 10_000
+
+
+class Fetcher:
+    """Copies the shards of a rank's next batches, in the order of their first use."""
+
+    def __init__(self, source: CachedShards, batches: Iterable[Sequence[int]]) -> None:
+        """
+        Args:
+            batches: the numbers of the shards of each batch, without repetitions.
+        """
+        assert source.cache is not None
+        self._source = source
+        self._cache = source.cache
+        self._batches = enumerate(batches)
+        self._seen = -1
+        # The last batch known to use each shard, in the order of first use.
+        self._needed: dict[int, int] = {}
+        self._running: dict[int, tuple[Path, Future[None]]] = {}
+        # Left to the workers, which read single images of them and say what is wrong. So are shards of unknown size.
+        self._failed: set[int] = set()
+        self._has_told = False
+        self._pool = ThreadPoolExecutor(_THREADS)
+
+    def step(self, consumed: int) -> None:
+        """Start and finish what can be started and finished now.
+
+        Args:
+            consumed: batches that the workers have finished.
+        """
+        for number in [number for number, (_, copying) in self._running.items() if copying.done()]:
+            self._finish(number, self._running.pop(number)[1].exception())
+        self._look_ahead(consumed)
+        self._failed.intersection_update(self._needed)
+        for number in self._needed:
+            address, version, size = self._source.shard(number)
+            place = self._cache.place(address, version)
+            # Touching keeps a copy from being evicted before it is used.
+            if number in self._running or size is None or number in self._failed or self._cache.touch(place, size):
+                continue
+            if len(self._running) == _THREADS:
+                continue
+            try:
+                draft = self._cache.begin(place, size)
+            except OSError as error:
+                self._finish(number, error)
+                continue
+            # None: another process copies it, or there is no room, which may be enough for a smaller one.
+            if draft is not None:
+                copying = self._pool.submit(self._cache.download, address, place, size, draft)
+                self._running[number] = draft, copying
+
+    def stop(self) -> None:
+        """Remove what is incomplete. The process has to end now: its threads are still writing."""
+        for draft, _ in self._running.values():
+            draft.unlink(missing_ok=True)
+
+    def _look_ahead(self, consumed: int) -> None:
+        """Needed are the shards of the next batch and of as many more as this process may have copies of."""
+        self._needed = {number: last for number, last in self._needed.items() if last >= consumed}
+        budget = self._cache.limit / self._cache.processes
+        size = sum(self._source.shard(number)[2] or 0 for number in self._needed)
+        while (size < budget and len(self._needed) < _MOST_SHARDS and self._seen < consumed + _MOST_BATCHES) or (
+            self._seen < consumed
+        ):
+            self._seen, numbers = next(self._batches, (sys.maxsize, ()))
+            if self._seen < consumed:
+                continue
+            for number in numbers:
+                size += 0 if number in self._needed else self._source.shard(number)[2] or 0
+                self._needed[number] = self._seen
+
+    def _finish(self, number: int, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if not self._has_told:
+            self._has_told = True
+            print(f"note: data.shard_cache: {self._source.shard(number)[0]} is not copied ({error})", file=sys.stderr)
+        self._failed.add(number)
+
+
+@contextmanager
+def fetch_ahead(source: Images, sampler: Iterable[Sequence[tuple[int, int]]]) -> Iterator[Callable[[], None]]:
+    """Copy the remote shards of a sampler's batches ahead of their use, as long as the context lasts.
+
+    Yields the function to call when a batch has arrived.
+
+    Args:
+        source: one without copies of shards does nothing.
+        sampler: yields the same batches of (epoch, position) in each iteration; position % len(source) is an image's
+            index.
+    """
+    stored = source.origin(np.arange(0))[0]
+    if not isinstance(stored, CachedShards) or stored.cache is None:
+        yield lambda: None
+        return
+    arrived = multiprocessing.RawValue("q", 0)
+    is_over = multiprocessing.Event()
+    # A process: threads would take turns with the training step, and be missing in forked workers.
+    process = multiprocessing.Process(target=_fetch, args=(source, stored, sampler, arrived, is_over), daemon=True)
+    process.start()
+
+    def count_batch() -> None:
+        arrived.value += 1
+
+    try:
+        yield count_batch
+    finally:
+        is_over.set()
+        process.join(_STOP_SECONDS)
+        if process.is_alive():
+            process.kill()
+
+
+def _fetch(source: Images, stored: CachedShards, sampler: Iterable[Any], arrived: Any, is_over: Any) -> None:
+    parent = os.getppid()
+    # A launcher signals the whole process group; only the end of the parent or of its loader ends this process, and
+    # multiprocessing's SIGTERM at exit.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    fetcher = Fetcher(stored, _shards_of_batches(source, stored.block_ends, sampler))
+    while os.getppid() == parent and not is_over.wait(_PAUSE):
+        fetcher.step(arrived.value)
+    fetcher.stop()
+    # Without waiting for downloads.
+    os._exit(0)
+
+
+def _shards_of_batches(source: Images, ends: np.ndarray, sampler: Iterable[Any]) -> Iterator[tuple[int, ...]]:
+    for keys in sampler:
+        indices = np.fromiter((position for _, position in keys), np.int64, len(keys)) % len(source)
+        numbers = np.searchsorted(ends, source.origin(indices)[1], side="right")
+        yield tuple(dict.fromkeys(numbers.tolist()))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.base import Images, Subset, like_train
+from pycls_fast.data.sources.base import Images, Subset, match_classes
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.seeds import counter_seed, frozen_generator, mixed
 
@@ -21,7 +21,7 @@ def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where
     without other parts is split at random, or is "all" if `how.whole` says so. Labels are those of "train".
 
     Raises:
-        UserError: no training images; see `split_at_random` and `like_train`.
+        UserError: no training images, images without labels, or classes that "train" lacks; see `split_at_random`.
     """
     parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
     if "val" not in parts and "test" in parts:
@@ -30,27 +30,34 @@ def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where
         parts = {"train": parts["all"]}
     if "train" not in parts:
         raise UserError(f"{where}: no training images, only {', '.join(opened)}")
+    for name, source in parts.items():
+        if not len(source) or np.any(source.labels < 0):
+            raise UserError(f"{where} ({name}): images without labels, or none")
     train = parts.pop("train")
     if not parts:
         return {"all": train} if how.whole else split_at_random(train, data, where=where)
     refuse_folds(where, data.folds)
     splits: dict[str, Images] = {"train": train}
     for name, source in parts.items():
-        splits[name] = like_train(source, train, where=f"{where} ({name})", train_where="train")
+        splits[name], unknown = match_classes(source, train.classes)
+        if unknown:
+            raise UserError(
+                f"{where} ({name}): no images of the class {first_few(unknown)} in train; add some there or remove it "
+                "here"
+            )
     return splits
 
 
 def refuse_folds(where: str, folds: int | None) -> None:
-    """Refuse folds of a dataset that has a validation split.
-
+    """
     Raises:
-        UserError: there are folds.
+        UserError: there are folds of a dataset that has a validation split.
     """
     if folds is not None:
         raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
 
 
-def split_at_random(source: Images, data: Source, *, by_name: bool = True, where: str) -> dict[str, Images]:
+def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Images]:
     """Split class by class into "train" and "val"; at least one image of a class goes to each side.
 
     Each class is put in an order, from which the first images are held out. It is the order of a hash of the seed, the
@@ -61,7 +68,6 @@ def split_at_random(source: Images, data: Source, *, by_name: bool = True, where
     exactly one fold, so a class with fewer images is missing from some.
 
     Args:
-        by_name: false draws by position, whatever the names.
         where: what to call the dataset in messages.
 
     Raises:
@@ -78,7 +84,7 @@ def split_at_random(source: Images, data: Source, *, by_name: bool = True, where
     # Positions class after class, each class in the source's order.
     in_order = bool(np.all(labels[:-1] <= labels[1:]))
     by_class = None if in_order else np.argsort(labels, kind="stable")
-    hashes = source.name_hashes() if by_name else None
+    hashes = source.name_hashes()
     is_val = np.zeros(len(source), dtype=bool)
     ends = np.cumsum(counts)
     folds, fold = data.folds, data.fold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tarfile
@@ -14,14 +13,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.arrays import Mapped, OpenFiles, Texts
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import EXTENSIONS, find_files
-from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
-from pycls_fast.data.sources.labels import name_classes, read_class_list
+from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
+from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.remote import is_remote, open_whole, read_range, stamp_of
-from pycls_fast.data.sources.shards import CopiedShards, ShardCache
+from pycls_fast.data.sources.remote import CachedShards, ShardCache, is_remote, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -34,53 +30,45 @@ _SMALLEST = 1_000
 # webdataset's: the key is everything up to the first dot of the file's own name.
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
+Stamp = Sequence[Any]
+"""Path or address of a shard, its size (None if unknown) and its version."""
 
-class TarImages(Images, Mapped):
+
+class TarImages(CachedShards):
     """Images in uncompressed tar files, in the order of files and members."""
 
-    def __init__(
-        self,
-        where: str,
-        classes: Sequence[str],
-        shards: Texts,
-        versions: Texts,
-        keys: Texts,
-        arrays: dict[str, np.ndarray],
-        cache: ShardCache | None,
-    ) -> None:
+    def __init__(self, where: str, stamps: Sequence[Stamp], index: Index, cache: ShardCache | None) -> None:
         """
         Args:
             where: what to call the dataset in messages.
-            shards: paths or addresses.
-            versions: the shards' versions that the index describes, as strings.
-            keys: the samples' names within their shard.
-            arrays: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard;
-                `block_ends`, int64: samples up to the end of each shard.
+            index: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard; `keys` and
+                `key_ends`, the samples' names within their shard; `block_ends`, int64: samples up to the end of each
+                shard; and the classes.
             cache: keeps whole remote shards; None reads each image separately over the network.
         """
-        self.classes = tuple(classes)
-        self.labels = arrays["labels"]
-        self.block_ends: np.ndarray = arrays["block_ends"]
-        self._places = arrays["places"]
+        self.classes = tuple(index.more["classes"])
+        self.labels = index.arrays["labels"]
+        self.block_ends = index.arrays["block_ends"]
+        self.cache = cache
+        self._places = index.arrays["places"]
+        self._keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
         self._where = where
-        self._shards = shards
-        self._versions = versions
-        self._keys = keys
-        self._cache = cache
+        self._stamps = stamps
         self._files = OpenFiles()
         # Remote shards are best read one after the other.
-        self.prefers_blocks = is_remote(shards[0])
-        if cache is not None and self.prefers_blocks:
-            self.copied_shards = CopiedShards(cache, shards, versions, self.block_ends)
+        self.prefers_blocks = is_remote(stamps[0][0])
+
+    def shard(self, number: int) -> tuple[str, str, int | None]:
+        address, size, version = self._stamps[number]
+        return address, str(version), size
 
     def read(self, index: int) -> tuple[bytes, int]:
         offset, size = self._places[index].tolist()
-        number = self._shard_number(index)
-        shard = self._shards[number]
-        if not is_remote(shard):
+        shard, version, _ = self.shard(self._shard_number(index))
+        if not self.prefers_blocks:
             data = self._files.read(shard, offset, size)
-        elif self._cache is not None:
-            data = self._cache.read_range(shard, self._versions[number], offset, size)
+        elif self.cache is not None:
+            data = self.cache.read_range(shard, version, offset, size)
         else:
             data = read_range(shard, offset, size)
         if len(data) < size:
@@ -88,7 +76,7 @@ class TarImages(Images, Mapped):
         return data, int(self.labels[index])
 
     def name(self, index: int) -> str:
-        return f"{self._shards[self._shard_number(index)]}[{self._keys[index]}]"
+        return f"{self._stamps[self._shard_number(index)][0]}[{self._keys[index]}]"
 
     def name_hashes(self) -> np.ndarray:
         return self._keys.hashes()
@@ -97,8 +85,7 @@ class TarImages(Images, Mapped):
         return int(np.searchsorted(self.block_ends, index, side="right"))
 
     def describe(self) -> str:
-        files = f"{len(self._shards):,} tar files of {self._where}"
-        return f"{super().describe()} in {files}"
+        return f"{super().describe()} in {len(self._stamps):,} tar files of {self._where}"
 
 
 def open_tars(
@@ -121,49 +108,28 @@ def open_tars(
         root: a folder, one file, or an address of either.
 
     Raises:
-        UserError: missing shards, members or labels.
+        OSError, UserError: missing shards, members or labels.
     """
-    files = find_files(root, (".tar",), train=train, val=val)
     names = read_class_list(root)
-    copies = None
+    cache = None
     if shard_cache is not None:
-        limit = None if shard_cache_gib is None else int(shard_cache_gib * 2**30)
-        copies = ShardCache(user_path(shard_cache), limit, processes=how.processes)
-        copies.check()
-    # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
-    smallest = 0 if is_remote(next(iter(files.values()))[0]) or how.index_all else _SMALLEST
-    policy = CachePolicy(data.index_cache, smallest)
-    opened = {
-        split: _open_split(root, split, found, names, label_column, policy, copies) for split, found in files.items()
-    }
+        limit = float("inf") if shard_cache_gib is None else shard_cache_gib * 2**30
+        cache = ShardCache(user_path(shard_cache), limit, processes=how.processes)
+    opened: dict[str, Images] = {}
+    for split, shards in find_files(root, (".tar",), train=train, val=val).items():
+        with ThreadPoolExecutor(_THREADS) as pool:
+            stamps = list(pool.map(_stamp, shards))
+        stamp = {"shards": stamps, "label": label_column, "classes": None if names is None else list(names)}
+        index = load_or_build(
+            root if is_remote(root) else Path(root).absolute(),
+            f"tars_{split}",
+            # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
+            CachePolicy.of(data, how, 0 if is_remote(shards[0]) else _SMALLEST),
+            build=lambda shards=shards, stamp=stamp: _build(root, shards, names, stamp),  # type: ignore[misc]
+            is_fresh=lambda kept, stamp=stamp: kept == stamp,  # type: ignore[misc]
+        )
+        opened[split] = TarImages(root, stamps, index, cache)
     return as_splits(opened, data, how, where=root)
-
-
-def _open_split(
-    root: str,
-    split: str,
-    shards: Sequence[str],
-    names: Sequence[str] | None,
-    label_field: str,
-    policy: CachePolicy,
-    copies: ShardCache | None,
-) -> TarImages:
-    with ThreadPoolExecutor(_THREADS) as pool:
-        stamps = list(pool.map(_stamp, shards))
-    stamp = {"shards": stamps, "label": label_field, "classes": list(names) if names is not None else None}
-    index = load_or_build(
-        root if is_remote(root) else Path(root).absolute(),
-        f"tars_{split}",
-        policy,
-        build=lambda: _build(root, shards, label_field, names, stamp, may_lack=split == "test"),
-        count=lambda index: len(index.arrays["labels"]),
-        is_fresh=lambda kept: kept == stamp,
-        columns=(label_field,),
-    )
-    keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
-    paths = Texts.of(os.fsencode(shard) for shard in shards)
-    versions = Texts.of(json.dumps(about).encode() for about in stamps)
-    return TarImages(root, index.more["classes"], paths, versions, keys, dict(index.arrays), copies)
 
 
 def _stamp(shard: str) -> list[Any]:
@@ -179,51 +145,42 @@ class _Found(NamedTuple):
     key: bytes
     offset: int
     size: int
-    label: int | str
+    label: object
 
 
-def _build(
-    root: str,
-    shards: Sequence[str],
-    label_field: str,
-    names: Sequence[str] | None,
-    stamp: dict[str, Any],
-    *,
-    may_lack: bool,
-) -> Index:
-    places, labels, keys, counts = [], [], [], []
+def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp: dict[str, Any]) -> Index:
+    samples: list[_Found] = []
+    ends = []
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {root}", len(shards), "shards") as advance:
-        for found in pool.map(lambda shard: _scan(shard, label_field, may_lack), shards):
-            places.append(np.array([(s.offset, s.size) for s in found], dtype=np.int64).reshape(-1, 2))
-            labels += [s.label for s in found]
-            keys.append(Texts.of(s.key for s in found))
-            counts.append(len(found))
+        for found in pool.map(lambda shard: _scan(shard, stamp["label"]), shards):
+            samples += found
+            ends.append(len(samples))
             advance(1)
-    if not labels:
+    if not samples:
         raise UserError(f"{root}: no images in {len(shards):,} tar files")
-    classes, numbers = name_classes(labels, names=names, where=root, may_lack=may_lack)
-    joined = Texts.join(keys)
+    classes, labels = name_classes([sample.label for sample in samples], names=names, where=root)
+    keys = Texts.of(sample.key for sample in samples)
     arrays = {
-        "labels": numbers,
-        "places": np.concatenate(places),
-        "keys": joined.data,
-        "key_ends": joined.ends,
-        "block_ends": np.cumsum(counts, dtype=np.int64),
+        "labels": labels,
+        "places": np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64),
+        "keys": keys.data,
+        "key_ends": keys.ends,
+        "block_ends": np.array(ends, dtype=np.int64),
     }
     return Index(arrays, {"classes": list(classes)}, stamp)
 
 
-def _scan(shard: str, label_field: str, may_lack: bool) -> list[_Found]:
-    """The samples of one shard, in its order. If labels may be missing, a sample without one gets -1.
+def _scan(shard: str, label_field: str) -> list[_Found]:
+    """The samples of one shard, in its order.
 
     Raises:
-        UserError: a damaged file, or a sample without image or label.
+        UserError: a damaged file, or a sample without an image.
     """
     found = []
     try:
         with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
             for key, members in _samples(file):
-                found.append(_read_sample(shard, key, members, label_field, may_lack))
+                found.append(_read_sample(key, members, label_field))
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{shard} cannot be read after {len(found):,} samples ({error}); download it again") from error
     return found
@@ -267,21 +224,18 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
             yield str(last), members
 
 
-def _read_sample(shard: str, key: str, members: Sequence[_Member], label_field: str, may_lack: bool) -> _Found:
-    extensions = ", ".join(extension for extension, *_ in members)
+def _read_sample(key: str, members: Sequence[_Member], label_field: str) -> _Found:
+    """
+    Raises:
+        ValueError: not one image, or a label that cannot be read.
+    """
     images = [(offset, size) for extension, offset, size, _ in members if f".{extension}" in EXTENSIONS]
     if len(images) != 1:
-        raise UserError(f"{shard}: sample {key} has {len(images)} images, expected one (members: {extensions})")
+        extensions = ", ".join(extension for extension, *_ in members)
+        raise ValueError(f"sample {key} has {len(images)} images, expected one (members: {extensions})")
     contents = {extension: content for extension, _, _, content in members}
     try:
         label = contents.get("cls", b"").decode().strip() or parse_json(contents.get("json", b"{}")).get(label_field)
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{shard}: the label of sample {key} is damaged ({error})") from error
-    if label is None and may_lack:
-        label = -1
-    if not isinstance(label, int | str) or isinstance(label, bool):
-        raise UserError(
-            f"{shard}: sample {key} has the label {label!r}; expected one whole number or name in .cls, or in the "
-            f"field {label_field!r} of .json, which data.label_column chooses (members: {extensions})"
-        )
+        raise ValueError(f"the label of sample {key} is damaged ({error})") from error
     return _Found(os.fsencode(key), *images[0], label)

@@ -11,8 +11,8 @@ from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import TrainSampler, class_order, order_of
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.io import savemat
 
 from pycls_fast.data.choices import Folder
 from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import open_folder, scan_classes
-from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
+from tests.unit.data.layouts import (
+    CLASSES,
+    LAYOUTS,
+    add_member,
+    expected,
+    make_content,
+    mistake,
+    opened,
+    samples_of,
+    write_folder,
+)
+
+CONTENT = make_content()
 
 
 def names(source: Images) -> list[str]:
@@ -28,7 +44,7 @@ def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> d
     return open_folder(root, Folder(val_fraction=val_fraction, split_seed=split_seed), Opening())
 
 
-@pytest.mark.parametrize("val_name", ["val", "valid", "validation", "dev", "test"])
+@pytest.mark.parametrize("val_name", ["val", "dev", "test"])
 def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val_name: str) -> None:
     write_tree(tmp_path, {"train/b": 3, "train/a": 2, f"{val_name}/a": 1, f"{val_name}/b": 2})
     sources = open_plain(tmp_path)
@@ -55,64 +71,6 @@ def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTre
     val = open_plain(tmp_path)["val"]
     assert val.classes == ("a", "b", "c")
     assert [val.read(index)[1] for index in range(3)] == [1, 2, 2]
-
-
-@pytest.mark.parametrize("prefix", ["", "train/"])
-def test_random_split_is_stratified_and_complete(tmp_path: Path, write_tree: WriteTree, prefix: str) -> None:
-    counts = {"one": 2, "two": 8, "three": 21}
-    write_tree(tmp_path, {prefix + name: count for name, count in counts.items()})
-    sources = open_plain(tmp_path)
-    train, val = names(sources["train"]), names(sources["val"])
-    assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
-    val_counts = {name: sum(Path(file).parent.name == name for file in val) for name in counts}
-    assert val_counts == {"one": 1, "two": 2, "three": 5}
-    assert names(open_plain(tmp_path)["val"]) == val
-    assert names(open_plain(tmp_path, split_seed=1)["val"]) != val
-
-
-def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
-    """Each image is held out once; classes are spread evenly, and so are the larger parts."""
-    counts = {f"c{number}": 6 for number in range(20)} | {"few": 2, "many": 33}
-    write_tree(tmp_path, counts)
-    held_out: list[str] = []
-    sizes = []
-    for fold in range(5):
-        sources = open_folder(tmp_path, Folder(val_fraction=0.25, split_seed=0, folds=5, fold=fold), Opening())
-        train, val = names(sources["train"]), names(sources["val"])
-        assert sorted(train + val) == sorted(str(path) for path in tmp_path.rglob("*.png"))
-        for name, count in counts.items():
-            own = sum(Path(file).parent.name == name for file in val)
-            assert own in (count // 5, count // 5 + 1)
-        held_out += val
-        sizes.append(len(val))
-    assert sorted(held_out) == sorted(str(path) for path in tmp_path.rglob("*.png"))
-    assert max(sizes) - min(sizes) < 10
-    other = open_folder(tmp_path, Folder(val_fraction=0.25, split_seed=1, folds=5, fold=0), Opening())
-    assert names(other["val"]) != held_out[: len(other["val"])]
-
-
-def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
-    write_tree(tmp_path / "one", {"a": 2})
-    found = []
-    for fold in range(3):
-        try:
-            found.append(len(open_folder(tmp_path / "one", Folder(folds=3, fold=fold), Opening())["val"]))
-        except UserError as error:
-            assert "use fewer than data.folds=3" in str(error)  # noqa: PT017  # one fold of three has no image
-    assert found == [1, 1]
-    write_tree(tmp_path / "two", {"train/a": 2, "val/a": 2})
-    with pytest.raises(UserError, match=r"data.folds: .* has a validation split; use data.folds=null"):
-        open_folder(tmp_path / "two", Folder(folds=3), Opening())
-
-
-def test_random_split_depends_on_names_alone(tmp_path: Path, write_tree: WriteTree) -> None:
-    write_tree(tmp_path / "here", {"a": 9, "b": 9})
-    # Other place, other order of creation, one more class.
-    write_tree(tmp_path / "there", {"b": 9, "a": 9, "0": 9})
-    here, there = open_plain(tmp_path / "here")["val"], open_plain(tmp_path / "there")["val"]
-    assert set(below(here, tmp_path / "here")) == {
-        name for name in below(there, tmp_path / "there") if not name.startswith("0/")
-    }
 
 
 @pytest.mark.parametrize("name", ["train", "Training", "dev", "TEST"])
@@ -180,20 +138,12 @@ def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
         source.read(3)
 
 
-def test_a_link_to_above_is_an_error(tmp_path: Path, write_tree: WriteTree) -> None:
-    write_tree(tmp_path, {"a": 2})
-    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
-    with pytest.raises(UserError, match="is a link to a folder above it"):
-        scan_classes(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"Val/a": 2, "Testing/a": 2}, "found Testing/, Val/ but no train/"),
+        ({"Val/a": 2, "Testing/a": 2}, "found Testing, Val but no train/"),
         ({"set/train/a": 2, "set/val/a": 2}, "holds one class, set; did you mean data.root={root}/set?"),
-        ({"": 3}, "holds 3 images but no class folders"),
-        ({"train": 3, "val": 1}, "/train holds 3 images but no class folders"),
+        ({"": 3}, "holds no class folders"),
         ({"train/a": 2, "train/b": 2, "val/a": 2, "val/b": 0}, "/val: no images (.jpg"),
         ({"train/a": 2, "val/a": 2, "val/zebra": 1, "val/yak": 1}, "(val): no images of the class yak, zebra in train"),
         ({"a": 2, "lonely": 1, "other": 1}, "a single image in the class lonely, other;"),
@@ -201,10 +151,10 @@ def test_a_link_to_above_is_an_error(tmp_path: Path, write_tree: WriteTree) -> N
 )
 def test_mistakes(tmp_path: Path, write_tree: WriteTree, tree: dict[str, int], says: str) -> None:
     write_tree(tmp_path, tree)
-    with pytest.raises(UserError) as caught:
-        open_plain(tmp_path)
-    (line,) = caught.value.lines
-    assert says.format(root=tmp_path) in line
+    assert says.format(root=tmp_path) in mistake("folder", tmp_path)
+    write_tree(tmp_path / "linked", {"a": 2, "b": 2})
+    (tmp_path / "linked/a/loop").symlink_to(tmp_path / "linked/a")
+    assert "is a link to a folder above it" in mistake("folder", tmp_path / "linked")
 
 
 def test_formats_that_are_not_read_are_named(
@@ -217,5 +167,75 @@ def test_formats_that_are_not_read_are_named(
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert len(scan_classes(tmp_path)) == 6
-    note = f"note: {tmp_path}: images in formats that are not read are left out (1 .avif, 2 .heic); convert them\n"
-    assert capsys.readouterr().err == note
+    assert capsys.readouterr().err.endswith("are left out: 1 .avif, 2 .heic\n")
+
+
+def test_layouts_that_are_recognised(tmp_path: Path) -> None:
+    for kind in ("folder", "packed"):
+        assert len(opened("auto", LAYOUTS[kind](tmp_path / kind, CONTENT))["train"]) == 16
+    # Kaggle's own tables, and archives that were left where they were unpacked.
+    for name in ("LOC_val_solution.csv", "ILSVRC2012_img_train.tar"):
+        (tmp_path / "folder" / name).touch()
+    assert len(opened("auto", tmp_path / "folder")["train"]) == 16
+
+
+def flat_val(root: Path) -> tuple[list[str], list[int]]:
+    """Class folders for training, validation images in one folder, in an order that mixes the classes."""
+    write_folder(root, {"train": CONTENT["train"]})
+    (root / "val").mkdir()
+    samples, ids = CONTENT["val"], [2, 3, 1]
+    order = [3, 0, 5, 2, 1, 4]
+    names = []
+    for number, position in enumerate(order, start=1):
+        names.append(f"ILSVRC2012_val_{number:08d}")
+        (root / "val" / f"{names[-1]}.JPEG").write_bytes(samples[position].data)
+    return names, [ids[samples[position].label] for position in order]
+
+
+def devkit(labels: list[int]) -> dict[str, bytes]:
+    """The two files. ILSVRC2012_ID is not the order of the WordNet ids."""
+    kinds = [("ILSVRC2012_ID", float), ("WNID", object), ("words", object), ("num_children", float)]
+    rows = [(2, CLASSES[0], "one", 0), (3, CLASSES[1], "two", 0), (1, CLASSES[2], "three", 0), (1001, "n1", "up", 3)]
+    buffer = io.BytesIO()
+    savemat(buffer, {"synsets": np.array(rows, dtype=kinds).reshape(-1, 1)})
+    return {
+        "ILSVRC2012_validation_ground_truth.txt": "".join(f"{label}\n" for label in labels).encode(),
+        "meta.mat": buffer.getvalue(),
+    }
+
+
+@pytest.mark.parametrize("place", ["kit", "archive", "kaggle"])
+def test_flat_validation_images(tmp_path: Path, place: str) -> None:
+    root = tmp_path / "ILSVRC/Data/CLS-LOC" if place == "kaggle" else tmp_path / "imagenet"
+    names, ids = flat_val(root)
+    if place == "kaggle":
+        table = ["ImageId,PredictionString"]
+        for name, own in zip(names, ids, strict=True):
+            wnid = {2: CLASSES[0], 3: CLASSES[1], 1: CLASSES[2]}[own]
+            table.append(f"{name},{wnid} 1 2 3 4 {wnid} 5 6 7 8 ")
+        (tmp_path / "LOC_val_solution.csv").write_text("\n".join(table))
+    elif place == "archive":
+        with tarfile.open(root / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+            for name, data in devkit(ids).items():
+                add_member(tar, f"ILSVRC2012_devkit_t12/data/{name}", data)
+            add_member(tar, "ILSVRC2012_devkit_t12/readme.txt", b"about")
+    else:
+        target = tmp_path / "ILSVRC2012_devkit_t12/data"
+        target.mkdir(parents=True)
+        for name, data in devkit(ids).items():
+            (target / name).write_bytes(data)
+    splits = opened("auto", tmp_path if place == "kaggle" else root)
+    assert samples_of(splits["train"]) == expected(CONTENT["train"])
+    # Class after class, as from class folders; within a class by number.
+    found = samples_of(splits["val"])
+    assert sorted(found) == sorted(expected(CONTENT["val"]))
+    assert [name for _, name in found] == [CLASSES[sample.label] for sample in CONTENT["val"]]
+
+
+def test_flat_validation_images_without_their_labels(tmp_path: Path) -> None:
+    names, _ = flat_val(tmp_path)
+    assert "put ILSVRC2012_devkit_t12.tar.gz or LOC_val_solution.csv beside val/" in mistake("auto", tmp_path)
+    (tmp_path / "LOC_val_solution.csv").write_text(f"ImageId,PredictionString\n{names[0]},{CLASSES[0]} 1 2 3 4\n")
+    assert f"has no label of a training class for {names[1]}" in mistake("auto", tmp_path)
+    (tmp_path / "LOC_val_solution.csv").write_text("a,b\n1,2\n")
+    assert "does not hold ImageNet's validation labels" in mistake("auto", tmp_path)

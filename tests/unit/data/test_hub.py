@@ -78,10 +78,10 @@ def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
     ("columns", "options", "says"),
     [
         ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),
-        ({"path": ["a"], "label": [1]}, {}, "expected one column of images"),
-        ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "got x, z"),
-        ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "label is none of x"),
-        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "the label None is no whole number or name"),
+        ({"path": ["a"], "label": [1]}, {}, "columns of images are none"),
+        ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "columns of images are x, z"),
+        ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "columns of images are x"),
+        ({"x": [b"1", b"2"], "label": [1, None]}, {}, "1 of 2 images have no label"),
         ({"x": [b"1", b"2"], "label": [1.5, 2.0]}, {}, "the label 1.5 is no whole number or name"),
     ],
 )
@@ -90,12 +90,10 @@ def test_parquet_with_mistakes(tmp_path: Path, columns: dict[str, Any], options:
     assert says in mistake("parquet", tmp_path, **options)
 
 
-def test_a_shard_that_is_missing_or_no_parquet(tmp_path: Path) -> None:
+def test_a_shard_that_is_no_parquet(tmp_path: Path) -> None:
     write_hub_parquet(tmp_path, CONTENT, shards=3)
-    first, second = sorted((tmp_path / "data").glob("train-*"))[:2]
-    first.unlink()
-    assert f"{first.with_suffix('')}: missing, of 3 files; download the rest" in mistake("parquet", tmp_path)
-    first.write_bytes(second.read_bytes()[:-30])
+    first = min((tmp_path / "data").glob("train-*"))
+    first.write_bytes(first.read_bytes()[:-30])
     assert f"{tmp_path} cannot be loaded by datasets" in mistake("parquet", tmp_path)
 
 
@@ -130,16 +128,10 @@ def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> Non
         assert sum(map(len, opened("hub", root).values())) == len(CONTENT["train"])
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"train": "training"}, "data.train: {root} has no split training; it has train, validation"),
-        ({"label_column": "kind"}, "has no column 'kind'; it has image, label"),
-    ],
-)
-def test_datasets_with_mistakes(tmp_path: Path, options: dict[str, str], says: str) -> None:
+def test_datasets_with_mistakes(tmp_path: Path) -> None:
     root = write_hub(tmp_path / "hub", CONTENT)
-    assert says.format(root=root) in mistake("hub", root, **options)
+    assert f"data.train: {root} has no split training; it has train" in mistake("hub", root, train="training")
+    assert "has no column 'kind'; it has image, label" in mistake("hub", root, label_column="kind")
 
 
 def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.policies import RandAugment
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
@@ -364,7 +364,7 @@ import sys
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.sampling import TrainSampler
-from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.transforms import TrainTransform
 

@@ -27,7 +27,7 @@ from pycls_fast.data.decoders import (
 )
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.packed import open_packed_split
+from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.parallel import ALONE
 from tests.unit.data.layouts import LAYOUTS, Sample, open_layout
@@ -192,7 +192,7 @@ def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str
     for orientation in EIGHT:
         (folder / f"{orientation}.{kind.lower()}").write_bytes(encode(photo, orientation, kind))
     pack(scan_classes(tmp_path / "folders"), tmp_path / "packed", settings, workers=0, title="")
-    source = open_packed_split(tmp_path / "packed")
+    source = PackedImages(tmp_path / "packed")
     return [source.read(index)[0] for index in range(8)]
 
 

@@ -16,7 +16,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost
 from pycls_fast.data.sampling import Keys, TrainSampler
-from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets

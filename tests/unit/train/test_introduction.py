@@ -12,7 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.build import Race
 from pycls_fast.config import load_config
-from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.train.start import _notes
 
 SOURCES = {"train": SyntheticImages(4, 8, 2, 0)}

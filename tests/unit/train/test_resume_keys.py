@@ -12,8 +12,8 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.sampling import order_name
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.synthetic import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.resolving import with_saved_batch

@@ -21,9 +21,10 @@ from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
-from pycls_fast.data.sources import remote, shards
-from pycls_fast.data.sources.base import Images, Relabelled, Subset
-from pycls_fast.data.sources.shards import CopiedShards, Fetcher, Window, fetch_ahead
+from pycls_fast.data.sources import remote
+from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.remote import Fetcher, fetch_ahead
+from pycls_fast.data.sources.tars import TarImages
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import CLASSES, expected, make_content, opened, samples_of, write_tars
@@ -42,35 +43,29 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are in use for an hour after they were read."""
-    monkeypatch.setattr(shards, "_IN_USE_SECONDS", 3600.0)
+    monkeypatch.setattr(remote, "_IN_USE_SECONDS", 3600.0)
 
 
-def source_of(address: str, folder: Path, *, room: float | None = None) -> Images:
+def source_of(address: str, folder: Path, *, room: float | None = None) -> TarImages:
     """The training split with copies in a folder, which has room for so many shards."""
     sizes = [path.stat().st_size for path in Path(address.removeprefix("file://")).glob("*train*")]
-    limit = None if room is None else int(room * max(sizes))
-    return opened("tar", address, shard_cache=str(folder), shard_cache_gib=None if limit is None else limit / 2**30)[
-        "train"
-    ]
+    limit = None if room is None else room * max(sizes) / 2**30
+    source = opened("tar", address, shard_cache=str(folder), shard_cache_gib=limit)["train"]
+    assert isinstance(source, TarImages)
+    return source
 
 
-def copied(source: Images) -> CopiedShards:
-    found = source.copied_shards
-    assert found is not None
-    return found
+def place(source: TarImages, number: int) -> Path:
+    assert source.cache is not None
+    return source.cache.place(*source.shard(number)[:2])
 
 
-def place(source: Images, number: int) -> Path:
-    found = copied(source)
-    return found.cache.place(found.addresses[number], found.versions[number])
-
-
-def there(source: Images) -> list[int]:
+def there(source: TarImages) -> list[int]:
     return [number for number in range(SHARDS) if place(source, number).exists()]
 
 
-def drafts(source: Images) -> list[Path]:
-    return list(copied(source).cache.folder.glob(".*.part"))
+def drafts(source: TarImages) -> list[Path]:
+    return list(place(source, 0).parent.glob(".*.part"))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -80,9 +75,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def fetch(source: Images, *batches: tuple[int, ...], consumed: int = 0) -> Fetcher:
+def fetch(source: TarImages, *batches: tuple[int, ...], consumed: int = 0) -> Fetcher:
     """A fetcher that has copied all that it can."""
-    fetcher = Fetcher(copied(source), iter(batches))
+    fetcher = Fetcher(source, batches)
     step(fetcher, consumed)
     return fetcher
 
@@ -90,7 +85,7 @@ def fetch(source: Images, *batches: tuple[int, ...], consumed: int = 0) -> Fetch
 def step(fetcher: Fetcher, consumed: int) -> None:
     fetcher.step(consumed)
     while fetcher._running:
-        wait(fetcher._running.values())
+        wait([copying for _, copying in fetcher._running.values()])
         fetcher.step(consumed)
 
 
@@ -120,9 +115,6 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
 
 
-# Reading
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[str]:
     """The shards at an address."""
@@ -139,12 +131,15 @@ def test_remote_shards(tmp_path: Path, memory: str) -> None:
     plain = [(data, CLASSES.index(name)) for data, name in expected(CONTENT["train"])]
     assert [(data, int(name)) for data, name in samples_of(splits["train"])] == plain
     assert splits["train"].prefers_blocks
-    assert splits["train"].copied_shards is None
     # The index is kept however small it is, and made anew when a shard changes.
-    assert len(list((tmp_path / "index").rglob("about.json"))) == 2
+    assert len(list((tmp_path / "index").rglob("*.npz"))) == 2
     fsspec.filesystem("memory").pipe_file("/bucket/set-train-000000.tar", b"changed")
     with pytest.raises(UserError, match="cannot be read after"):
         opened("tar", memory, index_cache=policy)
+    with pytest.raises(UserError, match=r"there are no .tar files in memory://nowhere"):
+        opened("tar", "memory://nowhere")
+    with pytest.raises(UserError, match=r"fsspec cannot read it"):
+        opened("tar", "nonsense://bucket")
 
 
 def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,46 +163,30 @@ def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.Monk
         source.read(0)
 
 
-def test_addresses_that_are_nowhere(memory: str) -> None:
-    with pytest.raises(UserError, match=r"there are no .tar files in memory://nowhere"):
-        opened("tar", "memory://nowhere")
-    with pytest.raises(UserError, match=r"there is no file memory://bucket/x-000001.tar"):
-        opened("tar", memory, train="x-{000001..000002}.tar", val="x-000003.tar")
-    with pytest.raises(UserError, match=r"fsspec cannot read nonsense://"):
-        opened("tar", "nonsense://bucket")
-
-
-# Copies
-
-
 def test_images_come_from_whole_copies_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(address, tmp_path)
     assert source.read(0)[0] == IMAGES[0]
     assert there(source) == [], "who reads does not fetch"
     fetch(source, (0,))
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "read_range", lambda *arguments: pytest.fail("over the network"))
-        assert source.read(0)[0] == IMAGES[0]
+        patch.setattr(remote, "read_range", lambda *arguments: pytest.fail("over the network"))
         # Another user's copy.
         patch.setattr(os, "utime", lambda *a, **k: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
         assert source.read(0)[0] == IMAGES[0]
     os.truncate(place(source, 0), 700)
     assert source.read(0)[0] == IMAGES[0]
     fetch(source, (0,))
-    assert place(source, 0).stat().st_size == copied(source).sizes[0]
+    assert place(source, 0).stat().st_size == source.shard(0)[2]
 
 
 def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Path) -> None:
     source = source_of(address, tmp_path, room=2.5)
-    folder = copied(source).cache.folder
+    folder = place(source, 0).parent
     # The folder may be one that people use for other things, too.
     mine = [place / name for place in (tmp_path, folder) for name in ("thesis.tex", "0a-old.tar")]
-    for file in mine:
-        file.write_text("mine")
-        os.utime(file, (1, 1))
     # A copy that another version left, a draft of a process that was killed.
     old, draft = folder / f"{'0' * 16}-old.tar", folder / f".{'0' * 16}-x.tar.9.part"
-    for file in (old, draft):
+    for file in (*mine, old, draft):
         file.write_bytes(bytes(12_000))
         os.utime(file, (1, 1))
     fetch(source, (0, 1))
@@ -217,71 +196,45 @@ def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Pa
     fetch(source, (2,))
     assert there(source) == [0, 1], "both were used just now"
     os.utime(place(source, 1), (2, 2))
+    # A draft of another process takes its room, and nobody else makes the same copy.
+    other = source.cache and source.cache.begin(place(source, 3), source.shard(3)[2] or 0)
+    assert other is not None
+    fetch(source, (2,), (3,))
+    assert there(source) == [0]
+    other.unlink()
     fetch(source, (2,))
     assert there(source) == [0, 2]
-    assert [file.read_text() for file in mine] == ["mine"] * 4
+    assert all(file.exists() for file in mine)
 
 
-def test_partial_copies_of_other_processes_count(address: str, tmp_path: Path) -> None:
-    source = source_of(address, tmp_path, room=1.5)
-    draft = copied(source).cache.begin(place(source, 3), copied(source).sizes[3] or 0)
-    assert draft is not None
-    fetch(source, (0,))
-    assert there(source) == []
-    draft.close()
-    fetch(source, (0,))
-    assert there(source) == [0]
+def test_the_next_batches_come_first_as_far_as_there_is_room(address: str, tmp_path: Path) -> None:
+    source = source_of(address, tmp_path, room=2.1)
+    fetcher = fetch(source, (3, 1), (1,), (0,), (2,))
+    assert there(source) == [1, 3]
+    os.utime(place(source, 3), (1, 1))
+    step(fetcher, 1)
+    # Shard 1 is still needed, 3 is not.
+    assert there(source) == [0, 1]
+    step(fetcher, 9)
+    assert there(source) == [0, 1]
 
 
-def test_downloads_that_fail_are_told_once(
+def test_a_failed_copy_is_told_once(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def half(self: object, path: str, draft: str) -> None:
-        Path(draft).write_bytes(b"half")
-
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(LocalFileSystem, "get_file", half)
+    monkeypatch.setattr(LocalFileSystem, "get_file", lambda self, path, draft: Path(draft).write_bytes(b"half"))
     source = source_of(address, tmp_path)
-    fetcher = fetch(source, (0, 1), (2,))
+    fetch(source, (0, 1), (2,))
     assert there(source) == drafts(source) == []
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: data.shard_cache: file:///")
     assert "4 bytes arrived instead of" in line
     assert source.read(0)[0] == IMAGES[0]
-    monkeypatch.undo()
-    step(fetcher, 1)
-    assert there(source) == []
-
-
-# What comes next
-
-
-def test_the_window_holds_what_has_room_from_the_next_batch_on() -> None:
-    batches = [(0, 1), (1, 2), (3,), (0, 4), (5,)]
-    window = Window(iter(batches), [10] * 6, budget=30)
-    assert window.move(0) == [0, 1, 2]
-    assert window.move(1) == [1, 2, 3]
-    assert window.move(2) == [3, 0, 4]
-    # Twice as far at once; then the end.
-    assert window.move(4) == [5]
-    assert window.move(9) == []
-    # The next batch is in it whatever it takes; sizes may be unknown.
-    assert Window(iter(batches), [10] * 6, budget=5).move(0) == [0, 1]
-    assert Window(iter(batches), [None] * 6, budget=5).move(0) == [0, 1, 2, 3, 4, 5]
-
-
-def test_each_lane_has_its_next_shard_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And hardly more, however much room there is."""
-    monkeypatch.setattr(shards, "_BATCHES_OF_LANES", 4)
-    monkeypatch.setattr(shards, "_THREADS", 1)
-    batches = (tuple(100 * lane + step // 10 for lane in range(3)) for step in range(1000))
-    window = Window(batches, [1] * 1000, budget=float("inf"))
-    assert window.move(0) == [0, 100, 200, 1, 101, 201]
 
 
 def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: Callable[[], list[str]]) -> None:
     source = source_of(address, tmp_path)
-    first, second = (Fetcher(copied(source), iter([(0, 1, 2, 3)])) for _ in range(2))
+    first, second = (Fetcher(source, [(0, 1, 2, 3)]) for _ in range(2))
     first.step(0)
     step(second, 0)
     step(first, 0)
@@ -296,13 +249,12 @@ def loader_of(source: Images, workers: int) -> ImageLoader:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_any_other_source(
-    address: str, tmp_path: Path, workers: int, downloads: Callable[[], list[str]]
+    address: str, tmp_path: Path, downloads: Callable[[], list[str]]
 ) -> None:
     plain = list(loader_of(opened("tar", address)["train"], 0))
     source = source_of(address, tmp_path)
-    for _ in range(2):
+    for workers in (0, 2):
         for batch, other in zip(loader_of(source, workers), plain, strict=True):
             # Otherwise the end of a short loader would interrupt downloads.
             until(lambda: len(there(source)) == SHARDS)
@@ -317,8 +269,8 @@ def test_batches_are_those_of_any_other_source(
 def test_shards_are_fetched_before_anybody_reads(address: str, tmp_path: Path) -> None:
     source = source_of(address, tmp_path)
     # The images of the first and the last shard; both are labelled anew.
-    part = Relabelled(Subset(source, np.array([0, 1, 14, 15])), CLASSES, np.arange(3))  # type: ignore[arg-type]
-    with fetch_ahead(copied(part), EvalSampler(4, batch_size=2), 4) as count:
+    part = Subset(Subset(source, np.array([0, 1, 14, 15])), classes=CLASSES, new_label=np.arange(3))
+    with fetch_ahead(part, EvalSampler(4, batch_size=2)) as count:  # type: ignore[arg-type]
         until(lambda: there(source) == [0, SHARDS - 1])
         (process,) = multiprocessing.active_children()
         # A launcher sends these to all processes.
@@ -329,8 +281,13 @@ def test_shards_are_fetched_before_anybody_reads(address: str, tmp_path: Path) -
     assert not process.is_alive()
 
 
+def _hold(source: Images) -> None:
+    with fetch_ahead(source, EvalSampler(len(source), batch_size=4)):  # type: ignore[arg-type]
+        time.sleep(30)
+
+
 @pytest.mark.usefixtures("endless")
-def test_the_end_of_a_loader_ends_downloads(address: str, tmp_path: Path) -> None:
+def test_the_end_of_a_loader_or_of_its_run_ends_downloads(address: str, tmp_path: Path) -> None:
     source = source_of(address, tmp_path)
     batches = iter(loader_of(source, 1))
     # The workers do not wait for them either.
@@ -339,16 +296,6 @@ def test_the_end_of_a_loader_ends_downloads(address: str, tmp_path: Path) -> Non
     batches.close()  # type: ignore[attr-defined]  # a generator
     assert not multiprocessing.active_children()
     assert drafts(source) == []
-
-
-def _hold(source: Images) -> None:
-    with fetch_ahead(copied(source), EvalSampler(len(source), batch_size=4), len(source)):
-        time.sleep(30)
-
-
-@pytest.mark.usefixtures("endless")
-def test_a_killed_run_leaves_nothing(address: str, tmp_path: Path) -> None:
-    source = source_of(address, tmp_path)
     killed = multiprocessing.Process(target=_hold, args=(source,))
     killed.start()
     until(lambda: len(drafts(source)) == SHARDS)
