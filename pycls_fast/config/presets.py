@@ -69,7 +69,8 @@ _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h
 
 
 def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The section `model` for what `weights` names: timm's or torchvision's name, or a run's folder.
+    """The section `model` for what `weights` names: timm's or torchvision's name, a run's folder, or a file that has
+    the name of a timm model (tf_efficientnet_lite0.safetensors).
 
     `of_weights` itself counts for weights that do not say it.
     """
@@ -87,6 +88,10 @@ def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dic
             found = {**read_yaml(Path(weights) / "config.yaml")["model"], "num_classes": None}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"weights: {weights}/config.yaml cannot be read ({error}); give its checkpoint") from error
+    elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
+        import timm
+
+        found = {"kind": "timm", "name": name} if timm.is_model(name) else None
     if found is None:
         return given
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}

@@ -138,7 +138,10 @@ def _in_names_of(
     if not isinstance(network, TimmNetwork):
         if read.layout == OTHER:
             names = ", ".join(list(read.plain)[:3])
-            raise UnknownKind(f"weights: {read.source} is of an unknown kind; its first names are {names}")
+            raise UnknownKind(
+                f"weights: {read.source} is of an unknown kind; its first names are {names}; if it is of a "
+                "timm model, use model=NAME"
+            )
         return dict(read.tensors), list(read.unknown)
     if read.layout == OURS and any(name.startswith("network.") for name in read.tensors):
         return dict(read.tensors), []

@@ -133,3 +133,13 @@ def test_a_path_that_depends_on_the_configuration_is_refused(tool: Tool) -> None
             "there; write the path, or name an experiment with --config-name (the command line)"
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("tf_efficientnet_lite0.safetensors", "timm"), ("model.safetensors", "vit")]
+)
+def test_a_file_with_the_name_of_a_timm_model_chooses_it(tmp_path: Path, file: str, kind: str) -> None:
+    (tmp_path / file).touch()
+    model = load_config("finetune", [f"weights={tmp_path / file}", f"data.root={tmp_path}"]).model
+    assert model.kind == kind
+    assert getattr(model, "name", "") == (file.partition(".")[0] if kind == "timm" else "")
