@@ -149,6 +149,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         raise UserError(f"model.mlp_width: {hidden} is not a multiple of {width} that timm can express")
     for is_in_the_way, key in (
         ("stem.convs.0.weight" in state, "model.stem=conv"),
+        (any(".router." in name for name in state), "model.experts"),
         (model.pre_logits is not None, "model.pre_logits"),
         (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
     ):

@@ -50,18 +50,6 @@ class Experts:
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.per_token / self.count))
 
 
-@dataclass(frozen=True)
-class Routed:
-    """Where tokens go. Rows of `expert_kT`, `place_kT` and `gate_kT` are the first choices, then the second.
-
-    `place_kT` counts the tokens before this one at the same expert, and `gate_kT` is the factor of its output.
-    """
-
-    expert_kT: Tensor
-    place_kT: Tensor
-    gate_kT: Tensor
-
-
 class Router(nn.Module):
     """A linear layer from tokens to experts, in float32 at least: rounded logits change which expert is first."""
 
@@ -80,22 +68,25 @@ class Router(nn.Module):
             return F.linear(tokens_TD.to(wide), self.weight.to(wide))
 
 
-def route(logits_TX: Tensor, experts: Experts) -> Routed:
-    """Each token's experts and its place at them; all first choices have their places before any second choice."""
-    probabilities_TX = logits_TX.softmax(1)
-    gate_Tk, expert_Tk = probabilities_TX.topk(experts.per_token, dim=1)
-    if experts.per_token > 1:
+def route(logits_TX: Tensor, per_token: Choices) -> tuple[Tensor, Tensor]:
+    """Each token's experts, `expert_kT`, the first choices before the second, and the factors of their outputs,
+    `gate_kT`."""
+    gate_Tk, expert_Tk = logits_TX.softmax(1).topk(per_token, dim=1)
+    if per_token > 1:
         gate_Tk = gate_Tk / gate_Tk.sum(1, keepdim=True)
-    expert_kT = expert_Tk.t()
-    if experts.priority:
-        order_T = probabilities_TX.detach().amax(1).argsort(descending=True, stable=True)
-        place_kT = torch.empty_like(expert_kT).index_copy(1, order_T, _places(expert_kT[:, order_T], experts.count))
-    else:
-        place_kT = _places(expert_kT, experts.count)
-    return Routed(expert_kT, place_kT, gate_Tk.t())
+    return expert_Tk.t(), gate_Tk.t()
 
 
-def _places(expert_kT: Tensor, count: int) -> Tensor:
+def places(expert_kT: Tensor, logits_TX: Tensor, *, priority: bool) -> Tensor:
+    """How many tokens come before each at its expert, `place_kT`: all first choices come before any second choice."""
+    count = logits_TX.shape[1]
+    if not priority:
+        return _occurrences(expert_kT, count)
+    order_T = logits_TX.softmax(1).amax(1).argsort(descending=True, stable=True)
+    return torch.empty_like(expert_kT).index_copy(1, order_T, _occurrences(expert_kT[:, order_T], count))
+
+
+def _occurrences(expert_kT: Tensor, count: int) -> Tensor:
     """How often the same expert occurs before each place, in the order of memory."""
     chosen_nX = F.one_hot(expert_kT.flatten(), count)
     return (chosen_nX.cumsum(0) * chosen_nX).sum(1).sub(1).view(expert_kT.shape)
@@ -146,51 +137,61 @@ class ExpertsMlp(nn.Module):
         `facts` are numbers (0-dimensional tensors) about the load."""
         tokens_TD = features.flatten(0, -2)
         logits_TX = self.router(tokens_TD)
-        routed = route(logits_TX, self.experts)
-        if not self.training:
-            return self.by_loop(tokens_TD, routed).view(features.shape)
-        self._account(logits_TX, routed, room := self.experts.room(len(tokens_TD)))
-        return self.by_room(tokens_TD, routed, room).view(features.shape)
+        expert_kT, gate_kT = route(logits_TX, self.experts.per_token)
+        if self.training:
+            room = self.experts.room(tokens_TD.shape[0])
+            place_kT = places(expert_kT, logits_TX.detach(), priority=self.experts.priority)
+            self._account(logits_TX, expert_kT, place_kT, room)
+            out_TD = self.with_room(tokens_TD, expert_kT, gate_kT, place_kT, room)
+        elif torch.compiler.is_exporting():
+            out_TD = self.all_on_all(tokens_TD, expert_kT, gate_kT)
+        else:
+            out_TD = self.one_by_one(tokens_TD, expert_kT, gate_kT)
+        return out_TD.view(features.shape)
 
-    def by_room(self, tokens_TD: Tensor, routed: Routed, room: int) -> Tensor:
+    def with_room(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor, place_kT: Tensor, room: int) -> Tensor:
         """The experts' outputs from batched products over (X, S, ...): shapes do not depend on where tokens go, so the
         host never waits for the device. Tokens beyond the room get zeros."""
         count = self.experts.count
         # The last row is for all that have no room.
-        slot_n = (
-            (routed.expert_kT * room + routed.place_kT).masked_fill(routed.place_kT >= room, count * room).flatten()
-        )
+        slot_n = (expert_kT * room + place_kT).masked_fill(place_kT >= room, count * room).flatten()
         sent_nD = tokens_TD.repeat(self.experts.per_token, 1)
         rows = tokens_TD.new_zeros(count * room + 1, tokens_TD.shape[1]).index_copy(0, slot_n, sent_nD)
         out_XSD = self.fc2(self.gelu(self.fc1(rows[:-1].unflatten(0, (count, room)))))
         out_nD = F.pad(out_XSD.flatten(0, 1), (0, 0, 0, 1))[slot_n]
-        return (out_nD.unflatten(0, routed.expert_kT.shape) * routed.gate_kT.unsqueeze(2).to(out_nD.dtype)).sum(0)
+        return (out_nD.unflatten(0, expert_kT.shape) * gate_kT.unsqueeze(2).to(out_nD.dtype)).sum(0)
 
-    def by_loop(self, tokens_TD: Tensor, routed: Routed) -> Tensor:
-        """The same one expert after the other, with room for all tokens; the host waits to learn how many each has."""
-        order_n = routed.expert_kT.flatten().argsort(stable=True)
-        token_n = order_n % len(tokens_TD)
-        # On the meta device, where work is only counted, all have the same.
-        shares = [len(order_n) // self.experts.count] * self.experts.count
-        if not tokens_TD.is_meta:
-            shares = routed.expert_kT.flatten().bincount(minlength=self.experts.count).tolist()
-        parts = tokens_TD[token_n][: sum(shares)].split(shares)
-        layers = zip(self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, strict=True)
-        out_nD = torch.cat([
-            F.linear(self.gelu(F.linear(part, w1, b1)), w2, b2)
-            for part, (w1, b1, w2, b2) in zip(parts, layers, strict=True)
-        ])  # fmt: skip
-        gate_n1 = routed.gate_kT.flatten()[order_n].unsqueeze(1).to(out_nD.dtype)
-        return torch.zeros_like(tokens_TD, dtype=out_nD.dtype).index_add(
-            0, token_n[: len(out_nD)], out_nD * gate_n1[: len(out_nD)]
-        )
-
-    def _account(self, logits_TX: Tensor, routed: Routed, room: int) -> None:
+    def one_by_one(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
+        """The same with room for all, one expert after the other; the host waits to learn how many tokens each has."""
         count = self.experts.count
-        first_X = F.one_hot(routed.expert_kT[0], count).to(logits_TX.dtype).mean(0)
+        order_n = expert_kT.flatten().argsort(stable=True)
+        if tokens_TD.is_meta:
+            # Work is only counted, here for an even load.
+            shares = [len(order_n) * (x + 1) // count - len(order_n) * x // count for x in range(count)]
+        else:
+            shares = expert_kT.flatten().bincount(minlength=count).tolist()
+        token_n = order_n % tokens_TD.shape[0]
+        layers = zip(self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, strict=True)
+        outs = [
+            F.linear(self.gelu(F.linear(part, w1, b1)), w2, b2)
+            for part, (w1, b1, w2, b2) in zip(tokens_TD[token_n].split(shares), layers, strict=True)
+        ]
+        out_nD = torch.cat(outs)
+        gate_n1 = gate_kT.flatten()[order_n].unsqueeze(1).to(out_nD.dtype)
+        return torch.zeros_like(tokens_TD, dtype=out_nD.dtype).index_add(0, token_n, out_nD * gate_n1)
+
+    def all_on_all(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
+        """The same with every expert on every token, for exported programs, whose shapes are fixed."""
+        gate_TX = gate_kT.new_zeros(tokens_TD.shape[0], self.experts.count).scatter(1, expert_kT.t(), gate_kT.t())
+        out_XTD = self.fc2(self.gelu(self.fc1(tokens_TD.expand(self.experts.count, -1, -1))))
+        return (out_XTD * gate_TX.t().unsqueeze(2).to(out_XTD.dtype)).sum(0)
+
+    def _account(self, logits_TX: Tensor, expert_kT: Tensor, place_kT: Tensor, room: int) -> None:
+        count = self.experts.count
+        first_X = F.one_hot(expert_kT[0], count).to(logits_TX.dtype).mean(0)
         balance = count * (first_X * logits_TX.softmax(1).mean(0)).sum()
         z = logits_TX.logsumexp(1).square().mean()
         self.loss = self.experts.balance_loss * balance + self.experts.z_loss * z
         # The fullest expert's share, where 1 is an even load; and the part of the choices that had no room.
-        load = count * F.one_hot(routed.expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
-        self.facts = {"expert_load": load, "dropped_tokens": (routed.place_kT >= room).to(logits_TX.dtype).mean()}
+        load = count * F.one_hot(expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
+        self.facts = {"expert_load": load, "dropped_tokens": (place_kT >= room).to(logits_TX.dtype).mean()}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pycls_fast.models.layers import Mlp
-from pycls_fast.models.moe import Experts, ExpertsMlp, Router, route
+from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
 from pycls_fast.models.pretrained import fit, read_weights
 from pycls_fast.models.vit import VisionTransformer
 from tests.unit.models.conftest import fill_random
@@ -73,7 +73,9 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
     mlp = layer(per_token=per_token, priority=priority, capacity_factor=0.5).train()
     features = tokens().flatten(0, 1)
     logits = mlp.router(features)
-    routed, room = route(logits, mlp.experts), mlp.experts.room(TOKENS)
+    room = mlp.experts.room(TOKENS)
+    expert_kT, _ = route(logits, per_token)
+    place_kT = places(expert_kT, logits, priority=priority)
     probabilities = logits.softmax(1)
     order = sorted(range(TOKENS), key=lambda t: -probabilities[t].max().item()) if priority else range(TOKENS)
     used, kept = [0] * 4, set()
@@ -83,7 +85,7 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
             if used[expert] < room:
                 used[expert] += 1
                 kept.add((choice, token))
-    assert kept == {(c, t) for c in range(per_token) for t in range(TOKENS) if routed.place_kT[c, t] < room}
+    assert kept == {(c, t) for c in range(per_token) for t in range(TOKENS) if place_kT[c, t] < room}
     assert 0 < len(kept) < per_token * TOKENS
 
     out = mlp(features)
@@ -92,11 +94,19 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
     assert mlp.facts["dropped_tokens"].item() == pytest.approx(1 - len(kept) / (per_token * TOKENS))
 
 
+def test_an_exported_program_computes_the_same() -> None:
+    mlp = layer(per_token=2).eval()
+    program = torch.export.export(mlp, (tokens(),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False)
+    more = torch.cat([tokens(), 2 * tokens()])
+    torch.testing.assert_close(program.module()(more), mlp(more), rtol=1e-12, atol=1e-12)
+
+
 def test_priority_leaves_out_the_least_probability() -> None:
     def lost(priority: bool) -> float:
         mlp = layer(per_token=1, priority=priority, capacity_factor=0.5)
-        routed = route(mlp.router(tokens().flatten(0, 1)), mlp.experts)
-        return (routed.gate_kT * (routed.place_kT >= mlp.experts.room(TOKENS))).sum().item()
+        logits = mlp.router(tokens().flatten(0, 1))
+        expert_kT, gate_kT = route(logits, 1)
+        return (gate_kT * (places(expert_kT, logits, priority=priority) >= mlp.experts.room(TOKENS))).sum().item()
 
     assert lost(priority=True) < lost(priority=False)
 
