@@ -30,7 +30,8 @@ import torch
 
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decoders import DECODERS, Interpolation
+from pycls_fast.data.decode import Interpolation
+from pycls_fast.data.decoders import DECODERS
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import EvalSampler, TrainSampler

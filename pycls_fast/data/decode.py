@@ -23,6 +23,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -32,6 +33,24 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 MAX_PIXELS = 2 * 89_478_485
 """A file with more is refused as a decompression bomb, by Pillow too. ImageNet's largest image has 61 million."""
+
+
+Interpolation = Literal["bilinear", "bicubic"]
+Box = tuple[int, int, int, int]
+"""(top, left, height, width) in pixels."""
+
+
+class Crop(NamedTuple):
+    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `view`, mirror."""
+
+    box: Box
+    resized: tuple[int, int]
+    """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
+    view: Box
+    """The part of the resized box that is kept."""
+    interpolation: Interpolation
+    mirror: bool = False
+    """Whether to flip left to right at the end."""
 
 
 class DamagedImage(Exception):

@@ -19,34 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import MAX_PIXELS, checked_array, decode, jpeg_orientation
-
-Interpolation = Literal["bilinear", "bicubic"]
-Box = tuple[int, int, int, int]
-"""(top, left, height, width) in pixels."""
+from pycls_fast.data.decode import MAX_PIXELS, Crop, checked_array, decode, jpeg_orientation
 
 _JPEG = b"\xff\xd8"
 PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-
-
-class Crop(NamedTuple):
-    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `view`, mirror."""
-
-    box: Box
-    resized: tuple[int, int]
-    """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
-    view: Box
-    """The part of the resized box that is kept."""
-    interpolation: Interpolation
-    mirror: bool = False
-    """Whether to flip left to right at the end."""
 
 
 class Picture(Protocol):
@@ -65,10 +48,10 @@ class Picture(Protocol):
 
 
 class PillowPicture:
-    """A decoded image in mode "RGB"."""
+    """A decoded image in mode "RGB", or its pixels."""
 
-    def __init__(self, image: Image.Image) -> None:
-        self._image = image
+    def __init__(self, image: Image.Image | np.ndarray) -> None:
+        self._image = image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
         self.size = (image.height, image.width)
 
     def crop(self, crop: Crop) -> np.ndarray:
@@ -89,9 +72,11 @@ class PillowPicture:
 class TensorPicture:
     """A decoded image that torch resizes."""
 
-    def __init__(self, image_CHW: torch.Tensor) -> None:
-        self._image_CHW = image_CHW
-        self.size = (image_CHW.shape[1], image_CHW.shape[2])
+    def __init__(self, image: Image.Image | np.ndarray) -> None:
+        pixels = np.asarray(image)
+        # torch does not take memory that may not be written.
+        self._image_CHW = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+        self.size = (pixels.shape[0], pixels.shape[1])
 
     def crop(self, crop: Crop) -> np.ndarray:
         top, left, height, width = crop.box
@@ -120,18 +105,8 @@ class RegionPicture:
         self.size = size
 
     def crop(self, crop: Crop) -> np.ndarray:
-        image_HWC = native.jpeg_region(
-            self._data,
-            crop.box,
-            crop.resized,
-            crop.view,
-            bicubic=crop.interpolation == "bicubic",
-            mirror=crop.mirror,
-            divisor=divisor(crop) if self._scaled else 1,
-        )
-        if image_HWC is None:
-            return PillowRegionPicture(decode(self._data)).crop(crop)
-        return image_HWC
+        image_HWC = native.jpeg_region(self._data, crop, divisor(crop) if self._scaled else 1)
+        return ArrayPicture(np.asarray(decode(self._data))).crop(crop) if image_HWC is None else image_HWC
 
 
 def divisor(crop: Crop) -> int:
@@ -143,33 +118,12 @@ def divisor(crop: Crop) -> int:
 class ArrayPicture:
     """Decoded pixels, resized as by `RegionPicture`."""
 
-    def __init__(self, image_HWC: np.ndarray) -> None:
-        self._image_HWC = np.ascontiguousarray(image_HWC)
-        self.size = (image_HWC.shape[0], image_HWC.shape[1])
+    def __init__(self, image: Image.Image | np.ndarray) -> None:
+        self._image_HWC = np.ascontiguousarray(image)
+        self.size = (self._image_HWC.shape[0], self._image_HWC.shape[1])
 
     def crop(self, crop: Crop) -> np.ndarray:
-        return native.array_region(
-            self._image_HWC,
-            crop.box,
-            crop.resized,
-            crop.view,
-            bicubic=crop.interpolation == "bicubic",
-            mirror=crop.mirror,
-        )
-
-
-class PillowRegionPicture:
-    """An image that Pillow has decoded, resized as by `RegionPicture`."""
-
-    def __init__(self, image: Image.Image) -> None:
-        self._image = image
-        self.size = (image.height, image.width)
-
-    def crop(self, crop: Crop) -> np.ndarray:
-        top, left, height, width = crop.box
-        # Only the box is copied out of Pillow's memory.
-        box = np.asarray(self._image.crop((left, top, left + width, top + height)))
-        return ArrayPicture(box).crop(crop._replace(box=(0, 0, height, width)))
+        return native.array_region(self._image_HWC, crop)
 
 
 class Decoder(Protocol):
@@ -188,27 +142,21 @@ class ImageDecoder:
 
     Attributes:
         open_jpeg: opens a JPEG; None for one that is damaged or unusual, which Pillow decodes or refuses.
-        hold_image: holds an image that Pillow has decoded.
-        hold_array: holds decoded pixels.
+        hold: holds an image that is decoded: Pillow's, or pixels of a source.
     """
 
     open_jpeg: Callable[[bytes], Picture | None]
-    hold_image: Callable[[Image.Image], Picture]
-    hold_array: Callable[[np.ndarray], Picture]
+    hold: Callable[[Image.Image | np.ndarray], Picture]
 
     def __call__(self, data: bytes | np.ndarray) -> Picture:
         if isinstance(data, np.ndarray):
-            return self.hold_array(checked_array(data))
+            return self.hold(checked_array(data))
         picture = self.open_jpeg(data) if data.startswith(_JPEG) else None
-        return self.hold_image(decode(data)) if picture is None else picture
+        return self.hold(decode(data)) if picture is None else picture
 
 
 def _no_picture(data: bytes) -> Picture | None:
     return None
-
-
-def _pillow_array(image_HWC: np.ndarray) -> Picture:
-    return PillowPicture(Image.fromarray(image_HWC))
 
 
 def _simplejpeg(data: bytes) -> Picture | None:
@@ -217,15 +165,11 @@ def _simplejpeg(data: bytes) -> Picture | None:
     try:
         height, width, color, _ = simplejpeg.decode_jpeg_header(data)
         if color in ("YCbCr", "RGB", "Gray") and height * width <= MAX_PIXELS:
-            return TensorPicture(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
+            return TensorPicture(simplejpeg.decode_jpeg(data))
     except ValueError:
         # libjpeg found damage; Pillow decides whether it matters and how it is reported.
         pass
     return None
-
-
-def _tensor_picture(image: Image.Image | np.ndarray) -> Picture:
-    return TensorPicture(torch.tensor(np.asarray(image)).permute(2, 0, 1))
 
 
 def _region(data: bytes, *, scaled: bool) -> Picture | None:
@@ -235,13 +179,13 @@ def _region(data: bytes, *, scaled: bool) -> Picture | None:
     return RegionPicture(data, size, scaled=scaled)
 
 
-open_with_pillow = ImageDecoder(_no_picture, PillowPicture, _pillow_array)
+open_with_pillow = ImageDecoder(_no_picture, PillowPicture)
 """Decodes the whole image with Pillow: the reference."""
-open_with_simplejpeg = ImageDecoder(_simplejpeg, _tensor_picture, _tensor_picture)
+open_with_simplejpeg = ImageDecoder(_simplejpeg, TensorPicture)
 """Decodes a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
-open_region = ImageDecoder(partial(_region, scaled=False), PillowRegionPicture, ArrayPicture)
+open_region = ImageDecoder(partial(_region, scaled=False), ArrayPicture)
 """Reads a JPEG's header; a crop decodes only the pixels that it needs."""
-open_scaled_region = ImageDecoder(partial(_region, scaled=True), PillowRegionPicture, ArrayPicture)
+open_scaled_region = ImageDecoder(partial(_region, scaled=True), ArrayPicture)
 """`open_region`, with large JPEGs decoded at a fraction of their size."""
 
 
@@ -259,7 +203,7 @@ class Upright:
     def __call__(self, data: bytes | np.ndarray) -> Picture:
         if isinstance(data, np.ndarray) or (data.startswith(_JPEG) and jpeg_orientation(data) == 1):
             return self.as_stored(data)
-        return self.as_stored.hold_image(decode(data, upright=True))
+        return self.as_stored.hold(decode(data, upright=True))
 
 
 DECODERS: dict[str, ImageDecoder] = {

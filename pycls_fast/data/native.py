@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pycls_fast.data.decode import Crop
 from pycls_fast.errors import UserError
 from pycls_fast.files import cache_folder
 
@@ -96,50 +97,32 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     return (height.value, width.value) if status == _OK else None
 
 
-def jpeg_region(
-    data: bytes,
-    box: tuple[int, int, int, int],
-    resized: tuple[int, int],
-    window: tuple[int, int, int, int],
-    *,
-    bicubic: bool,
-    mirror: bool,
-    divisor: int = 1,
-) -> np.ndarray | None:
-    """Decode `box`, resize it to `resized`, cut out `window`, mirror that left to right.
+def jpeg_region(data: bytes, crop: Crop, divisor: int = 1) -> np.ndarray | None:
+    """A crop of a JPEG, uint8 (height, width, 3) of the view.
 
     Args:
         data: a file for which `jpeg_size` returned a size.
-        box: (top, left, height, width) within the image.
-        resized: (height, width).
-        window: (top, left, height, width) within the resized box.
-        bicubic: bicubic instead of bilinear filter; both widen when shrinking ("antialias"), as in Pillow.
         divisor: 1, 2, 4 or 8: the image is decoded at 1 / divisor of its size before it is resized.
 
     Returns:
-        uint8 (height, width, 3) of the window; None if the file is damaged or unusual, so that the reference decoder
-        has to judge it.
+        None if the file is damaged or unusual, so that the reference decoder has to judge it.
     """
-    image_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
-    numbers = (ctypes.c_int32 * 13)(*box, *resized, *window, bicubic, mirror, divisor)
-    status = library().jpeg_region(data, len(data), numbers, image_HWC.ctypes.data)
+    image_HWC = np.empty((crop.view[2], crop.view[3], 3), dtype=np.uint8)
+    status = library().jpeg_region(data, len(data), _numbers(crop, divisor), image_HWC.ctypes.data)
     if status == _NO_MEMORY:
         raise MemoryError("decoding a JPEG")
     return image_HWC if status == _OK else None
 
 
-def array_region(
-    image_HWC: np.ndarray,
-    box: tuple[int, int, int, int],
-    resized: tuple[int, int],
-    window: tuple[int, int, int, int],
-    *,
-    bicubic: bool,
-    mirror: bool,
-) -> np.ndarray:
+def array_region(image_HWC: np.ndarray, crop: Crop) -> np.ndarray:
     """`jpeg_region` of decoded pixels: contiguous uint8 (height, width, 3)."""
-    cut_HWC = np.empty((window[2], window[3], 3), dtype=np.uint8)
-    numbers = (ctypes.c_int32 * 13)(*box, *resized, *window, bicubic, mirror, 1)
+    cut_HWC = np.empty((crop.view[2], crop.view[3], 3), dtype=np.uint8)
+    numbers = _numbers(crop, 1)
     if library().array_region(image_HWC.ctypes.data, image_HWC.shape[1], numbers, cut_HWC.ctypes.data) != _OK:
         raise MemoryError("resizing an image")
     return cut_HWC
+
+
+def _numbers(crop: Crop, divisor: int) -> ctypes.Array[ctypes.c_int32]:
+    is_bicubic = crop.interpolation == "bicubic"
+    return (ctypes.c_int32 * 13)(*crop.box, *crop.resized, *crop.view, is_bicubic, crop.mirror, divisor)

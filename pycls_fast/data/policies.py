@@ -1,13 +1,16 @@
 """The augmentation policies that `augment.policy` names, each from the library that its published recipe used.
 
 A policy builds a step, which takes an RGB image and returns one; all its draws come from torch's default generator,
-which the transform seeds for each sample. torchvision and timm are imported where a step is built.
+which the transform seeds for each sample. torchvision and timm are imported where a step is built; timm's policies draw
+from the generators of `random` and NumPy, which are seeded from torch's and restored afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +20,7 @@ from pycls_fast.values import NonNegativeFloat, PositiveInt, Probability
 if TYPE_CHECKING:
     from PIL import Image
 
-    from pycls_fast.data.decoders import Interpolation
+    from pycls_fast.data.decode import Interpolation
 
 Step = Callable[["Image.Image"], "Image.Image"]
 
@@ -68,9 +71,13 @@ class TimmRandAugment(Policy, name="timm_rand_augment"):
     """The probability of each operation."""
 
     def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
-        from pycls_fast.data.timm_policies import timm_rand_augment
+        # Imports all of timm's models, which takes more than a second: only where one of its policies is used.
+        from timm.data.auto_augment import rand_augment_transform
 
-        return timm_rand_augment(**self.own(), interpolation=interpolation, image_size=image_size, mean=mean)
+        noise, increasing = f"{self.magnitude_std:g}", int(self.increasing)
+        name = f"rand-m{self.magnitude}-n{self.num_ops}-mstd{noise}-inc{increasing}-p{self.probability:g}"
+        policy = rand_augment_transform(name, _timm_parameters(image_size, mean, interpolation))
+        return _TimmPolicy(policy, policy.ops)
 
 
 class AutoAugment(Policy, name="auto_augment"):
@@ -101,9 +108,10 @@ class ThreeAugment(Policy, name="three_augment"):
     """
 
     def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
-        from pycls_fast.data.timm_policies import three_augment
+        from timm.data.auto_augment import auto_augment_transform
 
-        return three_augment(interpolation=interpolation, image_size=image_size, mean=mean)
+        policy = auto_augment_transform("3a", _timm_parameters(image_size, mean, interpolation))
+        return _TimmPolicy(policy, [op for sub_policy in policy.policy for op in sub_policy])
 
 
 def color_jitter(brightness: float, contrast: float, saturation: float, hue: float) -> Step:
@@ -111,3 +119,55 @@ def color_jitter(brightness: float, contrast: float, saturation: float, hue: flo
     from torchvision.transforms import v2
 
     return v2.ColorJitter(brightness, contrast, saturation, hue)
+
+
+def _timm_parameters(image_size: int, mean: Sequence[float], interpolation: Interpolation) -> dict[str, object]:
+    from pycls_fast.data.decoders import PILLOW_FILTERS
+
+    return {
+        # Shifts go up to this.
+        "translate_const": int(image_size * 0.45),
+        "img_mean": tuple(min(255, round(255 * value)) for value in mean),
+        "interpolation": PILLOW_FILTERS[interpolation],
+    }
+
+
+class _TimmPolicy:
+    def __init__(self, policy: Step, ops: Sequence[Any]) -> None:
+        from timm.data.auto_augment import posterize
+
+        for op in ops:
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+        self._policy = policy
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        import torch
+
+        with _seeded_globals(int(torch.randint(2**31, ()))):
+            return self._policy(image)
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Image.Image:
+    """timm's operation; at full strength it asks Pillow for 0 bits, which is black, and since Pillow 13 an error."""
+    from PIL import Image
+    from timm.data.auto_augment import posterize
+
+    if bits_to_keep == 0:
+        return Image.new(image.mode, image.size)
+    return posterize(image, bits_to_keep)
+
+
+@contextmanager
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Seed `random` and NumPy's global generator within the block; restore their states afterwards."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -17,7 +17,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decoders import Box, Crop, Interpolation, Picture
+from pycls_fast.data.decode import Box, Crop, Interpolation
+from pycls_fast.data.decoders import Picture
 from pycls_fast.data.policies import Step, color_jitter
 from pycls_fast.seeds import seeded_torch
 

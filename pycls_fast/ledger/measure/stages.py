@@ -18,7 +18,8 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.decoders import Crop, Decoder, Picture
+from pycls_fast.data.decode import Crop
+from pycls_fast.data.decoders import Decoder, Picture
 from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import Keys
 from pycls_fast.data.sources.base import Images

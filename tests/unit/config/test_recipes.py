@@ -18,8 +18,7 @@ from torch import nn
 
 from pycls_fast import build, published
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data.policies import RandAugment, TimmRandAugment
-from pycls_fast.data.timm_policies import _TimmPolicy
+from pycls_fast.data.policies import RandAugment, TimmRandAugment, _TimmPolicy
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.losses import Targets
 from pycls_fast.optim.choices import LAMB, AdamW

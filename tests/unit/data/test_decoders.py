@@ -15,10 +15,9 @@ from PIL import Image
 
 from pycls_fast.data import native
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decode import DamagedImage
+from pycls_fast.data.decode import Crop, DamagedImage
 from pycls_fast.data.decoders import (
     DECODERS,
-    Crop,
     Picture,
     RegionPicture,
     Upright,

@@ -18,8 +18,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.config import load_config
 from pycls_fast.data.decoders import DECODERS, PillowPicture
-from pycls_fast.data.policies import Step
-from pycls_fast.data.timm_policies import timm_rand_augment
+from pycls_fast.data.policies import Step, TimmRandAugment
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.seeds import seeded_torch
 
@@ -103,8 +102,8 @@ def test_timm_s_rand_augment(name: str, theirs: str, photo: Image.Image) -> None
 
 def test_posterizing_to_nothing_is_black(photo: Image.Image) -> None:
     """timm asks Pillow for 0 bits at full strength, which Pillow 13 refuses; before, the result was black."""
-    options: dict[str, Any] = {"interpolation": "bilinear", "image_size": 64, "mean": MEAN}
-    step = timm_rand_augment(1, 10, magnitude_std=0.0, increasing=True, probability=1.0, **options)
+    policy = TimmRandAugment(num_ops=1, magnitude=10, increasing=True, probability=1.0)
+    step = policy.build(interpolation="bilinear", image_size=64, mean=MEAN)
     results = [seeded(step, photo, seed) for seed in range(150)]
     assert any((result == 0).all() for result in results)
     less = timm.data.auto_augment.posterize(photo, 4)
