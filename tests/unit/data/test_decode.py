@@ -66,11 +66,6 @@ def test_grayscale_becomes_three_equal_channels(file_format: str) -> None:
     np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), file_format)), gray(image))
 
 
-def test_one_bit_becomes_black_and_white() -> None:
-    image = random_image() > 127
-    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), "PNG")), gray(image * np.uint8(255)))
-
-
 @pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "BMP"])
 def test_palette_becomes_its_colours(file_format: str) -> None:
     colours, indices = random_image(3).reshape(-1, 3)[:50], random_image(seed=1) % 50
@@ -148,16 +143,6 @@ def test_16_bit_colour_is_scaled(channels: int) -> None:
     assert np.abs(result - values[:, :, :3] / 257).max() <= 1
 
 
-def test_32_bit_integers() -> None:
-    values = np.random.default_rng(0).integers(0, 65536, (9, 13)).astype(np.int32)
-    np.testing.assert_array_equal(
-        pixels(encode(Image.fromarray(values), "TIFF")), gray(np.rint(values / 257).astype(np.uint8))
-    )
-    values[4, 4] = 70_000
-    with pytest.raises(DamagedImage, match="70000 have no agreed scale"):
-        decode(encode(Image.fromarray(values), "TIFF"))
-
-
 @pytest.mark.parametrize("full_scale", [1.0, 255.0, 65535.0])
 def test_floating_point_tiff(full_scale: float) -> None:
     values = np.random.default_rng(0).random((9, 13), dtype=np.float32)
@@ -180,15 +165,6 @@ def test_first_frame_of_several(file_format: str) -> None:
     options = {"lossless": True} if file_format == "WEBP" else {}
     data = encode(first, file_format, save_all=True, append_images=[second], **options)
     assert pixels(data).min() == pixels(data).max() == 90
-
-
-def test_array_is_taken_as_decoded() -> None:
-    image = random_image(3)
-    np.testing.assert_array_equal(np.asarray(decode(image)), image)
-    with pytest.raises(ValueError, match="uint8 array of shape"):
-        decode(image.astype(np.float32))
-    with pytest.raises(ValueError, match="uint8 array of shape"):
-        decode(image[:, :, 0])
 
 
 JPEG = encode(Image.fromarray(random_image(3)), "JPEG", quality=100)

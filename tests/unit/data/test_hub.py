@@ -44,15 +44,6 @@ def test_parquet_however_it_was_written(tmp_path: Path, how: dict[str, Any]) -> 
     assert source.name(8) == f"{root} (train)[8]"
 
 
-def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
-    write(tmp_path / "train.parquet", {"x": [b"1", b"2"] * 2, "label": [1, 0] * 2})
-    assert len(opened("parquet", tmp_path, whole=True)["all"]) == 4
-    write(tmp_path / "train.parquet", {"x": [b"3", b"4"] * 3, "label": [1, 0] * 3})
-    source = opened("parquet", tmp_path, whole=True)["all"]
-    assert [source.read(index) for index in range(2)] == [(b"3", 1), (b"4", 0)]
-    assert len(source) == 6
-
-
 def test_a_row_without_an_image(tmp_path: Path) -> None:
     kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     (tmp_path / "own.jpg").write_bytes(b"own")
@@ -150,10 +141,3 @@ def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     assert "nobody/nothing cannot be loaded by datasets (ConnectionError: Couldn't reach" in mistake(
         "hub", "nobody/nothing"
     )
-
-
-@pytest.mark.parametrize("kind", ["parquet", "hub"])
-def test_datasets_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    write_hub_parquet(tmp_path, CONTENT)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert "pip install -e '.[hub]'" in mistake(kind, tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -99,29 +98,6 @@ def test_any_number_of_workers(damaged_folder: FileImages) -> None:
     assert len({batch.images_BHWC.numpy().tobytes() for batch in batches}) == 7
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_global_generator_is_left_alone(num_workers: int) -> None:
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    for _ in train_loader(SyntheticImages(8, 20, 2, seed=0), num_workers):
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_a_batch_holds() -> None:
-    source = SyntheticImages(20, 30, 3, seed=0)
-    (batch, *_) = train_loader(source, 1)
-    assert batch.images_BHWC.shape == (6, 16, 16, 3)
-    assert batch.images_BHWC.dtype == torch.uint8
-    assert batch.images_BHWC.is_contiguous()
-    assert batch.erase_B4 is not None
-    assert {batch.labels_B.dtype, batch.indices_B.dtype, batch.erase_B4.dtype} == {torch.int64}
-    assert batch.erase_B4.shape == (6, 4)
-    assert batch.damaged == ()
-    assert len(batch) == 6
-    for index, label in zip(batch.indices_B.tolist(), batch.labels_B.tolist(), strict=True):
-        assert label == source.read(index)[1]
-
-
 def test_a_sample_depends_on_seed_epoch_and_index() -> None:
     source = SyntheticImages(20, 30, 3, seed=0)
     transform = TrainTransform(Augment(), image_size=16)
@@ -180,20 +156,6 @@ def test_damaged_evaluation_images_are_left_out(damaged_folder: FileImages, num_
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_without_any_image(damaged_folder: FileImages, num_workers: int) -> None:
-    dataset = ImageDataset(damaged_folder, TRAIN, training=False)
-    loader = make_loader(dataset, EvalSampler(20, batch_size=1, rank=1, world_size=3), num_workers=num_workers)
-    batches = list(loader)
-    # Rank 1 of 3: images 1, 4 (damaged), ..., 16, and of the remaining two images 18, 19 none or one.
-    assert len(batches[1]) == 0
-    assert batches[1].images_BHWC.shape == (0, 16, 16, 3)
-    assert batches[1].labels_B.dtype == torch.int64
-    assert batches[1].erase_B4 is not None
-    assert batches[1].erase_B4.shape == (0, 4)
-    assert [name for name, _ in batches[1].damaged] == [damaged_folder.name(4)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_broken_as_a_whole(tmp_path: Path, write_tree: WriteTree, num_workers: int) -> None:
     source = scan_classes(write_tree(tmp_path, {"a": 30}))
     for path in (tmp_path / "a").iterdir():
@@ -235,24 +197,6 @@ def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch, trai
     assert paused == [0.5, 2.0, 8.0]
 
 
-def test_a_disk_that_stays_away_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    away, paused = True, []
-
-    def read(index: int) -> None:
-        if away:
-            raise OSError(errno.EIO, "it is away")
-
-    monkeypatch.setattr(dataset.time, "sleep", paused.append)
-    images = ImageDataset(HookedImages(20, read), EVAL, training=False)
-    assert all(images[(0, index)].damaged for index in range(3))
-    assert len(paused) == 3
-    away = False
-    assert not images[(0, 3)].damaged
-    away = True
-    assert images[(0, 4)].damaged
-    assert len(paused) == 6
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "advice"),
@@ -269,7 +213,6 @@ def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
         list(train_loader(HookedImages(20, die), 2))
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_batch_that_never_comes_is_an_error() -> None:
     loader = train_loader(HookedImages(20, lambda index: time.sleep(300)), 1)
@@ -290,19 +233,6 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
     time.sleep(0.1)
     with pytest.raises(UserError, match=r"^DataLoader worker .* exited unexpectedly \(killed\)"):
         list(batches)
-
-
-def test_batches_of_workers_are_made_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each is copied once more when it is sent."""
-    made: list[Batch] = []
-    dataset = ImageDataset(SyntheticImages(8, 20, 2, seed=0), TRAIN, training=True)
-    for is_worker in (False, True):
-        monkeypatch.setattr("pycls_fast.data.dataset.get_worker_info", lambda: object() if is_worker else None)  # noqa: B023
-        batch = dataset.__getitems__([(0, 3), (0, 5)])
-        assert isinstance(batch, Batch)
-        assert batch.images_BHWC.is_shared() == is_worker
-        made.append(batch)
-    assert_same(made[:1], made[1:])
 
 
 def test_repeated_augmentation() -> None:
@@ -381,28 +311,6 @@ def test_a_program_can_end_while_workers_run() -> None:
     """At exit multiprocessing waits for its children for ever, and ours ignore its SIGTERM."""
     run = subprocess.run([sys.executable, "-c", LEFT_RUNNING], timeout=60, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (3, "")
-
-
-def test_workers_use_one_thread() -> None:
-    def check(index: int) -> None:
-        assert torch.get_num_threads() == 1
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        list(train_loader(HookedImages(20, check), 1))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_the_dataset_can_be_sent_to_new_processes(damaged_folder: FileImages) -> None:
-    """Where processes are not forked (Python 3.14's default), it travels by pickle."""
-    dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy[(1, 3)].damaged == dataset[(1, 3)].damaged
-    image_HWC = dataset[(1, 3)].image_HWC
-    assert image_HWC is not None
-    np.testing.assert_array_equal(copy[(1, 3)].image_HWC, image_HWC)
 
 
 @pytest.mark.cuda

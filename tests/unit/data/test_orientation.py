@@ -20,7 +20,6 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import decode, jpeg_orientation
 from pycls_fast.data.decoders import (
     DECODERS,
-    Decoder,
     PillowPicture,
     Upright,
     open_scaled_region,
@@ -173,18 +172,6 @@ def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, k
             np.testing.assert_array_equal(found_HWC, transform(PillowPicture(image), 0).image_HWC)
 
 
-def opened_by_key(decode_name: str, **keys: str) -> Decoder:
-    values = [f"data.{key}={value}" for key, value in keys.items()]
-    config = load_config("vit_digits", [f"speed.decode={decode_name}", *values])
-    return build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_the_key_chooses(name: str) -> None:
-    assert opened_by_key(name) is DECODERS[name]
-    assert opened_by_key(name, exif_orientation="true") == Upright(DECODERS[name])
-
-
 def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str) -> list[bytes | np.ndarray]:
     """The eight orientations as a class folder, packed."""
     folder = tmp_path / "folders" / "class"
@@ -205,12 +192,3 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
         wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
         assert min(seen.size) == 64
         assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
-
-
-@pytest.mark.parametrize("upright", [False, True])
-def test_raw_pixels_are_turned_when_packed(photo: Image.Image, tmp_path: Path, upright: bool) -> None:
-    for orientation, pixels in zip(
-        EIGHT, packed(photo, tmp_path, PackSettings(store="raw", upright=upright), "JPEG"), strict=True
-    ):
-        data = encode(photo, orientation)
-        np.testing.assert_array_equal(pixels, as_seen(data) if upright else Image.open(io.BytesIO(data)))

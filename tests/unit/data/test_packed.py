@@ -95,18 +95,6 @@ def test_what_is_made_smaller_has_the_filter_and_the_quality(tmp_path: Path, fil
     np.testing.assert_array_equal(PackedImages(tmp_path / "raw").read(0)[0], np.asarray(small))
 
 
-def test_raw_pixels_are_the_decoded_ones(tmp_path: Path, folder: Path) -> None:
-    for name in ("train", "val"):
-        pack(scan_classes(folder / name), tmp_path / "out" / name, PackSettings(store="raw"), workers=0, title="")
-    packed = split(tmp_path / "out")
-    for index, sample in enumerate(CONTENT["train"]):
-        pixels, label = packed.read(index)
-        assert isinstance(pixels, np.ndarray)
-        np.testing.assert_array_equal(pixels, np.asarray(Image.open(io.BytesIO(sample.data)).convert("RGB")))
-        assert label == sample.label
-        assert not pixels.flags.owndata, "a copy"
-
-
 @pytest.mark.slow
 def test_several_processes_write_the_same(tmp_path: Path, folder: Path) -> None:
     source = scan_classes(folder / "train")
@@ -243,28 +231,6 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     for path, sample in zip(bad, (CONTENT["train"][i] for i in (0, 5, 11)), strict=True):
         path.write_bytes(sample.data)
     assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
-
-
-def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
-    """Of classes, images and damaged images."""
-    content = [sample.data for sample in CONTENT["train"][:3]]
-    folder = tmp_path / "images" / os.fsdecode(b"caf\xe9")
-    folder.mkdir(parents=True)
-    (tmp_path / "images" / "tea").mkdir()
-    for number, data in enumerate(content):
-        (folder / os.fsdecode(b"%d\xe9.jpg" % number)).write_bytes(data)
-        (tmp_path / "images" / "tea" / f"{number}.jpg").write_bytes(data)
-    damaged = folder / os.fsdecode(b"1\xe9.jpg")
-    damaged.write_bytes(b"")
-    source, out = scan_classes(tmp_path / "images"), tmp_path / "out" / "train"
-    done = pack(source, out, PackSettings(), workers=0, title="")
-    assert [name for name, _ in done.damaged] == [str(damaged)]
-    packed = PackedImages(out)
-    assert packed.classes == source.classes == (folder.name, "tea")
-    assert packed.name(0).endswith(f"[0: {folder.name}/{Path(source.name(0)).name}]")
-    assert samples_of(packed)[:2] == [(content[0], folder.name), (content[2], folder.name)]
-    again = pack(source, out, PackSettings(), workers=0, title="")
-    assert (again.is_new, again.damaged) == (False, done.damaged)
 
 
 def test_packed_splits_that_are_damaged(tmp_path: Path) -> None:

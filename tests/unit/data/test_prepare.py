@@ -1,15 +1,29 @@
-"""Normalising and erasing on the device."""
+"""The last stages of a batch: normalising, erasing and mixing, on the device or by the workers; its way there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torchvision.transforms.v2 import functional as F
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.transforms import v2
 
+from pycls_fast import build
+from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.prepare import Prepare
+from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.prepare import Prepare, PrepareOnHost, _prefetch, to_device
+from pycls_fast.data.sources.arrays import SyntheticImages
+from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.losses import Targets
+from pycls_fast.parallel import World
+from pycls_fast.seeds import microbatch_seed
+from pycls_fast.train.step import Step
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
 BOXES = [[0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 6, 7], [5, 6, 1, 1], [2, 0, 4, 1]]
@@ -37,7 +51,9 @@ def test_same_as_torchvision() -> None:
     """But for the rounding of 1 / 255, by which torchvision multiplies."""
     batch = random_batch()
     images_BCHW = Prepare(MEAN, STD)(batch)
-    expected = F.normalize(F.to_dtype(batch.images_BHWC.permute(0, 3, 1, 2), scale=True), MEAN, STD)
+    expected = v2.functional.normalize(
+        v2.functional.to_dtype(batch.images_BHWC.permute(0, 3, 1, 2), scale=True), MEAN, STD
+    )
     torch.testing.assert_close(images_BCHW, expected, rtol=0, atol=1e-6)
 
 
@@ -73,13 +89,6 @@ def test_float64() -> None:
 def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
     batch = random_batch()
     assert torch.equal(Prepare(MEAN, STD, dtype=dtype)(batch), Prepare(MEAN, STD)(batch).to(dtype))
-
-
-def test_the_batch_is_left_alone() -> None:
-    batch = random_batch(erase=True)
-    before = batch.images_BHWC.clone()
-    Prepare(MEAN, STD)(batch)
-    assert torch.equal(batch.images_BHWC, before)
 
 
 def test_erased_boxes_become_the_mean() -> None:
@@ -124,3 +133,244 @@ def test_the_host_never_waits() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert images_BCHW.is_cuda
+
+
+CPU = torch.device("cpu")
+# What is left of the order normalise, erase, mix when its beginning is done by the workers.
+PLACES = [("cpu", "device", "device"), ("cpu", "cpu", "device"), ("cpu", "cpu", "cpu")]
+AUGMENT = (
+    "augment.erase_probability=0.5", "augment.erase_value=noise", "augment.mixup_alpha=0.5", "augment.cutmix_alpha=1.0",
+)  # fmt: skip
+
+
+MIXERS = {
+    "batch": Mixer(mixup_alpha=0.5, cutmix_alpha=1.0),
+    "pair": ElementMixer(mode="pair", mixup_alpha=0.5, cutmix_alpha=1.0),
+    "elem": ElementMixer(mode="elem", mixup_alpha=0.5, cutmix_alpha=1.0, probability=0.8),
+}
+
+
+def inputs(
+    places: tuple[str, str, str], batch: Batch, seed: int, *, erase_value: Any, dtype: torch.dtype = torch.float32,
+    memory_format: Any = "channels_last", mode: str = "batch",
+) -> tuple[Tensor, tuple[Tensor, Tensor, float | Tensor]]:  # fmt: skip
+    """Images and labels as the step has them."""
+    normalize_on, erase_on, mix_on = places
+    mixer = MIXERS[mode]
+    if normalize_on == "cpu":
+        host = PrepareOnHost(
+            Prepare(MEAN, STD, erase_value=erase_value),
+            erase=erase_on == "cpu",
+            mixer=mixer if mix_on == "cpu" else None,
+        )
+        batch = host(batch, seed).to(CPU)
+        assert batch.images_BHWC.dtype == torch.float32
+        assert batch.images_BHWC.is_contiguous()
+    prepare = Prepare(MEAN, STD, erase_value=erase_value, dtype=dtype, memory_format=memory_format)
+    images_BCHW, mixed = prepare(batch, seed), batch.mixed
+    if mixed is None:
+        images_BCHW, mixed = mixer(images_BCHW, seed)
+    return images_BCHW, mixed.labels(batch.labels_B)
+
+
+def raw(seed: int = 3) -> Batch:
+    return synthetic_batch(8, 12, 10, erase_probability=0.7, seed=seed, device=CPU)
+
+
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+@pytest.mark.parametrize("erase_value", ["mean", "noise"])
+@pytest.mark.parametrize(
+    ("memory_format", "mode"),
+    [("channels_last", "batch"), ("contiguous", "batch"), ("channels_last", "pair"), ("channels_last", "elem")],
+)
+def test_the_same_bits_over_many_batches(
+    places: tuple[str, str, str], erase_value: str, memory_format: str, mode: str
+) -> None:
+    lams: set[float] = set()
+    settings: dict[str, Any] = {"erase_value": erase_value, "memory_format": memory_format, "mode": mode}
+    for number in range(20):
+        batch, seed = raw(number), microbatch_seed(7, step=number, position=0, rank=0)
+        expected, labels = inputs(("device",) * 3, batch, seed, **settings)
+        found, others = inputs(places, batch, seed, **settings)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+        assert all(torch.equal(a, b) for a, b in zip(labels[:2], others[:2], strict=True))
+        shares, other_shares = torch.as_tensor(labels[2]), torch.as_tensor(others[2])
+        assert torch.equal(shares, other_shares)
+        assert shares.ndim == (mode != "batch")
+        lams.update(shares.reshape(-1).tolist())
+    assert len(lams) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("places", "workers", "mode"),
+    [
+        *((places, workers, "batch") for places in PLACES for workers in (0, 2)),
+        *((PLACES[2], n, "elem") for n in (0, 2)),
+    ],
+)
+def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: str) -> None:
+    """From the configuration: the step gets the same from workers that prepare as from those that do not."""
+    found = []
+    for chosen in (("device",) * 3, places):
+        names = ("normalize_on", "erase_on", "mix_on")
+        overrides = [f"speed.{name}={value}" for name, value in zip(names, chosen, strict=True)]
+        config = load_config(
+            "vit_digits",
+            ["data=synthetic", "data.image_size=16", "data.global_batch_size=8", "optim.accumulation_steps=2",
+             f"data.num_workers={workers}", f"augment.mix_mode={mode}", *AUGMENT, *overrides],
+        )  # fmt: skip
+        switches = build.switches(config, CPU)
+        world = World(rank=1, size=2, device=CPU)
+        loader = build.train_loader(config, SyntheticImages(20, 16, 3, 0), world, switches, start_step=1, steps=3)
+        parts: Any = SimpleNamespace(
+            seed=config.seed, rank=1, prepare=build.prepare(config, CPU, switches), mixer=build.mixer(config)
+        )
+        steps = []
+        for number, batch in enumerate(loader):
+            normalised, erased, mixed = (place == "cpu" for place in chosen)
+            assert batch.images_BHWC.is_floating_point() == normalised
+            assert (batch.erase_B4 is None) == erased
+            assert (batch.mixed is not None) == mixed
+            steps.append(Step._inputs(parts, 1 + number // 2, number % 2, batch))
+        found.append(steps)
+    assert len(found[0]) == len(found[1]) == 4
+    for (images, targets), (others, other_targets) in zip(*found, strict=True):
+        assert torch.equal(images, others)
+        assert_same_targets(targets, other_targets)
+    assert not torch.equal(found[0][0][0], found[0][1][0])
+
+
+@pytest.mark.parametrize("mode", MIXERS)
+def test_the_targets_are_what_is_in_the_images(mode: str) -> None:
+    """A class is a channel that is full: the mean of each channel says how much of its class the image has."""
+    labels_B = torch.tensor([2, 0, 1, 1, 0, 2, 2, 0])
+    images_BHWC = 255 * F.one_hot(labels_B)[:, None, None].expand(-1, 20, 14, -1).to(torch.uint8)
+    batch = Batch(images_BHWC, labels_B, torch.arange(8), None)
+    parts: Any = SimpleNamespace(seed=3, rank=0, prepare=Prepare((0.0,) * 3, (1.0,) * 3), mixer=MIXERS[mode])
+    mixed = 0
+    for step in range(10):
+        images_BCHW, targets = Step._inputs(parts, step, 0, batch)
+        found_BK = F.one_hot(targets.labels_B).double()
+        if targets.mixed_B is not None:
+            lam_B1 = torch.as_tensor(targets.lam).double().reshape(-1, 1)
+            found_BK = lam_B1 * found_BK + (1 - lam_B1) * F.one_hot(targets.mixed_B)
+        torch.testing.assert_close(found_BK, images_BCHW.double().mean(dim=(2, 3)), rtol=1e-5, atol=1e-5)
+        mixed += bool(((found_BK > 0.01) & (found_BK < 0.4)).any())
+    assert mixed > 5
+
+
+def assert_same_targets(one: Targets, other: Targets) -> None:
+    assert torch.equal(one.labels_B, other.labels_B)
+    assert torch.equal(torch.as_tensor(one.lam), torch.as_tensor(other.lam))
+    assert (one.mixed_B is None) == (other.mixed_B is None)
+    if one.mixed_B is not None and other.mixed_B is not None:
+        assert torch.equal(one.mixed_B, other.mixed_B)
+
+
+def make_batches(count: int, size: int = 4) -> list[Batch]:
+    return [
+        Batch(
+            images_BHWC=torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8),
+            labels_B=torch.tensor([number, 1]),
+            indices_B=torch.tensor([number, 2]),
+            erase_B4=torch.tensor([[number, 1, 2, 3], [0, 0, 0, 0]]) if number % 2 else None,
+            damaged=((f"image {number}", "reason"),),
+        )
+        for number in range(count)
+    ]
+
+
+def assert_same(batch: Batch, other: Batch) -> None:
+    assert torch.equal(batch.images_BHWC.cpu(), other.images_BHWC)
+    assert torch.equal(batch.labels_B.cpu(), other.labels_B)
+    assert torch.equal(batch.indices_B.cpu(), other.indices_B)
+    assert (batch.erase_B4 is None) == (other.erase_B4 is None)
+    if batch.erase_B4 is not None and other.erase_B4 is not None:
+        assert torch.equal(batch.erase_B4.cpu(), other.erase_B4)
+    assert batch.damaged == other.damaged
+
+
+class FakeStream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.log.append(f"copied {self.events - 1}")
+        return f"event {self.events - 1}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_order_of_copies_and_waits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Two copies are under way before the first batch is used; each use waits for its own copy alone."""
+    log: list[str] = []
+    copy, compute = FakeStream("copy", log), FakeStream("compute", log)
+    current = [compute]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copy)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(Batch, "record_stream", lambda batch, stream: log.append(f"kept for {stream.name}"))
+    plain_to = Batch.to
+
+    def to(batch: Batch, *args: Any, **kwargs: Any) -> Batch:
+        assert current[-1] is copy, "copied on the computation's stream"
+        assert kwargs["non_blocking"]
+        return plain_to(batch, *args, **kwargs)
+
+    monkeypatch.setattr(Batch, "to", to)
+    expected_log = [f"copied {number}" for number in range(min(count, 2))]
+    batches = make_batches(count)
+    seen = 0
+    for number, batch in enumerate(_prefetch(iter(batches), torch.device("cpu"))):
+        assert current == [compute]
+        assert_same(batch, batches[number])
+        if number > 0 and number + 1 < count:
+            expected_log.append(f"copied {number + 1}")
+        expected_log += [f"compute waits for event {number}", "kept for compute"]
+        assert log == expected_log
+        seen += 1
+    assert seen == count
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["blocking", "prefetch"])
+def test_on_the_device_under_load(mode: Any) -> None:
+    """Large batches, freed at once, while the device is busy: memory reused too early would show."""
+    device = torch.device("cuda")
+    batches = [batch.pin_memory() for batch in make_batches(12, size=512)]
+    busy = torch.randn(2048, 2048, device=device)
+    sums = []
+    for batch in to_device(batches, device, mode=mode):
+        for _ in range(5):
+            busy = (busy @ busy).clamp(-1, 1)
+        sums.append(batch.images_BHWC.long().sum() + batch.labels_B.sum())
+    expected = [int(batch.images_BHWC.long().sum() + batch.labels_B.sum()) for batch in batches]
+    assert torch.stack(sums).tolist() == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prefetch_does_not_make_the_host_wait() -> None:
+    batches = [batch.pin_memory() for batch in make_batches(6, size=64)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copies = list(to_device(batches, "cuda", mode="prefetch"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for copied, batch in zip(copies, batches, strict=True):
+        assert_same(copied, batch)

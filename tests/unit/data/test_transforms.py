@@ -132,27 +132,6 @@ def test_vertical_flip_is_torchvisions(crop: Any) -> None:
     assert len(seen) == 3
 
 
-def test_quarter_turns() -> None:
-    """All eight arrangements of a square appear, those of a flip and a rotation equally often."""
-    image = photo(24, 24)
-    pixels = np.asarray(image)
-    arrangements = [np.rot90(part, turns) for part in (pixels, pixels[:, ::-1]) for turns in range(4)]
-    place = {arrangement.tobytes(): number for number, arrangement in enumerate(arrangements)}
-    transform = TrainTransform(Augment(crop="none", hflip=0.5, quarter_turns=True), image_size=24)
-    found = [place[transform(PillowPicture(image), seed).image_HWC.tobytes()] for seed in range(2000)]
-    counts = np.bincount(found, minlength=8)
-    assert counts.min() > 250 - 5 * math.sqrt(250 * 7 / 8)
-
-
-def test_whole_image_is_fitted_first() -> None:
-    """Crops of the whole image take other sizes too, such as the 8 x 8 digits."""
-    for width, height in [(8, 8), (50, 37), (37, 50)]:
-        image = photo(width, height)
-        fitted = TrainTransform(Augment(crop="none", hflip=0.0), image_size=24)(PillowPicture(image), 0).image_HWC
-        expected = v2.Compose([v2.Resize(24), v2.CenterCrop(24)])(image)
-        np.testing.assert_array_equal(fitted, np.asarray(expected))
-
-
 def test_erase_boxes_are_those_of_torchvision() -> None:
     transform = TrainTransform(Augment(crop="none", hflip=0.0, erase_probability=0.25), image_size=32)
     assert transform.erases

@@ -279,7 +279,7 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     assert page.pictures == 0
-    assert f"No pictures: data.root: the dataset folder {tmp_path / 'gone'} does not exist" in page.text
+    assert f"No pictures: data.root: {tmp_path / 'gone'} cannot be read" in page.text
     assert "image 30" in page.text
     # Then the labels have to do.
     predictions = Predictions.load(b / "predictions.npz")
