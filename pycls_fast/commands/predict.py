@@ -1,5 +1,6 @@
 """`pycls-fast predict`, `maps` and `export`: tools that take trained weights and no configuration."""
 
+from pathlib import Path
 from typing import Literal
 
 from pycls_fast.config import ModuleNames, Section, command
@@ -33,8 +34,9 @@ class _ImagesOptions(Section):
 class PredictOptions(_ImagesOptions):
     """Keys of `pycls-fast predict`."""
 
-    format: Literal["table", "json", "csv", "sheet"] = "table"
-    """csv is written row by row; sheet is a contact sheet with the predictions."""
+    format: Literal["table", "json", "csv", "sheet"] | None = None
+    """csv is written row by row; sheet is a contact sheet with the predictions; null: as output ends (.json, .csv,
+    .png), else a table."""
     output: str | None = None
     """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
     topk: PositiveInt = 5
@@ -61,6 +63,8 @@ def predict(options: PredictOptions) -> int:
 
     given = dict(options)
     import_modules(given.pop("imports"))
+    by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet"}
+    given["format"] = options.format or by_suffix.get(Path(options.output or "").suffix, "table")
     return predict_images(**given)
 
 
@@ -100,10 +104,11 @@ class ExportOptions(Section):
     under any strategy, or an exported file."""
     output: Text
     """The file (or folder) to write."""
-    format: Literal["safetensors", "timm", "onnx", "program"] = "safetensors"
-    """safetensors: the weights with the network's plain parameter names; weights=FILE loads them here; timm: a folder
-    that timm.create_model('local-dir:FOLDER', pretrained=True) opens; onnx: FILE.onnx, images (B, C, size, size) as
-    bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2 of torch.export, with the same input and output."""
+    format: Literal["safetensors", "timm", "onnx", "program"] | None = None
+    """null: as output ends (.onnx, .pt2), else safetensors. safetensors: the weights with the network's plain parameter
+    names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER', pretrained=True)
+    opens; onnx: FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2
+    of torch.export, with the same input and output."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -127,4 +132,6 @@ def export(options: ExportOptions) -> int:
 
     given = dict(options)
     import_modules(given.pop("imports"))
+    by_suffix = {".onnx": "onnx", ".pt2": "program"}
+    given["format"] = options.format or by_suffix.get(Path(options.output).suffix, "safetensors")
     return export_weights(given.pop("weights"), given.pop("output"), **given)
