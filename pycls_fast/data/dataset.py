@@ -36,11 +36,10 @@ _PAUSES = (0.5, 2.0, 8.0)
 class ImageDataset(Dataset[Sample]):
     """Reads, decodes and augments the images of a source; the keys are (epoch, index).
 
-    A sample depends only on (seed, epoch, index) and the files, not on the worker or the order of visits.
-
-    An image that cannot be read or decoded is reported in `damaged`. In training the next image of the source
-    takes its place (in a class folder most likely of the same class) with this sample's own augmentation, so
-    that batches keep their size. In evaluation it is left out, so that it can't count as right or wrong.
+    A sample depends only on (seed, epoch, index) and the files, not on the worker or the order of visits. An image that
+    cannot be read or decoded is reported in `damaged`. In training the next image of the source takes its place (in a
+    class folder most likely of the same class) with this sample's own augmentation, so that batches keep their size. In
+    evaluation it is left out, so that it can't count as right or wrong.
     """
 
     def __init__(
@@ -98,10 +97,11 @@ class ImageDataset(Dataset[Sample]):
         transform = self.transform.at(epoch)
         damaged: list[Damage] = []
         for offset in range(min(_MOST_REPLACED + 1, count) if self.training else 1):
+            own = (index + offset) % count
             try:
-                return self._load((index + offset) % count, transform, seed, tuple(damaged))
+                return self._load(own, transform, seed, tuple(damaged))
             except DamagedImage as error:
-                damaged.append((self.source.name((index + offset) % count), error.reason))
+                damaged.append((self.source.name(own), error.reason))
         if self.training:
             raise UserError(
                 f"{len(damaged)} images in a row are damaged, so probably the whole dataset is; the first ones:",

@@ -100,11 +100,7 @@ def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
 
 
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
-    """Check an image that a source has already decoded; return it.
-
-    Raises:
-        ValueError: it is not uint8 (height, width, 3).
-    """
+    """An image that a source has already decoded; a ValueError if it is not uint8 (height, width, 3)."""
     if image_HWC.dtype != np.uint8 or image_HWC.ndim != 3 or image_HWC.shape[2] != 3:
         raise ValueError(f"expected a uint8 array of shape (H, W, 3), got {image_HWC.dtype} {image_HWC.shape}")
     return image_HWC
@@ -114,14 +110,19 @@ def _open(data: bytes) -> Image.Image:
     if not data:
         raise DamagedImage("the file is empty (0 bytes)")
     image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    _check_size(image)
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise DamagedImage(f"the image has no pixels ({width} x {height})")
+    if width * height > MAX_PIXELS:
+        raise DamagedImage(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,} (decompression bomb)")
     return image
 
 
 def _loaded(image: Image.Image, *, upright: bool) -> Image.Image:
     image.load()
     converted = _to_rgb(image)
-    return turned(converted, orientation(image)) if upright else converted
+    turn = _TURNS.get(orientation(image)) if upright else None
+    return converted if turn is None else converted.transpose(turn)
 
 
 @contextmanager
@@ -141,15 +142,8 @@ def _named_damage(data: bytes) -> Iterator[None]:
         except Exception as error:
             # On damaged bytes Pillow's readers raise nearly every built-in exception: OSError, SyntaxError,
             # struct.error, zlib.error, IndexError ... Whatever it was is reported, with its type.
-            raise DamagedImage(f"{_one_line(error)} ({type(error).__name__})") from error
-
-
-def _check_size(image: Image.Image) -> None:
-    width, height = image.size
-    if width < 1 or height < 1:
-        raise DamagedImage(f"the image has no pixels ({width} x {height})")
-    if width * height > MAX_PIXELS:
-        raise DamagedImage(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,} (decompression bomb)")
+            text = " ".join(str(error).split()) or "unreadable"
+            raise DamagedImage(f"{text} ({type(error).__name__})") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -193,10 +187,6 @@ def _why_unknown(data: bytes) -> str:
     return f"not an image of a known format, or a damaged header (starts with {data[:8]!r})"
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or "unreadable"
-
-
 # As in `PIL.ImageOps.exif_transpose`; the others are 1, which needs no turn, and invalid values.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -236,15 +226,6 @@ def jpeg_orientation(data: bytes) -> int:
         except Exception:  # noqa: BLE001  # it is reported when the file is decoded
             return 1
     return orientation(image)
-
-
-def turned(image: Image.Image, by: int) -> Image.Image:
-    """The image as it is meant to be seen.
-
-    Args:
-        by: its orientation, 1 to 8.
-    """
-    return image.transpose(_TURNS[by]) if by in _TURNS else image
 
 
 def _may_have_exif(data: bytes) -> bool:

@@ -59,23 +59,18 @@ def _stop_all_workers() -> None:
 
 
 @contextmanager
-def _workers_as_chosen() -> Iterator[None]:
-    """Suppress torch's warning about more workers than cores: they help if loading waits for a network disk."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        yield
-
-
-@contextmanager
-def _deaths_noticed_when_waiting() -> Iterator[None]:
-    """Undo the signal handler of torch's iterators, which raises for a dead worker wherever the main thread is.
+def _as_chosen() -> Iterator[None]:
+    """Leave torch's warning about more workers than cores, which help if loading waits for a network disk, and undo the
+    signal handler of its iterators, which raises for a dead worker wherever the main thread is.
 
     In the middle of a step or a save that would be a traceback. Who waits for the worker's batch finds out as well,
     within 5 s.
     """
     before = signal.getsignal(signal.SIGCHLD)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            yield
     finally:
         # None is a handler that Python did not set and cannot set again.
         if threading.current_thread() is threading.main_thread() and before is not None:
@@ -95,7 +90,7 @@ class ImageLoader(DataLoader[Any]):
             yield from self._batches(count_batch)
 
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:
-        with _workers_as_chosen(), _deaths_noticed_when_waiting():
+        with _as_chosen():
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
@@ -107,10 +102,10 @@ class ImageLoader(DataLoader[Any]):
                     raise batch
                 yield batch
         except (RuntimeError, OSError) as error:
-            death = _worker_death(str(error), getattr(iterator, "_workers", [])) or _shortage(str(error))
-            if death is None:
+            told = _told(str(error), getattr(iterator, "_workers", []))
+            if told is None:
                 raise
-            raise UserError(death) from error
+            raise UserError(told) from error
         finally:
             _stop_workers(iterator)
 
@@ -140,32 +135,23 @@ def _limit_waiting(iterator: Any, seconds: float) -> None:
 _SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")
 
 
-def _shortage(message: str) -> str | None:
-    """The message for what the machine lacks to pass batches between processes; None if it is about something else."""
-    found = _SHORTAGE.search(message)
-    if found is None:
-        return None
-    way_out = MORE_SHARED_MEMORY
-    if "Too many open files" in message:
+def _told(message: str, workers: Sequence[BaseProcess]) -> str | None:
+    """What to say of torch's `message` about a dead worker or what the machine lacks; None if it is something else."""
+    if shortage := _SHORTAGE.search(message):
+        is_files = "Too many open files" in message
         way_out = "raise the limit (ulimit -n), or lower data.num_workers or data.prefetch_factor"
-    return f"data workers: {found[0]}; {way_out}"
-
-
-def _worker_death(message: str, workers: Sequence[BaseProcess]) -> str | None:
-    """The message for a worker that torch found dead; None if torch's `message` is about something else."""
-    if not message.startswith(("DataLoader worker", "Pin memory thread")):
-        return None
-    what = message.splitlines()[0].removesuffix(" ").removesuffix(".")
+        return f"data workers: {shortage[0]}; {way_out if is_files else MORE_SHARED_MEMORY}"
     signals = [-worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
-    if message.startswith("Pin memory thread"):
-        if not signals:
-            return None
-        # It ends if a worker dies while it receives that worker's batch.
-        what = "DataLoader worker exited unexpectedly"
+    # The pinning thread ends if a worker dies while it receives that worker's batch.
+    if not message.startswith("DataLoader worker") and not (message.startswith("Pin memory thread") and signals):
+        return None
     if signal.SIGBUS in signals:
-        return f"{what} (bus error): shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"
+        return f"a data worker exited unexpectedly: shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"
     name = f" ({(signal.strsignal(signals[0]) or str(signals[0])).lower()})" if signals else ""
-    return f"{what}{name}; usually out of memory (see the kernel's log): lower data.num_workers or data.prefetch_factor"
+    return (
+        f"a data worker exited unexpectedly{name}; usually out of memory (see the kernel's log): lower "
+        "data.num_workers or data.prefetch_factor"
+    )
 
 
 def make_loader(
@@ -191,7 +177,7 @@ def make_loader(
     """
     # Each would be forked from a process with the device's memory mapped, and get nothing to do.
     num_workers = min(num_workers, max(len(sampler), 1))
-    with _workers_as_chosen():
+    with _as_chosen():
         loader = ImageLoader(
             dataset,
             batch_sampler=sampler,

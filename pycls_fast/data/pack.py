@@ -159,17 +159,16 @@ def _begin(folder: Path, plan: str) -> None:
     """Write the plan of a new packing, or check that the one begun here has this plan."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / _PLAN
-    if not file.is_file():
-        if any(folder.iterdir()):
-            raise UserError(f"output: {folder} is not empty and holds no packed images; choose another output")
+    if not any(folder.iterdir()):
         file.write_text(json.dumps(plan))
-    _check_plan(folder, json.loads(file.read_text()), plan)
+    _check_plan(folder, json.loads(file.read_text()) if file.is_file() else "", plan)
 
 
 def _check_plan(folder: Path, packed: str, plan: str) -> None:
     if packed != plan:
         raise UserError(
-            f"output: {folder} holds another packing: names, labels or settings differ; remove it, or choose another"
+            f"output: {folder} holds something else, or a packing of other names, labels or settings; remove it, or "
+            "choose another"
         )
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixed, MixedElements, Mixer, box_mask
-from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
 
 # The noise's random stream among those derived from a microbatch's seed.
@@ -148,15 +147,10 @@ def to_device(batches: Iterable[Batch], device: torch.device | str, *, mode: str
         mode: "blocking" copies each batch synchronously when it is requested. "prefetch" (CUDA only) copies on a
             separate stream with two batches in flight, so that copies run beside the computation; give it pinned
             batches, else each copy still waits for the host.
-
-    Raises:
-        UserError: "prefetch" to a device that is not CUDA.
     """
     device = torch.device(device)
     if mode == "blocking":
         return (batch.to(device) for batch in batches)
-    if device.type != "cuda":
-        raise UserError(f'copying ahead ("prefetch") needs a CUDA device, not {device.type}; use "blocking"')
     return _prefetch(iter(batches), device)
 
 

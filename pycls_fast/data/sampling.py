@@ -240,15 +240,10 @@ def order_of(source: Images, data: Source, repeats: int) -> Order | None:
     """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
 
     Raises:
-        UserError: blocks were requested of a source without them, or classes of one that is slow in any other order.
+        UserError: blocks were requested of a source without them.
     """
-    ends, how = source.block_ends, data.shuffle
+    ends = source.block_ends
     if data.sampling != "uniform":
-        if how == "auto" and source.prefers_blocks:
-            raise UserError(
-                f"data.sampling: {data.sampling} visits images in any order, which is slow with this source; "
-                "use loss.class_weights=balanced, or data.shuffle=full to do it anyway"
-            )
         power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
         labels = source.labels
         return partial(class_order, labels=labels, power=power, repeats=repeats)

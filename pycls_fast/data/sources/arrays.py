@@ -79,12 +79,8 @@ def open_cifar(root: str | Path, data: Source) -> dict[str, Images]:
     Raises:
         UserError: files that are missing, damaged or contain more than data.
     """
-    found = find_cifar(Path(root))
-    if found is None:
-        folders = " nor ".join(layout.folder for layout in _LAYOUTS)
-        raise UserError(f"{root} holds neither {folders}; unpack the archive there (data/README.md)")
     refuse_folds(str(root), data.folds)
-    folder, layout = found
+    folder, layout = find_cifar(Path(root)) or (Path(root) / _LAYOUTS[0].folder, _LAYOUTS[0])
     path = folder / layout.meta
     try:
         names = _read(path)[layout.class_names]

@@ -38,10 +38,9 @@ class EvalSet:
 def open_eval_set(
     name: str, root: str | Path, *, classes: Sequence[str], wnids: str | Path | None, val: Images | None
 ) -> EvalSet:
-    """Open one of the sets.
+    """Open one of the sets: "real", "v2", "a", "r" or "sketch".
 
     Args:
-        name: "real", "v2", "a", "r" or "sketch".
         root: the folder of the set, for "real" `real.json` or its folder.
         classes: the model's, in the order of its outputs.
         wnids: a file with the WordNet ids of the outputs, one per line (anything after them is ignored), if `classes`
@@ -56,9 +55,9 @@ def open_eval_set(
     if name == "real":
         assert val is not None
         return _open_real(root, classes, ids, val)
-    folders = subfolders(root) if root.is_dir() else []
-    if not folders:
-        raise UserError(f"data.eval_root: {root.absolute()} holds no folders of classes")
+    if not root.is_dir():
+        raise UserError(f"data.eval_root: there is no folder {root.absolute()}")
+    folders = subfolders(root)
     # The class folders may be in the only folder (`sketch/`, `imagenet-a/`).
     folder = root / folders[0] if len(folders) == 1 and subfolders(root / folders[0]) else root
     scanned = scan_classes(folder, CachePolicy("off"))
@@ -85,22 +84,18 @@ def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, va
     file = root / "real.json" if root.is_dir() else root
     order = _standard_order(classes, ids)
     try:
-        lists = read_json(file)
-        answers = [order[np.array(own, dtype=np.int64)] for own in lists]
+        answers = dict(enumerate((order[np.array(own, dtype=np.int64)] for own in read_json(file)), start=1))
+        answers_NM = np.full((len(val), max(map(len, answers.values()), default=1) or 1), -1, dtype=np.int64)
+        for index in range(len(val)):
+            match = VAL_NUMBER.search(val.name(index))
+            if match is None or int(match[1]) not in answers:
+                raise ValueError(f"it has labels for ILSVRC2012_val_00000001 and so on, none for {val.name(index)}")
+            own = answers[int(match[1])]
+            answers_NM[index, : len(own)] = own
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UserError(
             f"data.eval_root: {file} cannot be read as ReaL's labels, lists of the model's classes ({error})"
         ) from error
-    answers_NM = np.full((len(val), max(map(len, answers), default=1) or 1), -1, dtype=np.int64)
-    for index in range(len(val)):
-        match = VAL_NUMBER.search(val.name(index))
-        if match is None or not 1 <= int(match[1]) <= len(answers):
-            raise UserError(
-                f"data.root: {val.name(index)}: {file} has labels for ILSVRC2012_val_00000001 and so on, by the names "
-                f"of the validation images, up to {len(answers):,}"
-            )
-        own = answers[int(match[1]) - 1]
-        answers_NM[index, : len(own)] = own
     return EvalSet(val, "best class is any of the image's ReaL labels", answers_NM=answers_NM)
 
 
@@ -109,15 +104,11 @@ def _wnids_of_outputs(classes: Sequence[str], wnids: str | Path | None) -> tuple
     if wnids is None:
         return tuple(classes) if all(_WNID.fullmatch(name) for name in classes) else None
     file = Path(wnids)
-    try:
-        ids = tuple(line.split()[0] for line in read_lines(file))
-    except (OSError, UserError) as error:
-        raise UserError(f"data.wnids: {file} cannot be read ({error})") from error
-    wrong = [wnid for wnid in ids if not _WNID.fullmatch(wnid)]
-    if wrong or not len(ids) == len(set(ids)) == len(classes):
-        what = f"got {first_few(wrong)}" if wrong else f"got {len(set(ids)):,} ids for {len(classes):,} outputs"
+    ids = tuple(line.split()[0] for line in read_lines(file)) if file.is_file() else ()
+    if not all(map(_WNID.fullmatch, ids)) or not len(ids) == len(set(ids)) == len(classes):
         raise UserError(
-            f"data.wnids: {file}: expected one id per line, like n01440764, in the order of the outputs; {what}"
+            f"data.wnids: {file}: expected one id per line, like n01440764, in the order of the {len(classes):,} "
+            f"outputs; got {first_few(ids, 2)}"
         )
     return ids
 

@@ -142,7 +142,7 @@ def find_files(
         deep: look in folders of `root`, too.
 
     Raises:
-        UserError: no files, a shard that is missing, or names that do not tell the split.
+        OSError, UserError: no files, a shard that is missing, or names that do not tell the split.
     """
     if train is not None:
         named = {"train" if val is not None else "all": _expand(root, train, "data.train")}
@@ -169,9 +169,9 @@ def _list_files(root: str, suffixes: tuple[str, ...], deep: bool) -> Iterator[st
         yield from (name for name in found if name.lower().endswith(suffixes))
     elif Path(root).is_file():
         yield root
-    elif not Path(root).is_dir():
-        raise UserError(f"there is no dataset {Path(root).absolute()}")
     else:
+        # Told if there is none.
+        Path(root).stat()
         seen: set[tuple[int, int]] = set()
         for folder, inner, files in os.walk(root, followlinks=True):
             status = Path(folder).stat()
@@ -277,31 +277,14 @@ def name_classes(
 
 
 def read_class_list(root: str) -> tuple[str, ...] | None:
-    """The names in `classes.txt` beside the data, one per line, if there is one.
-
-    Raises:
-        UserError: a duplicate name, or a file that is not UTF-8.
-    """
+    """The names in `classes.txt` beside the data, one per line, if there is one."""
     file = (Path(root) if Path(root).is_dir() else Path(root).parent) / "classes.txt"
-    if is_remote(root) or not file.is_file():
-        return None
-    names = read_lines(file)
-    if len(set(names)) < len(names):
-        raise UserError(f"{file}: {first_few(sorted({n for n in names if names.count(n) > 1}))}: more than once")
-    return tuple(names)
+    return None if is_remote(root) or not file.is_file() else tuple(read_lines(file))
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines that are not blank, stripped.
-
-    Raises:
-        OSError: there is no such file, or it may not be read.
-        UserError: the file is not UTF-8.
-    """
-    try:
-        text = read_bytes(file).decode(ENCODING)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 (byte {error.start:,}); save it as UTF-8") from error
+    """The lines of a text that are not blank, stripped."""
+    text = read_bytes(file).decode(ENCODING, errors="replace")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 

@@ -69,10 +69,8 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
             parts.setdefault(split, names[word])
     # `train/` may also be a class of that name (buses, cars, trains).
     if "train" not in parts or not (parts["train"] in nested or len(names) == len(folders)):
-        if nested:
-            raise UserError(f"{root}: found {first_few(sorted(nested))} but no train/; {_LAYOUT}")
-        if len(folders) == 1 and subfolders(root / folders[0]):
-            raise UserError(f"{root} holds one class, {folders[0]}; did you mean data.root={root / folders[0]}?")
+        if nested or (len(folders) == 1 and subfolders(root / folders[0])):
+            raise UserError(f"{root} holds {first_few(folders)}, with folders in them but no train/; {_LAYOUT}")
         return as_splits({"all": scan_classes(root, cache)}, data, how, where=str(root))
     train = scan_classes(root / parts["train"], cache)
     opened: dict[str, Images] = {"train": train}
@@ -231,13 +229,13 @@ def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     unknown = sorted(name for name, stem in stems.items() if wnid_of.get(stem) not in label_of)
     if unknown:
-        raise UserError(f"{root}: {where} has no label of a training class for {first_few(unknown)}")
+        raise UserError(f"{root}: no training class for {first_few(unknown)} in {where}")
     labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
     labels = np.array([label for label, _ in labelled], dtype=np.int32)
     return FileImages(root, classes, Texts.of(name for _, name in labelled), labels)
 
 
-def _validation_labels(root: Path) -> tuple[Mapping[str, str], Path]:
+def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:
     """Image name without extension -> WordNet id, and where that is written."""
     for folder in (root, *root.absolute().parents[:4]):
         table, kit, archive = folder / _KAGGLE_TABLE, folder / _DEVKIT / "data", folder / f"{_DEVKIT}.tar.gz"
@@ -252,10 +250,7 @@ def _validation_labels(root: Path) -> tuple[Mapping[str, str], Path]:
         except Exception as error:
             where = next(place for place in (table, kit, archive) if place.exists())
             raise UserError(f"{where} does not hold ImageNet's validation labels ({error!r})") from error
-    raise UserError(
-        f"{root} holds ImageNet's validation images without class folders and their labels; put {_DEVKIT}.tar.gz or "
-        f"{_KAGGLE_TABLE} beside {root.name}/, or sort the images into class folders"
-    )
+    return {}, f"{_DEVKIT}.tar.gz or {_KAGGLE_TABLE}, which are expected beside {root.name}/"
 
 
 def _read_kaggle(table: Path) -> dict[str, str]:

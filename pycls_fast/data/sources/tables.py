@@ -100,8 +100,6 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
         if all(label in _NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    if None in paths or "" in paths:
-        raise UserError(f"{path}: a row has no path")
     classes, numbers = name_classes(labels, names=names, where=str(path))
     texts = Texts.of(os.fsencode(own) for own in _slashed(base, [str(own) for own in paths]))
     arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers}
@@ -145,8 +143,6 @@ def _read_parquet(path: Path) -> dict[str, list[object]]:
         import pyarrow.parquet as pq
 
         table = pq.read_table(path)
-    except ImportError as error:
-        raise UserError("a Parquet table needs pyarrow, which comes with: pip install -e '.[hub]'") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"{path}: {first_line(error)}; Parquet needs pip install -e '.[hub]'") from error
     return {name: table.column(name).to_pylist() for name in table.column_names}

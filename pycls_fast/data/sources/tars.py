@@ -156,13 +156,11 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
             samples += found
             ends.append(len(samples))
             advance(1)
-    if not samples:
-        raise UserError(f"{root}: no images in {len(shards):,} tar files")
     classes, labels = name_classes([sample.label for sample in samples], names=names, where=root)
     keys = Texts.of(sample.key for sample in samples)
     arrays = {
         "labels": labels,
-        "places": np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64),
+        "places": np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64).reshape(-1, 2),
         "keys": keys.data,
         "key_ends": keys.ends,
         "block_ends": np.array(ends, dtype=np.int64),

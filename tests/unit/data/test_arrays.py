@@ -78,7 +78,7 @@ def test_damaged_cifar(tmp_path: Path) -> None:
     assert "data_batch_4 is missing or damaged" in mistake("auto", tmp_path)
     (folder / "data_batch_4").write_bytes(pickle.dumps({**pickle.loads(whole, encoding="bytes"), b"labels": [11] * 10}))
     assert "a label outside of the 10 classes" in mistake("auto", tmp_path)
-    assert "unpack the archive there" in mistake("cifar", tmp_path / "nowhere")
+    assert "unpack or download it again" in mistake("cifar", tmp_path / "nowhere")
 
 
 def test_digits(tmp_path: Path) -> None:

@@ -85,14 +85,11 @@ def test_ids_from_a_file_for_classes_with_other_names(tmp_path: Path) -> None:
     file.write_text("".join(f"{wnid} some words, more\n" for wnid in WNIDS))
     found = open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     assert labels(found.source) == {"x.png": 3}
-    file.write_bytes(b"n01440764 sch\xf6n\n")
-    with pytest.raises(UserError, match=r"^data.wnids: .*LOC_synset_mapping.txt is not UTF-8"):
-        open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text("tench\n")
     with pytest.raises(UserError, match="got tench"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
     file.write_text(f"{WNIDS[0]}\n")
-    with pytest.raises(UserError, match="got 1 ids for 12 outputs"):
+    with pytest.raises(UserError, match="order of the 12 outputs"):
         open_eval_set("a", tmp_path / "a", classes=words, wnids=file, val=None)
 
 
@@ -114,7 +111,7 @@ def test_real_labels_belong_to_the_numbers_in_the_names(tmp_path: Path, val: Ima
     [
         ("[[1", "cannot be read as ReaL"),
         ("[[12]]", "cannot be read as ReaL's labels, lists of the model's classes"),
-        ("[[1]]", "by the names of the validation images, up to 1"),
+        ("[[1]]", "it has labels for ILSVRC2012_val_00000001 and so on, none for"),
     ],
 )
 def test_real_labels_that_do_not_fit(tmp_path: Path, val: Images, content: str, pattern: str) -> None:

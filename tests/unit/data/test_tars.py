@@ -68,7 +68,7 @@ def tar_of(path: Path, members: dict[str, bytes]) -> Path:
         ({"x.cls": b"1", "x.jpg": JPEG, "x.png": JPEG}, "sample x has 2 images, expected one"),
         ({"x.json": b'{"label": [1, 4]}', "x.jpg": JPEG}, "the label [1, 4] is no whole number or name"),
         ({"x.json": b"{", "x.jpg": JPEG}, "the label of sample x is damaged"),
-        ({}, "no images in 1 tar files"),
+        ({}, "images without labels, or none"),
     ],
 )
 def test_samples_that_are_incomplete(tmp_path: Path, members: dict[str, bytes], says: str) -> None:
