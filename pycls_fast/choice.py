@@ -49,11 +49,13 @@ class Choice(Section):
         key: where a member is chosen in a configuration.
         tag: the field that holds its name.
         default: the member that is meant where no name is given; "" if there must be one.
+        member: the name of this member; "" for the family.
     """
 
     key: ClassVar[str] = ""
     tag: ClassVar[str] = "name"
     default: ClassVar[str] = ""
+    member: ClassVar[str] = ""
     _members: ClassVar[dict[str, type[Choice]]] = {}
 
     def __init_subclass__(
@@ -69,6 +71,7 @@ class Choice(Section):
                 raise TypeError(f"{cls.key}.{cls.tag}: {name} is {_place(other)} and {_place(cls)}; rename one")
             cls.__annotations__ = {**cls.__annotations__, cls.tag: Literal[name]}
             setattr(cls, cls.tag, name)
+            cls.member = name
             cls._members[name] = cls
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import re
 import sys
@@ -26,7 +25,7 @@ from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
-from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, model_of_weights, options, timm_written_out
+from pycls_fast.config.presets import LADDERS, OF_WEIGHTS, PRESETS, groups, model_of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import user_path
@@ -39,9 +38,6 @@ HYDRA_SETTINGS = (
     "hydra/job_logging=disabled",
     "hydra/hydra_logging=disabled",
 )
-
-# The folder of the ledger's plans, which are not part of a configuration.
-LADDERS = "ladder"
 
 Options = TypeVar("Options", bound=Section)
 
@@ -161,21 +157,20 @@ def import_modules(names: Iterable[str]) -> None:
     """Import modules by their names; the current folder is searched, too: first, unless PYTHONPATH has it.
 
     Raises:
-        UserError: there is no such module, it fails, or its name is relative.
+        UserError: there is no such module, or it fails.
     """
+    # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
     here = str(Path.cwd())
     for name in names:
-        # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
         if here not in sys.path:
             sys.path.insert(0, here)
-        if name.startswith("."):
-            raise UserError(
-                f"imports: {name} is relative, but to no package; write the whole name, without leading dots"
-            )
         try:
-            importlib.import_module(name)
+            __import__(name)
         except (Exception, SystemExit) as error:
-            raise UserError(f"imports: {_reason(name, error)}") from error
+            # Python's own frames of the import have no file.
+            frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_file()]
+            at = f"({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else f"({here}, PYTHONPATH)"
+            raise UserError(f"imports: {name}: {type(error).__name__}: {first_line(error)} {at}") from error
 
 
 def import_modules_of(values: Mapping[str, Any]) -> None:
@@ -187,21 +182,6 @@ def import_modules_of(values: Mapping[str, Any]) -> None:
     names = values.get("imports") or []
     # Values of other types are left to the validation.
     import_modules([names] if isinstance(names, str) else [name for name in names if isinstance(name, str)])
-
-
-def _reason(name: str, error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-        return (
-            f"there is no module {error.name} in {Path.cwd()} or where Python looks (PYTHONPATH); start in the folder "
-            "that holds it, and write names as in Python's import, without .py"
-        )
-    if isinstance(error, SyntaxError):
-        file, line = error.filename, error.lineno
-    else:
-        # Without Python's own frames of the import, which have no file.
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-        file, line = frames[-1].filename, frames[-1].lineno
-    return f"{name} fails with {type(error).__name__}: {first_line(error)} ({file}, line {line}); correct it"
 
 
 def validate(
@@ -247,9 +227,7 @@ def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path])
     Raises:
         UserError: no such folder or file, or an override that cannot be parsed.
     """
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder of configurations")
+    require_folders(folders)
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     main = next((folder for folder in folders if (folder / file).is_file()), folders[0])
     others = ",".join(quoted(f"file://{folder.resolve()}") for folder in folders if folder is not main)
@@ -262,15 +240,17 @@ def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path])
         return Composed.from_hydra(config, config.hydra)
 
 
+def require_folders(folders: Iterable[Path]) -> None:
+    """Raise a `UserError` if a folder of configurations is not there."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder of configurations")
+
+
 def is_global(file: Path) -> bool:
     """Whether a group's file sets keys of the whole configuration (Hydra's `@package _global_`)."""
     with file.open(encoding="utf-8") as lines:
         return next(lines, "").replace(" ", "").startswith("#@package_global_")
-
-
-def groups(folders: Sequence[Path]) -> set[str]:
-    """The names of groups, which choose an option (`model=vit_b16`) rather than set a value."""
-    return {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))} - {LADDERS}
 
 
 ALIASES = {

@@ -1,7 +1,8 @@
 """Settings that cannot be together: rows of one table, and what is said of them.
 
-A row is (a, b, why, use): two settings, why they cannot be together, and the ways out of it. Rows with a switch are
-looked at when its value on this machine is known (`switch_problems`), the others before anything is built (`problems`).
+A row is (a, b, why, use): two settings, why they cannot be together, and the ways out of it. Rows with a switch that
+was not set by hand are looked at when its value on this machine is known (`switch_problems`), the others before torch
+is imported (`problems`).
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class Conflict(NamedTuple):
     use: str
 
     @property
-    def has_switch(self) -> bool:
-        """Whether it can be seen only when the switches have their values."""
-        return any(_key(condition).startswith("speed.") for condition in (self.a, self.b))
+    def switches(self) -> set[str]:
+        """The switches that it is about."""
+        keys = (_key(condition).partition(".") for condition in (self.a, self.b))
+        return {name for section, _, name in keys if section == "speed"}
 
     def holds(self, now: Situation) -> bool:
         """Whether both conditions are met, by a network that has the switches they name."""
@@ -330,30 +332,24 @@ CONFLICTS = tuple(Conflict(*row) for row in _ROWS)
 
 
 def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong and what to do) for every impossible combination that involves no switch."""
+    """Yield (key, what is wrong and what to do) for every impossible combination, except of switches that were not set
+    by hand."""
     now = Situation(config, config.speed, "cpu", purpose)
+    by_hand, kind = config.speed.by_hand, config.model.kind
     yield from _missing(config, purpose)
     yield from _sizes(config)
-    for conflict in CONFLICTS:
-        if not conflict.has_switch and conflict.holds(now):
-            yield conflict.line(now)
+    for name, value in by_hand.items():
+        switch = SWITCHES[name]
+        if not switch.concerns(kind) and value != switch.reference:
+            only = f"{value} is for model.kind={' and '.join(switch.models)} and has no effect with model.kind={kind}"
+            yield f"speed.{name}", f"{only}; use speed.{name}={switch.reference}"
+    yield from (row.line(now) for row in CONFLICTS if row.switches <= by_hand.keys() and row.holds(now))
 
 
 def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator[tuple[str, str]]:
-    """The same for the switches, whose values in force are given."""
-    kind = config.model.kind
-    for name, value in config.speed.by_hand.items():
-        switch = SWITCHES[name]
-        if not switch.concerns(kind) and value != switch.reference:
-            yield (
-                f"speed.{name}",
-                f"{value} is for model.kind={' and '.join(switch.models)} and has no effect with model.kind={kind}; "
-                f"use speed.{name}={switch.reference}",
-            )
+    """The same of all switches, with their values in force."""
     now = Situation(config, speed, device, Purpose())
-    for conflict in CONFLICTS:
-        if conflict.has_switch and conflict.holds(now):
-            yield conflict.line(now)
+    yield from (row.line(now) for row in CONFLICTS if row.switches and row.holds(now))
 
 
 def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:

@@ -11,26 +11,27 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from pycls_fast.choice import FAMILIES, Choice
+from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
-from pycls_fast.config.presets import PRESETS
-from pycls_fast.config.presets import options as options_of
-from pycls_fast.config.run import RunConfig, Section
+from pycls_fast.config.presets import LADDERS, groups, options
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.values import Wording
+
+Key = tuple[str, type[Section]]
+"""A dotted key, and the section that has it."""
 
 
 def help_text(
     about: str,
-    options: type[Section],
+    own: type[Section],
     folders: Sequence[Path] = (),
     words: Sequence[str] = (),
     width: int | None = None,
@@ -39,7 +40,7 @@ def help_text(
 
     Args:
         about: what the tool does.
-        options: the tool's own keys.
+        own: the tool's own keys.
         folders: the folders of configurations; none for a tool that takes no configuration.
         words: keys, groups and experiments to describe instead.
         width: in characters; None for that of the terminal, up to 120.
@@ -51,12 +52,12 @@ def help_text(
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
     experiments.pop("base", None)  # What they begin with.
     if not words:
-        return "\n".join(_page(about, options, folders, experiments, width))
+        return "\n".join(_page(about, own, folders, experiments, width))
     texts: list[str] = []
     mistakes: list[str] = []
     for word in words:
         try:
-            texts.append(_header(experiments[word]) if word in experiments else help_of_key(word, options, width))
+            texts.append(_header(experiments[word]) if word in experiments else help_of_key(word, own, width))
         except UserError as error:
             mistakes += error.lines
     if mistakes:
@@ -67,26 +68,25 @@ def help_text(
 
 
 def _page(
-    about: str, options: type[Section], folders: Sequence[Path], experiments: Iterable[str], width: int
+    about: str, own: type[Section], folders: Sequence[Path], experiments: Iterable[str], width: int
 ) -> Iterator[str]:
     yield inspect.cleandoc(about)
     if folders:
         yield "\nexperiments, --config-name NAME (--help NAME describes one):"
-        yield filled(", ".join(experiments), width, "  ", "  ")
+        yield _filled(", ".join(experiments), width, "  ", "  ")
         yield "\ngroups, GROUP=NAME (--help GROUP or --help GROUP.KEY describes keys):"
-        found = {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))}
-        for group in sorted(found):
-            yield filled(", ".join(options_of(group, folders)), width, f"  {group:<10} ", " " * 13)
+        for group in sorted({*groups(folders), LADDERS}):
+            yield _filled(", ".join(options(group, folders)), width, f"  {group:<10} ", " " * 13)
         yield "\nof every run: GROUP.KEY=VALUE run_dir=PATH seed=N resume=auto|never|PATH"
         yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME|hf:ORG/NAME[@REVISION]"
         yield "--cfg job prints the configuration; --multirun all combinations of key=a,b; --config-dir adds a folder"
-    if options.model_fields:
+    if own.model_fields:
         yield "\nkeys of this tool:"
-    for name, field in options.model_fields.items():
+    for name, field in own.model_fields.items():
         choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
-        one_of = f"  (one of {', '.join(choices)})" if choices else ""
+        allowed = f"  (one of {', '.join(choices)})" if choices else ""
         default = "" if field.is_required() else as_typed(field.default)
-        yield filled(f"{name}={default}  {descriptions(options)[name]}{one_of}", width, "  ", " " * 6)
+        yield _filled(f"{name}={default}  {descriptions(own)[name]}{allowed}", width, "  ", " " * 6)
 
 
 @functools.cache
@@ -112,112 +112,84 @@ def _header(file: Path) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A key of a section. Kinds of a group (`optim=sgd`) may share it."""
-
-    name: str
-    field: FieldInfo
-    section: type[Section]
-
-
-def help_of_key(word: str, options: type[Section], width: int) -> str:
+def help_of_key(word: str, own: type[Section], width: int) -> str:
     """Describe a key (`optim.lr`), the keys with this last part (`lr`), a group (`optim`), or one choice (`optim=sgd`).
 
     Args:
         word: what was typed.
-        options: the tool's own keys.
+        own: the tool's own keys.
         width: of the terminal, in characters.
 
     Raises:
         UserError: there is no such key.
     """
-    keys = [*_keys(options), *_keys(RunConfig)]
+    keys = [*_keys(own), *_keys(RunConfig)]
     word, _, choice = word.partition("=")
     if choice:
         members = FAMILIES[word].choices()
         one_of(word, choice, members)
-        keys = [key for key in keys if key.name.startswith(f"{word}.") and key.section is members[choice]]
-    named = [key for key in keys if key.name == word] or [key for key in keys if key.name.rpartition(".")[2] == word]
-    group = [key for key in keys if key.name.startswith(f"{word}.")]
+        keys = [(key, section) for key, section in keys if section is members[choice]]
+    named = [key for key in keys if key[0] == word] or [key for key in keys if key[0].rpartition(".")[2] == word]
+    group = [key for key in keys if key[0].startswith(f"{word}.")]
     if not named and not group:
-        names = {key.name for key in keys}
+        names = {name for name, _ in keys}
         usual = f"; did you mean {USUAL_KEYS[word]}?" if USUAL_KEYS.get(word) in names else ""
         near = usual or did_you_mean(word, names) or "; --help without a key lists the groups"
         raise UserError(f"--help {word}: unknown key{near}")
-    lines: dict[str, list[str]] = {}
-    meanings: dict[str, dict[str, None]] = {}
-    for key in [*named, *group]:
-        lines.setdefault(_line(key), []).extend(_kind(key))
-        meanings.setdefault(_line(key), {})[descriptions(key.section)[key.name.rpartition(".")[2]]] = None
-    entries: list[str] = []
-    for line, kinds in lines.items():
-        entries.append(f"{line}{'' if choice else _restriction(line, kinds)}")
-        entries += [filled(text, width, "  ", "  ") for text in meanings[line] if text]
-    return "\n\n".join([*(filled(text, width) for text in _texts(group)), "\n".join(entries)])
+    # What kinds of a group (`optim=sgd`) have in common is said once.
+    entries: dict[tuple[str, str], list[type[Section]]] = {}
+    for name, section in [*named, *group]:
+        entry = _line(name, section), descriptions(section)[name.rpartition(".")[2]]
+        entries.setdefault(entry, []).append(section)
+    lines: list[str] = []
+    for (line, text), sections in entries.items():
+        lines.append(line if choice else f"{line}{_only(sections)}")
+        lines += [_filled(text, width, "  ", "  ")] if text else []
+    return "\n\n".join([*(_filled(text, width) for text in _docs(group)), "\n".join(lines)])
 
 
-def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
+def _filled(text: str, width: int, first: str = "", rest: str = "") -> str:
     """The text in lines of at most so many characters, indented by `first` and `rest`; no word is broken."""
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
 
 
-def _keys(schema: type[Section], prefix: str = "") -> Iterator[_Key]:
+def _keys(schema: type[Section], prefix: str = "") -> Iterator[Key]:
     """Every key, those of all kinds of a group included."""
-    sections = section_keys(schema)
-    for name, field in schema.model_fields.items():
-        if not sections[name] or types.NoneType in typing.get_args(field.annotation):
-            yield _Key(prefix + name, field, schema)
-        for section in sections[name]:
+    for name, sections in section_keys(schema).items():
+        if not sections or types.NoneType in typing.get_args(schema.model_fields[name].annotation):
+            yield prefix + name, schema
+        for section in sections:
             yield from _keys(typing.cast(type[Section], section), f"{prefix}{name}.")
 
 
-def _texts(keys: Sequence[_Key]) -> list[str]:
+def _docs(keys: Sequence[Key]) -> list[str]:
     """The docstrings of these keys' sections, by paragraph; a choice's begins with what chooses it."""
-    bases = (base for key in keys for base in key.section.__mro__ if issubclass(base, Section))
+    bases = (base for _, section in keys for base in section.__mro__ if issubclass(base, Section))
     sections = [base for base in dict.fromkeys(bases) if base not in (Section, Choice)]
-    named: dict[type[Section], str] = {
-        member: f"{family}={name}: " for family, of in FAMILIES.items() for name, member in of.choices().items()
-    }
-    docs = (f"{named.get(section, '')}{inspect.cleandoc(section.__doc__ or '')}" for section in sections)
-    texts = [text for doc in docs for text in re.split(r"\n\n+", doc)]
-    return [" ".join(text.replace("`", "").split()) for text in texts]
+    docs = (f"{_chosen_by(section)}{inspect.cleandoc(section.__doc__ or '')}" for section in sections)
+    return [" ".join(text.replace("`", "").split()) for doc in docs for text in re.split(r"\n\n+", doc)]
 
 
-def _tag(key: _Key) -> str | None:
-    """The key that chooses between the kinds of the key's group (`optim.name`); None for a group of one kind."""
-    return f"{key.section.key}.{key.section.tag}" if issubclass(key.section, Choice) else None
+def _chosen_by(section: type[Section]) -> str:
+    return f"{section.key}={section.member}: " if issubclass(section, Choice) and section.member else ""
 
 
-def _sections_of(name: str) -> tuple[type[Any], ...]:
-    """The kinds of the group that a key belongs to."""
-    family = next((family for key, family in FAMILIES.items() if name.startswith(f"{key}.")), None)
-    return section_keys(RunConfig).get(name.partition(".")[0], ()) if family is None else (*family.choices().values(),)
+def _only(sections: Sequence[type[Section]]) -> str:
+    """Which kinds of a group have a key, if not all have it."""
+    kinds = [section for section in sections if issubclass(section, Choice)]
+    some = kinds and len(kinds) < len(kinds[0].choices())
+    return f"  (only {', '.join(kind.member for kind in kinds)})" if some else ""
 
 
-def _kind(key: _Key) -> list[str]:
-    """The kind of a group that the key belongs to, such as `sgd`, if there are several."""
-    tag = _tag(key)
-    return [] if tag is None else _choices(key.section, tag)
-
-
-def _choices(section: type[Any], tag: str) -> list[str]:
-    return list(typing.get_args(section.model_fields[tag.rpartition(".")[2]].annotation))
-
-
-def _restriction(line: str, kinds: Sequence[str]) -> str:
-    return f"  (only {', '.join(kinds)})" if 0 < len(kinds) < len(_sections_of(line)) else ""
-
-
-def _line(key: _Key) -> str:
+def _line(name: str, section: type[Section]) -> str:
     """`optim.lr  number greater than 0`, or with its default as it is typed."""
-    if key.name == _tag(key):
-        kinds = [kind for section in _sections_of(key.name) for kind in _choices(section, key.name)]
-        return f"{key.name}  one of {', '.join(kinds)}"
-    what = _type(key.field.annotation, key.field.metadata)
-    return f"{key.name}  {what}" if key.field.is_required() else f"{key.name}={as_typed(key.field.default)}  {what}"
+    field = section.model_fields[name.rpartition(".")[2]]
+    if issubclass(section, Choice) and name == f"{section.key}.{section.tag}":
+        return f"{name}  one of {', '.join(section.choices())}"
+    what = _type(field.annotation, field.metadata)
+    return f"{name}  {what}" if field.is_required() else f"{name}={as_typed(field.default)}  {what}"
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -227,7 +199,8 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             return part.text
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type(parts[0], [*metadata, *(limit for part in parts[1:] for limit in _limits_of(part))])
+        limits = (part.metadata if isinstance(part, FieldInfo) else [part] for part in parts[1:])
+        return _type(parts[0], [*metadata, *(limit for several in limits for limit in several)])
     if origin is typing.Literal:
         return f"one of {', '.join(map(as_typed, parts))}"
     if origin in (typing.Union, types.UnionType):
@@ -235,8 +208,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple and parts[-1] is Ellipsis:
         return f"list of: {_type(parts[0])}"
     if origin is tuple:
-        inner = dict.fromkeys(map(_type, parts))
-        return f"list of {len(parts)}: {', then '.join(inner)}"
+        return f"list of {len(parts)}: {', then '.join(dict.fromkeys(map(_type, parts)))}"
     return " ".join((_NAMES.get(annotation, "group of keys"), *filter(None, [_range(metadata)])))
 
 
@@ -248,10 +220,6 @@ _NAMES: dict[Any, str] = {
     types.NoneType: "null",
 }
 _LIMITS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
-
-
-def _limits_of(part: Any) -> Sequence[Any]:
-    return part.metadata if isinstance(part, FieldInfo) else [part]
 
 
 def _range(metadata: Iterable[Any]) -> str:

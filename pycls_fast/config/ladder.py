@@ -12,8 +12,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from pycls_fast import speed
-from pycls_fast.config.compose import LADDERS
 from pycls_fast.config.messages import did_you_mean
+from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path

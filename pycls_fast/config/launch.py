@@ -36,6 +36,7 @@ from pycls_fast.config.compose import (
     check,
     import_modules_of,
     notes,
+    require_folders,
     typed_overrides,
     validate,
 )
@@ -121,9 +122,7 @@ def _run(command: Command, arguments: list[str]) -> int:
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
         print(help_text(command.about, command.options, folders, [] if command.words else words))
         return DONE
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give one that holds .yaml files")
+    require_folders(folders)
     bare = [each for each in flags.overrides if command.words and "=" not in each and not each.startswith("~")]
     named = [f"{key}={word}" for key, word in zip(command.words, bare, strict=False)]
     flags.overrides = [*named, *(each for each in flags.overrides if each not in bare[: len(named)])]

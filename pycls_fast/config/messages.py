@@ -73,7 +73,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
-    """Field name -> the section types that it may hold (none for a plain value, several for a tagged union)."""
+    """Field name -> the section types that it may hold (none for a plain value, several for a family)."""
     return {name: tuple(_sections(field.annotation)) for name, field in schema.model_fields.items()}
 
 
@@ -156,45 +156,32 @@ def _near(name: str, group: str, folders: Sequence[Path]) -> str:
 
 def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:
     """One line per bad value, in the order of the schema. `also`: further keys that exist at the top level."""
-    found = [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
-    # A list that is two items short gives the same line twice.
-    return list(dict.fromkeys(found))
+    return [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
 
 
 def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also: tuple[str, ...]) -> str:
-    location, kind, value, context = found["loc"], found["type"], found["input"], found.get("ctx", {})
+    """pydantic's message behind the key and before the place; of its own only where a name may have been meant."""
+    kind, value, context = found["type"], found["input"], found.get("ctx", {})
     if kind == "json_invalid":
         return f"a value cannot be read ({context['error']}); paths must be valid UTF-8"
-    short = kind in ("missing", "too_long") and isinstance(value, list)
-    if short:
-        location = tuple(part for part in location if isinstance(part, str))
-    key, section = _key(location, schema)
+    key, section = _key(found["loc"], schema)
+    if kind.startswith("union_tag"):
+        key = f"{key}.{context['discriminator'].strip(chr(39))}"
     origin = where(key)
     if kind == "extra_forbidden":
-        return f"{key}: {_unknown(key, section, schema, also, origin)} ({origin})"
-    if kind == "missing" and not short:
-        several = len(section_keys(schema).get(key, ())) > 1
-        way_out = f"choose one with {key}=NAME, --help lists them" if several else f"set it with {key}=VALUE"
-        return f"{key}: missing; {way_out} ({origin})"
-    if kind == "union_tag_not_found":
-        tag = context["discriminator"].strip("'")
-        return f"{key}.{tag}: missing; choose one with {key}=NAME, --help lists them ({origin})"
-    if kind == "union_tag_invalid":
-        tag = context["discriminator"].strip("'")
-        preset = nearest(str(context["tag"]), options(key, []), cutoff=0.7)
-        if preset is not None:
-            return f"{key}={context['tag']}: no such option; did you mean {preset}? ({where(f'{key}.{tag}')})"
-        return f"{key}.{tag}: {_no_choice(context['tag'], context['expected_tags'])} ({where(f'{key}.{tag}')})"
-    if kind == "literal_error":
-        return f"{key}: {_no_choice(value, context['expected'])} ({origin})"
-    wrong = _wrong(found)
-    if short:
-        field = section.model_fields[key.rpartition(".")[2]] if section is not None else None
-        wrong = f"must be a list of {len(typing.get_args(field.annotation)) if field else 'fewer'} values"
-    hint = ""
+        what = _unknown(key, section, schema, also, origin)
+    elif kind == "union_tag_not_found" or (kind == "missing" and not isinstance(value, list)):
+        what = f"missing; set it with {key}=VALUE"
+    elif kind == "union_tag_invalid":
+        what = _no_choice(context["tag"], context["expected_tags"])
+    elif kind == "literal_error":
+        what = _no_choice(value, context["expected"])
+    else:
+        message = str(found["msg"]).removeprefix("Value error, ").replace("Input should be ", "must be ")
+        what = f"{message[0].lower()}{message[1:]}; got {_shown(value)}"
     if kind == "string_type" and isinstance(value, int | float):
-        hint = f"; quotes within quotes make it text: '{key}=\"{value}\"'"
-    return f"{key}: {wrong}; got {_shown(value)}{hint} ({origin})"
+        what += f"; quotes within quotes make it text: '{key}=\"{value}\"'"
+    return f"{key}: {what} ({origin})"
 
 
 def _no_choice(value: Any, expected: str) -> str:
@@ -205,42 +192,16 @@ def _no_choice(value: Any, expected: str) -> str:
     return f"must be one of {', '.join(allowed)}; got {_shown(value)}{near}"
 
 
-# pydantic's words, and what they are to whoever writes YAML.
-_WORDING = {
-    "Input should be ": "must be ",
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid string": "text",
-    "a valid array": "a list",
-    "an object": "a group of keys",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}
-
-
-def _wrong(found: Mapping[str, Any]) -> str:
-    message = str(found["msg"]).removeprefix("Value error, ")
-    if found["type"].startswith("int_from_float"):
-        message = "must be a whole number"
-    for theirs, ours in _WORDING.items():
-        message = message.replace(theirs, ours)
-    return f"{message[0].lower()}{message[1:]}"
-
-
 def _unknown(
     key: str, section: type[BaseModel] | None, schema: type[BaseModel], also: tuple[str, ...], origin: str
 ) -> str:
     """The message for an unknown key, with the nearest one that exists."""
     parent, _, name = key.rpartition(".")
-    kinds = section_keys(schema).get(parent, ())
-    others = [_tag(kind) for kind in kinds if name in kind.model_fields]
-    if section is not None and others:
+    others = [kind for kind in section_keys(schema).get(parent, ()) if name in kind.model_fields]
+    if section is not None and issubclass(section, Choice) and others:
         remedy = "" if "command line" in origin else f"; leave it out with ~{key}"
-        # As in `optim.name=adamw or lion`.
-        *first, last = (others[0], *(tag.partition("=")[2] for tag in others[1:]))
-        owners = f"{', '.join(first)} or {last}" if first else last
-        return f"unknown key for {parent}.{_tag(section)}; it belongs to {parent}.{owners}{remedy}"
+        owners = " or ".join(kind.member for kind in others if issubclass(kind, Choice))
+        return f"unknown key for {parent}={section.member}; it belongs to {parent}={owners}{remedy}"
     known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]
     siblings += [] if parent else also
     near = nearest(name, siblings)
@@ -248,11 +209,8 @@ def _unknown(
     elsewhere = [k for k in sorted(known) if k.rpartition(".")[2] == name and k != key]
     meant = [USUAL_KEYS.get(name), near and f"{parent}.{near}".lstrip("."), *elsewhere]
     found = next((each for each in meant if each in known or each in also), None)
-    return (
-        f"unknown key; did you mean {found}?"
-        if found
-        else f"unknown key; {parent or 'the run'} has " + ", ".join(siblings)
-    )
+    has = f"{parent or 'the run'} has {', '.join(siblings)}"
+    return f"unknown key; did you mean {found}?" if found else f"unknown key; {has}"
 
 
 def _shown(value: Any) -> str:
@@ -264,34 +222,17 @@ def _shown(value: Any) -> str:
 def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
     """The dotted key of a pydantic location, and the section that its last part belongs to.
 
-    pydantic puts the tag of a tagged union into the location (`optim.adamw.lr`), which the user did not write.
+    pydantic puts the name of a choice into the location (`optim.adamw.lr`), which the user did not write.
     """
-    parts: list[str] = []
-    section: type[BaseModel] | None = schema
-    sections: tuple[type[BaseModel], ...] = ()
-    rest = list(location)
-    while rest:
-        part = rest.pop(0)
+    key, section, inside = "", schema, tuple[type[BaseModel], ...]()
+    for part in location:
+        chosen = [each for each in inside if issubclass(each, Choice) and part == each.member]
         if isinstance(part, int):
-            parts[-1] += f"[{part}]"
+            key += f"[{part}]"
+        elif chosen:
+            section, inside = chosen[0], ()
         else:
-            parts.append(part)
-            sections = section_keys(section).get(part, ()) if section is not None else ()
-        if rest and isinstance(rest[0], int):
-            continue
-        if rest and (len(sections) > 1 or (sections and issubclass(sections[0], Choice))):
-            tag = rest.pop(0)
-            section = next((s for s in sections if tag in _tags(s)), None)
-        elif rest:
-            section = sections[0] if sections else section
-    return ".".join(parts), section
-
-
-def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    return typing.get_args(section.model_fields[section.tag].annotation) if issubclass(section, Choice) else ()
-
-
-def _tag(section: type[BaseModel]) -> str:
-    """The tag of a union's member, such as `name=sgd`."""
-    assert issubclass(section, Choice)
-    return f"{section.tag}={_tags(section)[0]}"
+            section = inside[0] if inside else section
+            key = f"{key}.{part}".lstrip(".")
+            inside = section_keys(section).get(part, ())
+    return key, section

@@ -43,6 +43,15 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 """Group -> option -> its values."""
 
 
+# The folder of the ledger's plans, which are not part of a configuration.
+LADDERS = "ladder"
+
+
+def groups(folders: Sequence[Path]) -> set[str]:
+    """The names of groups, which choose an option (`model=vit_b16`) rather than set a value."""
+    return {*PRESETS, *(file.parent.name for folder in folders for file in folder.glob("*/*.yaml"))} - {LADDERS}
+
+
 def options(group: str, folders: Sequence[Path]) -> list[str]:
     """The names that `group=NAME` takes: of presets, and of files in folders of configurations."""
     return sorted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pycls_fast.config.compose import groups, import_modules_of, validate
+from pycls_fast.config.compose import import_modules_of, validate
 from pycls_fast.config.keys import CONFIGS, key_of
+from pycls_fast.config.presets import groups
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
@@ -28,12 +29,11 @@ class SavedConfig:
 
     values: Mapping[str, Any]
     file: Path
-    folder_name: str
 
     @property
     def name(self) -> str:
         """The experiment's name."""
-        return str(self.values.get("config_name", self.folder_name))
+        return str(self.values.get("config_name", self.file.stem))
 
 
 def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
@@ -63,18 +63,14 @@ def _saved_at(source: Path) -> SavedConfig | None:
         return None  # A hub name, or an error that is reported when it is opened.
     path = source.resolve()
     file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
-    if file.suffix == ".safetensors" and file.is_file():
-        values = _in_header(file)
-        if values is not None:
-            return SavedConfig(values, file, file.stem)
-    if (path / "config.yaml").is_file():
-        return saved_in_run(path)
-    # A checkpoint; else the best or newest one in a folder of checkpoints.
-    for checkpoint in (path, *best_first(path)):
-        if (checkpoint / STATE).is_file():
-            return SavedConfig(_in_state(checkpoint / STATE), checkpoint / STATE, checkpoint.name)
-    # Any other file or folder in a run folder or in its checkpoints/.
-    nearby = (folder for start in (source.absolute(), path) for folder in (start.parent, start.parent.parent))
+    if file.suffix == ".safetensors" and file.is_file() and (values := _in_header(file)) is not None:
+        return SavedConfig(values, file)
+    # A checkpoint; else the best or newest one in a folder of checkpoints; else any file or folder in that of a run.
+    states = [] if (path / "config.yaml").is_file() else [folder / STATE for folder in (path, *best_first(path))]
+    state = next((state for state in states if state.is_file()), None)
+    if state is not None:
+        return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
+    nearby = (path, *source.absolute().parents[:2], *path.parents[:2])
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
     return None if run_dir is None else saved_in_run(run_dir)
 
@@ -91,14 +87,13 @@ def _in_header(file: Path) -> dict[str, Any] | None:
     return our_config(values)
 
 
-def _in_state(file: Path) -> dict[str, Any]:
+def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
     try:
-        state = read_json(file)
-        config: Any = state.get("config") if isinstance(state, dict) else None
-        check(SavedConfiguration, config)
-    except (OSError, ValueError) as error:
-        raise UserError(f"weights: {file} cannot be read ({error}); take another checkpoint") from error
-    return dict(config)
+        values = read(file)
+        check(SavedConfiguration, values)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file}: is not a run's configuration ({error})") from error
+    return dict(values)
 
 
 def saved_in_run(run_dir: Path) -> SavedConfig:
@@ -108,15 +103,7 @@ def saved_in_run(run_dir: Path) -> SavedConfig:
         UserError: there is none, or it cannot be read.
     """
     file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{run_dir}: not a run folder (it has no config.yaml)")
-    try:
-        values = read_yaml(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: holds no keys; it is not a run's configuration")
-    return SavedConfig(values, file, run_dir.name)
+    return SavedConfig(_read(read_yaml, file), file)
 
 
 def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:

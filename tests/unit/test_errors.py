@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 
 from pycls_fast.errors import UserError, first_line, one_of, reporting
 
@@ -18,11 +19,6 @@ def test_it_survives_a_pickle(lines: tuple[str, ...]) -> None:
         assert back.lines == lines
         assert str(back) == "\n".join(lines)
     assert copy.copy(UserError(*lines)).lines == lines
-
-
-def test_it_needs_a_line() -> None:
-    with pytest.raises(ValueError, match="at least one line"):
-        UserError()
 
 
 def test_one_of_the_names_that_there_are() -> None:
@@ -57,3 +53,24 @@ def test_variables_of_launchers_are_checked_first(
     assert reporting(lambda: pytest.fail("started")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {key}: ")
+
+
+def test_a_device_without_memory_is_one_line_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory may be full on one GPU alone."""
+
+    def full() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total")
+
+    variables = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert reporting(full) == 2
+    says = "the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB)"
+    assert capsys.readouterr().err == f"error: rank 9: {says}; lower the batch size or the model\n"
+
+
+def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reporting(lambda: len(torch.empty(2**60))) == 2
+    assert capsys.readouterr().err.startswith("error: the device is out of memory (can't allocate memory")

@@ -38,12 +38,12 @@ def test_hostile_text_is_one_error(tmp_path: Path, text: str) -> None:
 )
 def test_nothing_in_a_saved_configuration_is_resolved(tmp_path: Path, values: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"(data\.root|a|hydra|defaults).*: is resolved by nobody"):
-        register(SavedConfig(values, tmp_path / "config.yaml", "run"), [])
+        register(SavedConfig(values, tmp_path / "config.yaml"), [])
 
 
 def test_no_address_is_contacted_that_only_a_saved_configuration_names(tmp_path: Path) -> None:
     for data in ({"root": "ftp://127.0.0.1/x"}, {"source": "digits", "root": str(tmp_path / "new")}):
-        saved = SavedConfig({"data": data}, tmp_path / "config.yaml", "run")
+        saved = SavedConfig({"data": data}, tmp_path / "config.yaml")
         with pytest.raises(UserError, match=r"^data\.root: .* names it; to allow it, give data\.root"):
             register(saved, [])
         register(saved, ["data.root=ftp://127.0.0.1/x"])

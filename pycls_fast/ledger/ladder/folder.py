@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from pycls_fast.config import RunConfig
-from pycls_fast.config.compose import groups
 from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
+from pycls_fast.config.presets import groups
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import readable, slug
 from pycls_fast.train.environment import environment, versions

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import typing
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.run import RunConfig
 from pycls_fast.speed import MODEL_KINDS
-from tests.integration.runs import command, environment, run_process
+from tests.integration.runs import command, run_process
 from tests.unit.config.conftest import Tool
 
 TOOLS = ["knn", "ledger", "lr-find", "prepare", "test", "time"]
@@ -114,23 +112,3 @@ def test_help_of_words(tool: Tool) -> None:
         "error: --help lrate: unknown key; --help without a key lists the groups",
         "error: --help batch_size: unknown key; did you mean data.global_batch_size?",
     ], [])  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ["train_net", "predict"])
-def test_a_reader_who_has_seen_enough_of_help_is_no_fault(tmp_path: Path, tool: str) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        done = subprocess.run(
-            command("--help", tool=tool, config_name=None),
-            cwd=tmp_path,
-            env=environment(),
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    finally:
-        os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")

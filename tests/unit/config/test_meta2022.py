@@ -43,9 +43,7 @@ def test_a_resnet_is_told_where_the_classifier_was_set() -> None:
     with pytest.raises(UserError) as caught:
         load_config("resnet50", HERE)
     (line,) = caught.value.lines
-    assert line.startswith(
-        "model.classifier: unknown key for model.kind=resnet; it belongs to model.kind=vit; leave it"
-    )
+    assert line.startswith("model.classifier: unknown key for model=resnet; it belongs to model=vit; leave it")
     assert line.endswith("(configs/speed/meta2022.yaml)")
     assert load_config("resnet50", [*HERE, "~model.classifier"]).precision.name == "amp_fp16"
 

@@ -11,7 +11,6 @@ import pytest
 from pycls_fast.config import load_config
 from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
-from pycls_fast.train.weights import find_weights
 
 
 @pytest.mark.parametrize(
@@ -50,13 +49,6 @@ def test_timms_models_are_models() -> None:
         load_config("vit_s16", ["data.root=/nowhere", "model=convnext_ato"])
 
 
-def test_a_file_beside_the_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert find_weights("timm:some_net.tag") == "timm:some_net.tag"
-    Path("some_net.tag.safetensors").touch()
-    assert find_weights("timm:some_net.tag") == Path("some_net.tag.safetensors")
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -79,8 +71,3 @@ def _model(overrides: str) -> dict[str, Any]:
     config = load_config("vit_digits", ["data.image_size=224", *overrides.split()])
     model: dict[str, Any] = json.loads(config.model_dump_json())["model"]
     return model
-
-
-def test_a_kind_of_another_version_has_none() -> None:
-    assert model_overrides({"kind": "mixer"}) is None
-    assert model_overrides({}) is None

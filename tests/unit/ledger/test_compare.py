@@ -379,8 +379,8 @@ def test_runs_of_the_same_name_have_places_of_their_own(
 def test_mistakes(a: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for arguments, line in (
-        ((str(a), str(tmp_path)), "not a run folder"),
-        ((str(tmp_path / "nowhere"), str(a)), "not a run folder"),
+        ((str(a), str(tmp_path)), "not a run's configuration"),
+        ((str(tmp_path / "nowhere"), str(a)), "not a run's configuration"),
     ):
         with pytest.raises(UserError, match=line):
             compare_runs(*arguments, output=None, images=3)
