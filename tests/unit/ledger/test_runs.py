@@ -158,7 +158,7 @@ def test_damaged_folders_are_named_and_the_others_listed(tmp_path: Path, capsys:
     assert listed(runs)["rows"][0]["runs"] == [str(runs / "whole")]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1].strip().removeprefix(f"{runs}/") for line in lines] == [
-        "no_config",
+        "no_config/config.yaml",
         "other_summary",
         "text_summary",
         "torn_config/config.yaml",
