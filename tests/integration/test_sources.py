@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -232,34 +230,6 @@ def test_verify_lists_the_damaged(
     report = json.loads(report_file.read_text())
     assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
     prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
-
-
-@pytest.mark.parametrize("mode", ["verify", "pack"])
-def test_a_signal_while_preparing(
-    tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = write_folder(tmp_path / "folder", CONTENT)
-    monkeypatch.setattr(
-        prepare_data, f"{mode}_splits", lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    config = load_config("resnet50", ["data.num_workers=0", f"data.root={root}"])
-    with pytest.raises(SystemExit) as ended:
-        prepare_data.prepare(config, prepare_data.PrepareOptions(mode=mode, output="packed"))  # type: ignore[arg-type]
-    assert ended.value.code == 143
-    assert capfd.readouterr().err == "interrupted: SIGTERM ended this at once\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-@pytest.mark.slow
-def test_preparing_as_a_process(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "folder", CONTENT)
-    arguments = ("pack", f"data.root={root}", "output=packed", "data.num_workers=1", "split=val")
-    done = run_process(command(*arguments, tool="prepare_data", config_name=None), cwd=tmp_path)
-    assert "packed/val: 9 images" in done.stdout
-    arguments = ("pack", f"data.root={root}", "qualty=3")
-    done = run_process(command(*arguments, tool="prepare_data", config_name=None), cwd=tmp_path, expect=2)
-    (line,) = done.stderr.splitlines()
-    assert "did you mean quality?" in line
 
 
 @pytest.mark.slow

@@ -53,42 +53,41 @@ def png(width: int, height: int, bit_depth: int, color_type: int, rows: bytes, *
     return data
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
-def test_rgb_is_kept(file_format: str) -> None:
-    image = random_image(3)
-    options = {"lossless": True} if file_format == "WEBP" else {}
-    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), file_format, **options)), image)
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "PPM"])
-def test_grayscale_becomes_three_equal_channels(file_format: str) -> None:
-    image = random_image()
-    np.testing.assert_array_equal(pixels(encode(Image.fromarray(image), file_format)), gray(image))
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "GIF", "TIFF", "BMP"])
-def test_palette_becomes_its_colours(file_format: str) -> None:
-    colours, indices = random_image(3).reshape(-1, 3)[:50], random_image(seed=1) % 50
+def with_palette(indices: np.ndarray, colours: np.ndarray) -> Image.Image:
     image = Image.fromarray(indices)
     image.putpalette(colours.tobytes())
-    np.testing.assert_array_equal(pixels(encode(image, file_format)), colours[indices])
+    return image
+
+
+PLAIN, RGBA, COLOURS, INDICES = (
+    random_image(3),
+    random_image(4),
+    random_image(3).reshape(-1, 3)[:50],
+    random_image() % 50,
+)
+KINDS = {
+    "rgb": (Image.fromarray(PLAIN), PLAIN, ("PNG", "BMP", "TIFF", "PPM", "WEBP")),
+    "gray": (Image.fromarray(INDICES), gray(INDICES), ("PNG", "BMP", "TIFF", "PPM")),
+    "bits": (Image.fromarray(INDICES > 20), gray((INDICES > 20) * np.uint8(255)), ("PNG",)),
+    "palette": (with_palette(INDICES, COLOURS), COLOURS[INDICES], ("PNG", "GIF", "TIFF", "BMP")),
+    "alpha is dropped": (Image.fromarray(RGBA), RGBA[:, :, :3], ("PNG", "TIFF")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_formats_can_hold(kind: str) -> None:
+    image, expected, formats = KINDS[kind]
+    for name in formats:
+        options = {"lossless": True} if name == "WEBP" else {}
+        np.testing.assert_array_equal(pixels(encode(image, name, **options)), expected, err_msg=name)
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(50))], ids=["one entry", "every entry"])
 def test_transparent_palette_keeps_its_colours(transparency: int | bytes) -> None:
-    colours, indices = random_image(3).reshape(-1, 3)[:50], random_image(seed=1) % 50
-    image = Image.fromarray(indices)
-    image.putpalette(colours.tobytes())
-    data = encode(image, "PNG", transparency=transparency)
+    data = encode(with_palette(INDICES, COLOURS), "PNG", transparency=transparency)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        np.testing.assert_array_equal(pixels(data), colours[indices])
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
-def test_alpha_is_dropped(file_format: str) -> None:
-    rgba = random_image(4)
-    np.testing.assert_array_equal(pixels(encode(Image.fromarray(rgba), file_format)), rgba[:, :, :3])
+        np.testing.assert_array_equal(pixels(data), COLOURS[INDICES])
 
 
 def test_cmyk_jpeg() -> None:

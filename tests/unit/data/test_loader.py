@@ -27,7 +27,7 @@ from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 
@@ -263,17 +263,6 @@ def test_repeated_augmentation() -> None:
     np.testing.assert_array_equal(once[(0, 7)].image_HWC, first.image_HWC)
     with pytest.raises(IndexError):
         dataset[(0, 60)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_progressive_resizing(num_workers: int) -> None:
-    transform = TransformByEpoch(
-        {0: TrainTransform(Augment(), image_size=8), 1: TrainTransform(Augment(), image_size=12)}
-    )
-    dataset = ImageDataset(SyntheticImages(8, 20, 2, seed=0), transform, training=True)
-    sampler = TrainSampler(8, seed=0, global_batch_size=4, total_steps=6)
-    sizes = [batch.images_BHWC.shape[1:3] for batch in make_loader(dataset, sampler, num_workers=num_workers)]
-    assert sizes == [(8, 8)] * 2 + [(12, 12)] * 4
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:

@@ -123,14 +123,6 @@ def test_three_augment(photo: Image.Image) -> None:
     assert gray / 300 == pytest.approx(1 / 3, abs=5 * (2 / 9 / 300) ** 0.5)
 
 
-def test_auto_augment_of_other_datasets(photo: Image.Image) -> None:
-    for name in ("imagenet", "cifar10", "svhn"):
-        (step,) = policy("inception", f"augment.policy={{name: auto_augment, dataset: {name}}}")
-        expected = v2.AutoAugment(v2.AutoAugmentPolicy(name), interpolation=InterpolationMode.BILINEAR)
-        for seed in range(20):
-            np.testing.assert_array_equal(seeded(step, photo, seed), seeded(expected, photo, seed))
-
-
 @pytest.mark.parametrize("name", ["deit", "deit3", "rsb_a2", "timm_ra", "trivial", "auto_augment"])
 def test_only_the_seed_decides(name: str, photo: Image.Image) -> None:
     transform = recipe(name)

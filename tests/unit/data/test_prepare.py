@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.mix import ElementMixer, Mixer
-from pycls_fast.data.prepare import Prepare, PrepareOnHost, _prefetch, to_device
+from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.losses import Targets
@@ -290,60 +288,6 @@ def assert_same(batch: Batch, other: Batch) -> None:
     if batch.erase_B4 is not None and other.erase_B4 is not None:
         assert torch.equal(batch.erase_B4.cpu(), other.erase_B4)
     assert batch.damaged == other.damaged
-
-
-class FakeStream:
-    """Writes down what is asked of it."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.events = name, log, 0
-
-    def record_event(self) -> str:
-        self.events += 1
-        self.log.append(f"copied {self.events - 1}")
-        return f"event {self.events - 1}"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_order_of_copies_and_waits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Two copies are under way before the first batch is used; each use waits for its own copy alone."""
-    log: list[str] = []
-    copy, compute = FakeStream("copy", log), FakeStream("compute", log)
-    current = [compute]
-
-    @contextmanager
-    def use(stream: FakeStream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copy)
-    monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(Batch, "record_stream", lambda batch, stream: log.append(f"kept for {stream.name}"))
-    plain_to = Batch.to
-
-    def to(batch: Batch, *args: Any, **kwargs: Any) -> Batch:
-        assert current[-1] is copy, "copied on the computation's stream"
-        assert kwargs["non_blocking"]
-        return plain_to(batch, *args, **kwargs)
-
-    monkeypatch.setattr(Batch, "to", to)
-    expected_log = [f"copied {number}" for number in range(min(count, 2))]
-    batches = make_batches(count)
-    seen = 0
-    for number, batch in enumerate(_prefetch(iter(batches), torch.device("cpu"))):
-        assert current == [compute]
-        assert_same(batch, batches[number])
-        if number > 0 and number + 1 < count:
-            expected_log.append(f"copied {number + 1}")
-        expected_log += [f"compute waits for event {number}", "kept for compute"]
-        assert log == expected_log
-        seen += 1
-    assert seen == count
 
 
 @pytest.mark.cuda

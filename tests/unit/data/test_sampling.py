@@ -165,26 +165,6 @@ def test_block_order_reads_few_shards_at_a_time() -> None:
 LABELS = np.random.RandomState(0).permutation(np.repeat([0, 1, 2, 4], [1, 10, 100, 9])).astype(np.int64)
 
 
-def counts(order: np.ndarray) -> np.ndarray:
-    return np.bincount(LABELS[order % 120], minlength=5)
-
-
-def test_balanced_gives_each_class_its_share() -> None:
-    order = class_order(1, 2, LABELS, power=0.0)
-    assert len(order) == len(LABELS) == 120
-    assert counts(order).tolist() == [30, 30, 30, 0, 30]
-    # Every image of a class as often as any other, or once more.
-    for label in (0, 1, 2, 4):
-        times = np.bincount(order % 120, minlength=120)[label == LABELS]
-        assert times.max() - times.min() <= 1
-
-
-def test_square_root_lies_between() -> None:
-    found = np.mean([counts(class_order(0, epoch, LABELS, power=0.5)) for epoch in range(50)], axis=0)
-    shares = np.sqrt([1, 10, 100, 0, 9])
-    assert found == pytest.approx(120 * shares / shares.sum(), abs=0.3)
-
-
 def test_a_function_of_its_arguments() -> None:
     same = class_order(1, 2, LABELS, power=0.0)
     assert (class_order(1, 2, LABELS, power=0.0) == same).all()
@@ -233,19 +213,6 @@ class Coloured(Images):
 
     def read(self, index: int) -> tuple[np.ndarray, int]:
         return self.picture, int(LABELS[index])
-
-
-def test_ranks_and_restarts_see_the_same_images() -> None:
-    def keys(rank: int, ranks: int, start: int) -> list[list[tuple[int, int]]]:
-        sampler = TrainSampler(
-            120, seed=5, global_batch_size=12, rank=rank, world_size=ranks, start_step=start, total_steps=25,
-            order=lambda seed, epoch: class_order(seed, epoch, LABELS, power=0.0),
-        )  # fmt: skip
-        return [list(batch) for batch in sampler]
-
-    alone = keys(0, 1, 0)
-    assert [a + b for a, b in zip(keys(0, 2, 0), keys(1, 2, 0), strict=True)] == alone
-    assert keys(0, 1, 13) == alone[13:]
 
 
 def test_the_configuration_chooses_and_refuses() -> None:
