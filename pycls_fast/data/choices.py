@@ -143,8 +143,6 @@ class Packed(Source, name="packed"):
 class Cifar(Source, name="cifar"):
     """CIFAR-10 or CIFAR-100, unpacked."""
 
-    is_split = True
-
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_cifar
 
@@ -163,7 +161,6 @@ class Digits(Source, name="digits"):
 class Synthetic(Source, name="synthetic"):
     """Noise, in memory."""
 
-    is_split = True
     needs_root = False
 
     synthetic_train_images: PositiveInt = 4096
@@ -176,7 +173,7 @@ class Synthetic(Source, name="synthetic"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_synthetic
 
-        return open_synthetic(self.image_size, how.seed, **self.own())
+        return open_synthetic(self, how.seed, **self.own())
 
 
 class Augment(Section):

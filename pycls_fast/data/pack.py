@@ -258,11 +258,11 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
             **asdict(settings),
         }
         write_arrays(folder / INDEX, {"table": table, "names": names.data, "name_ends": names.ends}, about)
-    # Without any image, so that the same command reads them again, once the disk is mounted or may be read.
     for number in range(shards):
         _part(folder, number).unlink()
     (folder / _PLAN).unlink()
     if not len(table):
+        # So that the same command reads them again, once the disk is mounted or may be read.
         for number in range(shards):
             shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))

@@ -105,8 +105,7 @@ class TrainSampler:
         Args:
             count: images in the training set.
             global_batch_size: images per step, over all ranks and microbatches.
-            start_step: the first step to yield, counted from the run's beginning.
-            total_steps: one past the last step to yield.
+            start_step, total_steps: the first step, counted from the run's beginning, and one past the last.
             accumulation_steps: batches that this rank gets per step.
             order: the order of each epoch; by default `epoch_order`.
             repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image of an epoch is seen this many times,
@@ -192,8 +191,6 @@ def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float, repe
     Representation and Classifier for Long-Tailed Recognition, 2020, section 3.1). Images are not drawn independently:
     every class gets its share to within one image, and within a class the images' counts differ by at most one.
 
-    Like `epoch_order`, it depends only on its arguments, not on the number of workers and ranks.
-
     Args:
         labels: int64, one per image.
         power: in [0, 1].
@@ -250,17 +247,11 @@ def order_of(source: Images, data: Source, repeats: int) -> Order | None:
     if not _in_blocks(source, data):
         return None
     assert ends is not None
-    buffer, batch = data.shuffle_buffer, _images_per_batch(data.global_batch_size, repeats)
+    # The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide this number, a
+    # rank reads at most `augment.repeats` times its share.
+    buffer, batch = data.shuffle_buffer, data.global_batch_size
+    batch = batch // repeats if batch % repeats == 0 else batch
     return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
-
-
-def _images_per_batch(batch: int, repeats: int) -> int:
-    """The images of the blocks' order that a global batch takes.
-
-    The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide this number, a
-    rank reads at most `augment.repeats` times its share.
-    """
-    return batch // repeats if batch % repeats == 0 else batch
 
 
 def order_name(source: Images, data: Source) -> str:

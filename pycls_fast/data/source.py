@@ -40,8 +40,6 @@ class Opening:
 class Source(Choice, key="data", tag="source", default="auto"):
     """Where images come from and how they are batched; `data/README.md` describes the layouts."""
 
-    is_split: ClassVar[bool] = False
-    """Whether there always is a validation split, so that data.folds cannot cut one."""
     needs_root: ClassVar[bool] = True
 
     source: str = ""
@@ -121,15 +119,6 @@ class Source(Choice, key="data", tag="source", default="auto"):
         epochs = [epoch for epoch, _ in value]
         if epochs != sorted(set(epochs)):
             raise ValueError("epochs must increase")
-        return value
-
-    @field_validator("folds")
-    @classmethod
-    def _has_no_split(cls, value: int | None) -> int | None:
-        if value is not None and cls.is_split:
-            raise ValueError(
-                f"data.source={cls.model_fields['source'].default} has a validation split; use data.folds=null"
-            )
         return value
 
     @field_validator("fold")

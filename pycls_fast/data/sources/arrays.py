@@ -165,13 +165,14 @@ class SyntheticImages(Images):
 
 
 def open_synthetic(
-    image_size: int, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
+    data: Source, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
 ) -> dict[str, Images]:
     """Noise for both splits."""
-    train, val = (counter_seed(seed, stream) for stream in (_TRAIN, _VAL))
+    refuse_folds("synthetic", data.folds)
+    counts = {"train": (synthetic_train_images, _TRAIN), "val": (synthetic_val_images, _VAL)}
     return {
-        "train": SyntheticImages(synthetic_train_images, image_size, synthetic_classes, train),
-        "val": SyntheticImages(synthetic_val_images, image_size, synthetic_classes, val),
+        split: SyntheticImages(count, data.image_size, synthetic_classes, counter_seed(seed, stream))
+        for split, (count, stream) in counts.items()
     }
 
 

@@ -62,9 +62,6 @@ def open_parquet(
     """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
-
-    Raises:
-        UserError: missing files, columns or labels; `datasets` is not installed.
     """
     names = read_class_list(root)
     opened: dict[str, Images] = {}
@@ -90,15 +87,8 @@ def open_hub(
     label_column: str,
     hub_config: str | None,
 ) -> dict[str, Images]:
-    """The splits of a dataset.
-
-    Args:
-        name: a name on the hub ("ILSVRC/imagenet-1k", or with a branch, tag or commit "ILSVRC/imagenet-1k@REVISION"),
-            or a folder written by `save_to_disk`.
-
-    Raises:
-        UserError: no such dataset, split or column; `datasets` is not installed.
-    """
+    """The splits of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
+    `save_to_disk` wrote."""
 
     def load(hf: Any) -> dict[str, Images]:
         repository, _, revision = name.partition("@")
@@ -144,11 +134,7 @@ def _with_datasets(name: str, load: Callable[[Any], Any]) -> Any:
 def _open_split(
     where: str, dataset: Any, image_column: str | None, label: str, names: Sequence[str] | None, *, is_test: bool
 ) -> ArrowImages:
-    """
-    Args:
-        names: class names that take the place of the dataset's own.
-        is_test: there may be no column of labels.
-    """
+    """Class names take the place of the dataset's own; a test split may have no column of labels."""
     column = _image_column(where, dataset, image_column)
     features = dataset.features
     if label in features:

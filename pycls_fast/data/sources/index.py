@@ -229,10 +229,7 @@ def _save_first(index: Index, files: list[Path]) -> None:
 
 @contextmanager
 def _lock(what: str) -> Iterator[None]:
-    """Admit one process of this user at a time; released whenever the process ends.
-
-    If the user's cache cannot be written there is none: several processes may then build the same index.
-    """
+    """Admit one process of this user at a time; if the cache cannot be written, several may build the same index."""
     with ExitStack() as stack:
         with suppress(OSError):
             folder = cache_folder() / "locks"

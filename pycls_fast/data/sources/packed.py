@@ -124,11 +124,7 @@ class PackedImages(Images):
 
 
 def open_packed(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
-    """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random.
-
-    Raises:
-        UserError: no packed split there, a half-written or damaged one.
-    """
+    """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random."""
     folders = {split: Path(root) / split for split in ("train", "val", "test", "all")}
     opened: dict[str, Images] = {split: PackedImages(folder) for split, folder in folders.items() if is_packed(folder)}
     if not opened:
