@@ -22,7 +22,7 @@ from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.transforms import EvalTransform, TrainTransform, TransformByEpoch
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.models.pretrained import Preprocessing
@@ -68,7 +68,6 @@ def train_loader(
     transforms = {
         epoch: TrainTransform(config.augment, image_size=size, mean=config.data.mean) for epoch, size in sizes.items()
     }
-    transform = transforms[0] if len(transforms) == 1 else TransformByEpoch(transforms)
     sampler = TrainSampler(
         len(source),
         seed=config.seed,
@@ -85,7 +84,7 @@ def train_loader(
     times = 1 if config.data.sampling == "uniform" else len(source)
     dataset = ImageDataset(
         source,
-        transform,
+        transforms,
         seed=config.seed,
         training=True,
         host=prepare_on_host(config, chosen),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
@@ -15,7 +15,7 @@ from pycls_fast.data.decode import DamagedImage
 from pycls_fast.data.decoders import Decoder, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.transforms import Transform, TransformByEpoch
+from pycls_fast.data.transforms import Transform
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
 
@@ -33,6 +33,7 @@ _PAUSES = (0.5, 2.0, 8.0)
 """Seconds before each further attempt."""
 
 
+@dataclass(eq=False)
 class ImageDataset(Dataset[Sample]):
     """Reads, decodes and augments the images of a source; the keys are (epoch, index).
 
@@ -42,45 +43,30 @@ class ImageDataset(Dataset[Sample]):
     evaluation it is left out, so that it can't count as right or wrong.
     """
 
-    def __init__(
-        self,
-        source: Images,
-        transform: Transform | TransformByEpoch,
-        *,
-        seed: int = 0,
-        training: bool,
-        host: HostStage | None = None,
-        repeats: int = 1,
-        open_picture: Decoder = open_with_pillow,
-    ) -> None:
-        """
-        Args:
-            seed: the augmentation's.
-            host: a stage for the whole batch before it leaves the worker.
-            training: replace damaged images instead of leaving them out.
-            repeats: how often each image of an epoch is seen (`TrainSampler`).
-            open_picture: how images are decoded (`decoders.DECODERS`).
-        """
-        self.source = source
-        self.transform = transform
-        self.seed = seed
-        self.training = training
-        self.host = host
-        self._repeats = repeats
-        self._open_picture = open_picture
-        self._is_away = False
+    source: Images
+    transform: Transform | Mapping[int, Transform]
+    """One, or several by their first epoch, 0 among them: progressive resizing. A batch is of one epoch, hence of one
+    size."""
+    _: KW_ONLY
+    training: bool
+    """Replace damaged images instead of leaving them out."""
+    seed: int = 0
+    """The augmentation's."""
+    host: HostStage | None = None
+    """A stage for the whole batch before it leaves the worker."""
+    repeats: int = 1
+    """How often each image of an epoch is seen (`TrainSampler`)."""
+    open_picture: Decoder = open_with_pillow
+    """How images are decoded (`decoders.DECODERS`)."""
+    _is_away: bool = field(default=False, init=False)
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def instrumented(
-        self, around_source: Callable[[Images], Images], around_decoder: Callable[[Decoder], Decoder]
-    ) -> ImageDataset:
-        """The same dataset with its source and its decoder wrapped, to measure their time."""
-        other = copy(self)
-        other.source = around_source(self.source)
-        other._open_picture = around_decoder(self._open_picture)
-        return other
+    def _transform(self, epoch: int) -> Transform:
+        if not isinstance(self.transform, Mapping):
+            return self.transform
+        return self.transform[max(first for first in self.transform if first <= epoch)]
 
     def __getitem__(self, key: Key) -> Sample:
         """One sample.
@@ -90,11 +76,11 @@ class ImageDataset(Dataset[Sample]):
         """
         epoch, position = key
         count = len(self.source)
-        if not 0 <= position < count * self._repeats:
+        if not 0 <= position < count * self.repeats:
             raise IndexError(f"image {position} of {count}")
         repeat, index = divmod(position, count)
         seed = counter_seed(self.seed, epoch, index, repeat) if repeat else counter_seed(self.seed, epoch, index)
-        transform = self.transform.at(epoch)
+        transform = self._transform(epoch)
         damaged: list[Damage] = []
         for offset in range(min(_MOST_REPLACED + 1, count) if self.training else 1):
             own = (index + offset) % count
@@ -115,7 +101,7 @@ class ImageDataset(Dataset[Sample]):
         A `UserError` is returned, not raised: raised in a worker, it would arrive inside a traceback.
         """
         # Batches have images of one epoch, which is all that a transform depends on.
-        transform = self.transform.at(keys[0][0] if keys else 0)
+        transform = self._transform(keys[0][0] if keys else 0)
         try:
             batch = collate(
                 (self[key] for key in keys),
@@ -138,7 +124,7 @@ class ImageDataset(Dataset[Sample]):
             if error.errno in _OUR_OWN_ERRORS:
                 raise
             raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
-        picture = self._open_picture(data)
+        picture = self.open_picture(data)
         image_HWC, erase = transform(picture, seed)
         return Sample(image_HWC, label, index, erase, damaged)
 

@@ -8,7 +8,7 @@ filled on the device after normalising.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,9 +46,6 @@ class Transform(Protocol):
     def erases(self) -> bool:
         """Whether there may be boxes to erase."""
 
-    def at(self, epoch: int) -> Transform:
-        """The transform for the images of an epoch."""
-
     def __call__(self, picture: Picture, seed: int) -> Augmented: ...
 
 
@@ -83,10 +80,6 @@ class TrainTransform:
         self._erasing = v2.RandomErasing(p=1.0, value=0)
         # Only its shape is used when a box is drawn.
         self._canvas = torch.empty(3, image_size, image_size, device="meta")
-
-    def at(self, epoch: int) -> TrainTransform:
-        """The same in all epochs."""
-        return self
 
     def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Augment one RGB image; the result depends only on the image and the seed."""
@@ -136,21 +129,6 @@ def _draw_flip(probability: float) -> bool:
     return probability > 0 and torch.rand(1).item() < probability
 
 
-class TransformByEpoch:
-    """Different transforms in different epochs: progressive resizing. A batch is of one epoch, hence of one size."""
-
-    def __init__(self, transforms: Mapping[int, TrainTransform]) -> None:
-        """
-        Args:
-            transforms: by first epoch, 0 among them.
-        """
-        self._transforms = dict(transforms)
-
-    def at(self, epoch: int) -> TrainTransform:
-        """The transform for the images of an epoch."""
-        return self._transforms[max(first for first in self._transforms if first <= epoch)]
-
-
 class EvalTransform:
     """The centre of the image, resized: deterministic."""
 
@@ -169,10 +147,6 @@ class EvalTransform:
         self._resized_side = round(image_size / augment.eval_crop_ratio)
         red, green, blue = (round(255 * value) for value in mean)
         self._fill = (red, green, blue)
-
-    def at(self, epoch: int) -> EvalTransform:
-        """The same in all epochs."""
-        return self
 
     def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Crop one RGB image; `seed` is not used."""

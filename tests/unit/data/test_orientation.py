@@ -163,7 +163,7 @@ def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, k
         loader = build.eval_loader(config, source, ALONE, build.switches(config, torch.device("cpu")))
         dataset = loader.dataset
         assert isinstance(dataset, ImageDataset)
-        pickle.loads(pickle.dumps(dataset._open_picture))
+        pickle.loads(pickle.dumps(dataset.open_picture))
         scored.append(torch.cat([batch.images_BHWC for batch in loader]))
     transform = EvalTransform(Augment(eval_crop="squash", eval_crop_ratio=1.0), image_size=16)
     for found_BHWC, upright in zip(scored, (False, True), strict=True):
