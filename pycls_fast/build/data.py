@@ -1,4 +1,4 @@
-"""From the data's configuration to loaders, transforms and batch preparation."""
+"""From the data's configuration to splits, batches on several ranks, loaders, transforms and their preparation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import torch
 
-from pycls_fast.build.batches import microbatch_size
 from pycls_fast.build.device import DTYPES, cores_per_rank, level
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
@@ -58,6 +57,61 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     except UserError as error:
         lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
         raise UserError(*lines) from error
+
+
+def microbatch_size(config: RunConfig, world: World) -> int:
+    """Number of images in one forward pass on one rank.
+
+    Raises:
+        UserError: the global batch cannot be divided.
+    """
+    batch, accumulation = config.data.global_batch_size, config.optim.microbatches
+    parts = world.data_size * accumulation
+    if batch % parts:
+        below = max(batch // parts, 1) * parts
+        raise UserError(
+            f"data.global_batch_size: {batch} is not divisible by {world.data_size} ranks x "
+            f"optim.accumulation_steps={accumulation}; use {below} or {below + parts}, or, to keep the batch of a run "
+            "that resumes, other ranks or accumulation steps"
+        )
+    return batch // parts
+
+
+def steps_per_epoch(config: RunConfig, images: int) -> int:
+    """Number of whole global batches in a training set of so many images.
+
+    Raises:
+        UserError: there is not even one.
+    """
+    batch = config.data.global_batch_size
+    if images < batch:
+        raise UserError(
+            f"data.global_batch_size: {batch} is larger than the training set of {images} images; use a smaller one"
+        )
+    return images // batch
+
+
+def check_mixing(config: RunConfig, world: World) -> None:
+    """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
+
+    Raises:
+        UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
+    """
+    images = microbatch_size(config, world) if config.augment.mixes else 0
+    pairs = config.augment.mix_mode == "pair"
+    if images == 1 or (pairs and images % 2):
+        needs = "pair needs an even number of images" if pairs else "mixing needs at least 2 images"
+        raise UserError(
+            f"augment.mix_mode: {needs} in a microbatch; data.global_batch_size={config.data.global_batch_size} leaves "
+            f"{images} to each of {world.data_size} ranks x optim.accumulation_steps={config.optim.microbatches}; use "
+            "a larger batch, fewer parts, or augment.mix_probability=0"
+        )
+
+
+def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """The length of the run in steps, if it does not stop early."""
+    whole, most = config.schedule.epochs * steps_per_epoch, config.schedule.max_steps
+    return whole if most is None else min(whole, most)
 
 
 def train_loader(

@@ -1,24 +1,42 @@
-"""From the model's configuration to the network: built, frozen, in its precision, wrapped for the ranks."""
+"""From the configuration to the network, wrapped for the ranks, and to loss, schedule, optimizer, average, scaler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.optim import Optimizer
 
 from pycls_fast import parallel
-from pycls_fast.build.device import DTYPES, level, strategy
-from pycls_fast.build.optimization import optimizer, parameter_groups
-from pycls_fast.build.switch_values import need_compiler
+from pycls_fast.build.device import DTYPES, level, need_compiler, strategy
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models import DropPath, TimmNetwork
+from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
+from pycls_fast.models import (
+    ClassToken,
+    DropPath,
+    LayerScale,
+    LearnedPositions,
+    MapPooling,
+    RegisterTokens,
+    TimmNetwork,
+)
 from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
-from pycls_fast.optim.groups import by_name
+from pycls_fast.optim import groups as grouping
+from pycls_fast.optim import scaling
+from pycls_fast.optim.ema import Ema
+from pycls_fast.optim.groups import Decay, Group, Kinds, by_name
 from pycls_fast.optim.masters import MasterWeights
+from pycls_fast.optim.offload import HostOptimizer
+from pycls_fast.optim.optimizers import compile_step, make_capturable
+from pycls_fast.optim.schedule import LrSchedule
+from pycls_fast.optim.weights import LocalShards, OwnedWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
@@ -34,38 +52,23 @@ def num_classes(config: RunConfig, source: Images) -> int:
     Raises:
         UserError: there are fewer outputs than classes, or only one class.
     """
-    found = len(source.classes)
-    chosen = config.model.num_classes
+    found, chosen = len(source.classes), config.model.num_classes
     if chosen is None and found < 2:
-        raise UserError(
-            f"data.root: only one class ({', '.join(source.classes)}) leaves nothing to distinguish; there must be at "
-            "least 2 class folders"
-        )
+        raise UserError(f"data.root: only one class ({', '.join(source.classes)}); at least 2 folders are needed")
     if chosen is not None and chosen < found:
-        raise UserError(
-            f"model.num_classes: {chosen} outputs for data with {found} classes; use model.num_classes=null to take "
-            f"{found}"
-        )
+        raise UserError(f"model.num_classes: {chosen} outputs for {found} classes; use model.num_classes=null")
     return chosen or found
 
 
 def model(config: RunConfig, classes: int, chosen: Speed, *, empty: bool = False) -> Network:
     """The network with its initial weights, the same on every rank, on the CPU in float32; if `empty`, on meta."""
-    with torch.device("meta") if empty else nullcontext():
-        torch.manual_seed(_initial_seed(config))
-        return _model(config, classes, chosen)
-
-
-def _initial_seed(config: RunConfig) -> int:
-    return counter_seed(config.seed, _INITIALISATION)
-
-
-def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
     build: Callable[..., Network] = config.model.build
     switches = {name: getattr(chosen, name) for name in config.model.switches}
     if config.parallel.tensor_degree > 1:
         switches["token_parts"] = config.parallel.tensor_degree
-    network = build(classes, config.data.image_size, **switches)
+    with torch.device("meta") if empty else nullcontext():
+        torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
+        network = build(classes, config.data.image_size, **switches)
     if isinstance(network, TimmNetwork):
         _check_timm(config, network)
     return network
@@ -73,42 +76,31 @@ def _model(config: RunConfig, classes: int, chosen: Speed) -> Network:
 
 def _check_timm(config: RunConfig, network: TimmNetwork) -> None:
     """Raises UserError: settings that this model of timm, known only now, does not take."""
-    wrong = []
-    if "attention" in config.speed.by_hand and not network.has_fused_attention:
-        wrong.append(f"speed.attention: timm's {network.name} has no attention to choose; use speed.attention=null")
-    wrong += _without_blocks(config, network)
+    by_hand, name, wrong = config.speed.by_hand, f"timm's {network.name}", []
+    has_none = f"works on repeated blocks, and {name} has none; use"
+    recompute, decay = by_hand.get("recompute", "off"), config.optim.layer_decay
+    if "attention" in by_hand and not network.has_fused_attention:
+        wrong.append(f"speed.attention: {name} has no attention to choose; use speed.attention=null")
+    if recompute != "off" and not network.units():
+        wrong.append(f"speed.recompute: {recompute} {has_none} speed.recompute=off")
+    if by_hand.get("compile") == "blocks" and not network.units():
+        wrong.append(f"speed.compile: blocks {has_none} speed.compile=model")
+    if isinstance(decay, float) and not network.layers():
+        # A rate for the last of many layers is too large for all of them.
+        wrong.append(
+            f"optim.layer_decay: {decay:g} {has_none} optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
+        )
+    if config.optim.needs_units and not network.layers():
+        wrong.append(f"optim.name: {config.optim.name} {has_none} optim=adamw")
     refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
     if refused:
         wrong.append(
-            f"data.image_size_schedule: timm's {network.name} at data.image_size={config.data.image_size} does not "
-            f"take {', '.join(map(str, refused))}; use "
-            "data.image_size_schedule=[], or a network for all sizes (model=resnet50)"
+            f"data.image_size_schedule: {name} at data.image_size={config.data.image_size} does not take "
+            f"{', '.join(map(str, refused))}; use data.image_size_schedule=[], or a network for all sizes "
+            "(model=resnet50)"
         )
     if wrong:
         raise UserError(*wrong)
-
-
-def _without_blocks(config: RunConfig, network: TimmNetwork) -> list[str]:
-    """A line for each setting that works on repeated blocks which the network does not have."""
-    by_hand = config.speed.by_hand
-    recompute = by_hand.get("recompute", "off")
-    has_none = f"and timm's {network.name} has none; use"
-    lines = []
-    if not network.units():
-        works = f"works on repeated blocks that take one tensor, {has_none}"
-        if recompute != "off":
-            lines.append(f"speed.recompute: {recompute} {works} speed.recompute=off")
-        if by_hand.get("compile") == "blocks":
-            lines.append(f"speed.compile: blocks {works} speed.compile=model")
-    if not network.layers():
-        works = f"works on repeated blocks, {has_none}"
-        if isinstance(config.optim.layer_decay, float):
-            # A rate for the last of many layers is too large for all of them.
-            way_out = "optim.layer_decay=null with a smaller optim.lr (5e-5, say)"
-            lines.append(f"optim.layer_decay: {config.optim.layer_decay:g} {works} {way_out}")
-        if config.optim.needs_units:
-            lines.append(f"optim.name: {config.optim.name} {works} optim=adamw")
-    return lines
 
 
 def counted_model(config: RunConfig, classes: int) -> Network:
@@ -195,7 +187,7 @@ def wrap(
     settings, precision = config.parallel, level(config)
     if chosen.compile != "off":
         need_compiler(world.device, f"speed.compile: {chosen.compile}", "speed.compile=off")
-    torch.manual_seed(_initial_seed(config))
+    torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
     return wrap_model(
         network,
         world,
@@ -225,3 +217,135 @@ def wrap(
 def is_sharded(config: RunConfig, world: World) -> bool:
     """Whether each rank holds only a part of the weights; such a network is built on the meta device."""
     return STRATEGIES[strategy(config, world)].shards_weights
+
+
+def loss(
+    config: RunConfig, chosen: Speed, device: torch.device, classes: int, class_counts: np.ndarray | None = None
+) -> LossFunction:
+    """The training loss for a network of so many outputs.
+
+    Args:
+        class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when timing
+            random images, all classes have the same weight.
+
+    Raises:
+        UserError: it cannot be compiled on this machine, or its settings do not fit the classes.
+    """
+    plain = config.loss.build(classes)
+    if config.loss.class_weights == "balanced" and class_counts is not None:
+        if not isinstance(plain, PerImage):
+            raise UserError(f"loss.class_weights: loss={config.loss.name} has no loss of each image; use none")
+        weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
+        # Outputs beyond the data's classes get the weight 1.
+        spare = max((config.model.num_classes or 0) - len(weights_K), 0)
+        plain = ClassWeighted(plain, F.pad(weights_K, (0, spare), value=1.0))
+    if chosen.cross_entropy == "plain":
+        return plain
+    need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
+    return FusedLoss(plain)
+
+
+def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
+    """The learning rates of a run."""
+    return LrSchedule(config.schedule, config.optim.scaled(config.data.global_batch_size).lr, steps_per_epoch)
+
+
+def optimizer(
+    config: RunConfig,
+    network: Network,
+    chosen: Speed,
+    masters: MasterWeights | LocalShards | None = None,
+    *,
+    sharded: bool = False,
+    groups: list[Group] | None = None,
+) -> Optimizer:
+    """The optimizer over the network's parameter groups, over what owns their values instead, or over `groups`.
+
+    The shards of a `sharded` network are updated where they are, even if they are offloaded to the host.
+    """
+    settings = config.optim.scaled(config.data.global_batch_size)
+    if groups is None:
+        groups = parameter_groups(config, network)
+    if masters is not None:
+        groups = masters.groups(groups)
+
+    def make(groups: list[Group]) -> Optimizer:
+        # Under fairscale_sharded_ddp a rank may own no parameter of a group.
+        device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
+        if settings.compiles_itself:
+            need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
+        made = settings.build(groups, chosen.optimizer)
+        if chosen.optimizer_compile == "on":
+            need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
+            compile_step(made)
+        if chosen.cuda_graphs == "on":
+            make_capturable(made, device)
+        return made
+
+    if chosen.param_offload == "none" or sharded:
+        return make(groups)
+    if masters is not None:
+        raise UserError(
+            f"speed.param_offload: cpu keeps its own float32 weights, and precision={config.precision.name} other "
+            "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
+        )
+    return HostOptimizer(groups, make)
+
+
+def parameter_groups(config: RunConfig, network: Network) -> list[Group]:
+    """The optimizer's groups of the network's parameters."""
+    settings = config.optim
+    # `resolve_auto` has replaced it.
+    assert settings.layer_decay != "auto"
+    kinds = Kinds(
+        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
+        embedding_names=network.embedding_names(),
+        scales=(LayerScale,),
+        scale_names=network.scale_names(),
+    )
+    return grouping.parameter_groups(
+        network,
+        Decay(
+            settings.weight_decay,
+            norms=settings.decay_norms,
+            biases=settings.decay_biases,
+            embeddings=settings.decay_embeddings,
+        ),
+        kinds,
+        units=network.layers(),
+        layer_decay=settings.layer_decay,
+        layer_decay_groups=settings.layer_decay_groups,
+        split_hidden=settings.needs_units,
+        first_conv_name=network.first_conv_name,
+    )
+
+
+def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:
+    """The exponential moving average of the weights, or None without `optim.ema_decay`."""
+    settings = config.optim
+    if settings.ema_decay is None:
+        return None
+    return Ema(
+        weights,
+        decay=settings.ema_decay,
+        warmup=settings.ema_warmup,
+        implementation=chosen.ema,
+        every=settings.ema_every_steps,
+    )
+
+
+def loss_scaler(
+    config: RunConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
+) -> torch.amp.GradScaler:
+    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
+    settings = config.precision
+    return scaling.loss_scaler(
+        device.type,
+        enabled=level(config).scaled,
+        constant=None if settings.loss_scale == "dynamic" else settings.loss_scale,
+        start=settings.loss_scale_start,
+        growth=settings.loss_scale_growth,
+        backoff=settings.loss_scale_backoff,
+        interval=settings.loss_scale_interval,
+        ranks=ranks,
+    )

@@ -1,7 +1,8 @@
 """What a run will need and take, before it runs.
 
 Read `memory_plan.py` first: the peak of a configuration's step, and the microbatch that fits into a device. `memory.py`
-has the formulas, `activations.py` the measurement on fake tensors, `auto.py` the settings that are `auto`.
+has the formulas, `activations.py` the measurement on fake tensors, `auto.py` the settings that are `auto`, `race.py`
+what is faster on this CPU.
 
 `search.py` compares the layouts of a cluster: `work.py` counts kernels, `time.py` says how long they take, `cluster.py`
 what ranks exchange takes; `page.py` shows it, `calibrate.py` measures the machine at hand.

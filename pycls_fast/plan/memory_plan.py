@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.build.data import prepare_on_host
-from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name
-from pycls_fast.build.network import apply_precision, freeze, model, save_activation_memory
-from pycls_fast.build.optimization import loss
-from pycls_fast.build.switch_values import switches
+from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name, switches
+from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
 from pycls_fast.errors import UserError

@@ -15,6 +15,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim.shards import local
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
 from pycls_fast.parallel import FlatShards, World, place_model
+from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
@@ -42,7 +43,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
-    build.microbatch_size(config, world, resumes=resumed_from is not None)
+    build.microbatch_size(config, world)
     sources = build.sources(config, world)
     classes = build.num_classes(config, sources["train"])
     config = after_data(config, len(sources["train"]), world, resumed_from, classes=classes, note=display.note)
@@ -50,7 +51,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)
-    switches = build.compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
+    switches = compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pycls_fast.errors import DONE, UserError
-from pycls_fast.files import BEST, flush, user_path
+from pycls_fast.files import flush, user_path
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
@@ -69,7 +69,8 @@ def export(
 
     def write(temporary: Path) -> None:
         if format == "safetensors":
-            _write_weights(weights, temporary, None if dtype is None else getattr(torch, dtype))
+            tensors = weights.read(None if dtype is None else getattr(torch, dtype))
+            save_file(tensors, temporary, metadata=_about(weights))
         else:
             _write_model(source, which, format, dtype, temporary)
 
@@ -83,14 +84,14 @@ def export(
     return DONE
 
 
-def export_best(run_dir: Path) -> None:
-    """Write `best.safetensors`: the weights of the best checkpoint (their average if there is one), in one file.
+def export_best(checkpoint: Path, file: Path) -> None:
+    """Write the weights of a checkpoint, their average if there is one, into one file.
 
     Raises:
         UserError: it cannot be read or written.
     """
-    weights = open_weights(run_dir / "checkpoints" / BEST)
-    _write(run_dir / f"{BEST}.safetensors", lambda temporary: _write_weights(weights, temporary, None))
+    weights = open_weights(checkpoint.resolve())
+    _write(file, lambda temporary: save_file(weights.read(), temporary, metadata=_about(weights)))
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> int:
@@ -110,10 +111,6 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
     return size
-
-
-def _write_weights(weights: Weights, path: Path, dtype: torch.dtype | None) -> None:
-    save_file(weights.read(dtype), path, metadata=_about(weights))
 
 
 def _files(path: Path) -> list[Path]:
@@ -141,26 +138,30 @@ def _settle(path: Path) -> None:
 
 
 def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
-    suffix = SUFFIXES[format]
-    if format == "safetensors" and path.suffix != suffix:
-        raise UserError(f"output: the file is in the safetensors format; call it {path.stem}.safetensors")
-    if suffix and path.suffix != suffix:
-        raise UserError(f"output: format={format} writes a file {path.stem}{suffix}; use that name")
-    if not suffix and path.suffix in SUFFIXES.values() and path.suffix:
-        raise UserError(f"output: format={format} writes a folder; call it {path.stem}")
+    """The path, if this format can be written there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    suffix, problem = SUFFIXES[format], None
+    try:
+        if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):
+            problem = f"format={format} writes {f'a file {path.stem}{suffix}' if suffix else f'a folder {path.stem}'}"
+        elif path.exists() and not overwrite:
+            problem = f"{path} exists; use overwrite=true"
+        elif path.exists() and path.is_dir() == bool(suffix):
+            problem = f"{path} is {'a folder' if path.is_dir() else 'a file'}"
+        elif path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
+            # A typing mistake must not write into a user's folder.
+            problem = f"{path} holds something other than a timm model"
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{path} cannot be written ({error.strerror})"
+    if problem is not None:
+        raise UserError(f"output: {problem}; give another path")
     if dtype is not None and format in ("onnx", "program"):
         raise UserError(f"dtype: format={format} computes in float32; leave it out")
-    try:
-        if path.exists() and not overwrite:
-            raise UserError(f"output: {path} exists; give another name, or overwrite=true")
-        if path.exists() and path.is_dir() != (not suffix):
-            raise UserError(f"output: {path} is {'a folder' if path.is_dir() else 'a file'}; give another name")
-        if path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
-            # A typing mistake must not write into a user's folder.
-            raise UserError(f"output: {path} holds something other than a timm model; give another name")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {path} cannot be written ({error.strerror}); give another path") from error
     return path
 
 

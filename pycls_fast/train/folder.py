@@ -165,47 +165,52 @@ class RunFolder:
     def _cannot_be_written(self, error: OSError) -> UserError:
         return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
 
-    def occupy(self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None) -> str | None:
-        """Lock an existing folder until the context ends; returns the process that already holds it, or None.
+    def occupy(self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None) -> None:
+        """Lock an existing folder until the context ends.
 
         The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
         run that is about to end, saving its last step; `on_wait` gets a line that says so.
 
         Raises:
-            UserError: the folder cannot be written to.
+            UserError: another process still holds it, or the folder cannot be written to.
         """
-        try:
-            return self._occupy(wait_seconds, on_wait)
-        except OSError as error:
-            raise self._cannot_be_written(error) from error
-
-    def _occupy(self, wait_seconds: float, on_wait: Callable[[str], None]) -> str | None:
-        until, waiting = time.monotonic() + wait_seconds, False
+        until, holder = time.monotonic() + wait_seconds, ""
         while self._lock is None and self.path.is_dir():
-            file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A process that left in the meantime has removed the file.
-                ours = _same_file(self._lock_file, file)
-            except BlockingIOError:
-                ours = False
+                found = self._try_lock()
             except OSError as error:
-                # A file system without locks.
-                warnings.warn(f"{self.path}: cannot be locked ({error.strerror})", stacklevel=2)
-                ours = True
-            if ours:
-                self._lock = file
-                os.truncate(file, 0)
-                os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-                break
+                raise self._cannot_be_written(error) from error
+            if found is None:
+                return
+            if time.monotonic() > until:
+                raise UserError(
+                    f"run_dir: {self.path} is in use by {found}; wait for it, or give each run a folder of its own"
+                )
+            if not holder:
+                on_wait(f"run_dir: {self.path} is in use; waiting up to {wait_seconds:g} s for {found}")
+            holder = found
+            time.sleep(0.2)
+
+    def _try_lock(self) -> str | None:
+        """Lock the folder, or return the process that holds it."""
+        file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A process that left in the meantime has removed the file.
+            ours = _same_file(self._lock_file, file)
+        except BlockingIOError:
+            ours = False
+        except OSError as error:
+            # A file system without locks.
+            warnings.warn(f"{self.path}: cannot be locked ({error.strerror})", stacklevel=2)
+            ours = True
+        if not ours:
             holder = os.read(file, 200).decode(errors="replace") or "another process"
             os.close(file)
-            if time.monotonic() > until:
-                return holder
-            if not waiting:
-                on_wait(f"run_dir: {self.path} is in use; waiting up to {wait_seconds:g} s for {holder}")
-                waiting = True
-            time.sleep(0.2)
+            return holder
+        self._lock = file
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         return None
 
     def __enter__(self) -> Self:
@@ -215,15 +220,12 @@ class RunFolder:
         try:
             self._close_metrics()
         finally:
-            self._release()
+            if self._lock is not None:
+                self._lock_file.unlink(missing_ok=True)
+                os.close(self._lock)
+                self._lock = None
             if self._remove_unused:
                 self._remove_if_unused()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock_file.unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
 
     def _remove_if_unused(self) -> None:
         with suppress(OSError):

@@ -23,7 +23,7 @@ from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import uncompiled
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.run import Run
-from pycls_fast.train.tasks.knn import knn_votes, places
+from pycls_fast.train.tasks.knn import neighbour_places
 
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
 # the class means, to one that separates most sets completely.
@@ -152,7 +152,8 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     head = None
     if run.world.is_main and len(labels_N.unique()) > 1:
         head = fit_logistic(features_ND, labels_N, last.out_features)
-        knn = _knn_top1(features_ND, labels_N, held_ND, held_N, last.out_features)
+        votes = {"classes": last.out_features, "k": min(_NEIGHBOURS, len(labels_N)), "temperature": _TEMPERATURE}
+        knn = 100.0 * (neighbour_places(held_ND, held_N, features_ND, labels_N, **votes) < 1).double().mean().item()
         held_out = 100.0 * head.accuracy
         run.display.note(
             f"head: fitted to the features of {len(labels_N):,} images, {held_out:.2f}% of held-out ones right; "
@@ -210,10 +211,3 @@ def _features(run: Run, source: Images, split: str, after_batch: Callable[[], No
     finally:
         wrapped.free_gathered()
         model.train(was_training)
-
-
-def _knn_top1(features_ND: Tensor, labels_N: Tensor, held_ND: Tensor, held_N: Tensor, outputs: int) -> float:
-    k = min(_NEIGHBOURS, len(labels_N))
-    votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
-    place_N = torch.cat([places(v, part) for v, part in zip(votes, held_N.split(1024), strict=True)])
-    return 100.0 * (place_N < 1).double().mean().item()

@@ -43,17 +43,14 @@ class DamagedImages:
 
     def report(self, done: int) -> None:
         """Report what any rank has noted, and add it to `Run.damaged`; all ranks call this."""
-        run = self._run
-        new, self.noted = self.noted, {}
-        for part in run.world.gather(new):
-            for name, reason in part.items():
-                if name not in run.damaged:
-                    run.damaged[name] = reason
-                    run.display.warn(f"{name}: {reason}; skipped")
-                    if run.world.is_main and name not in self._recorded:
-                        run.folder.add_record(
-                            "event", done, run.epoch(done), event=DAMAGED_IMAGE, name=name, reason=reason
-                        )
+        run, new, self.noted = self._run, self.noted, {}
+        found = {name: reason for part in run.world.gather(new) for name, reason in part.items()}
+        for name, reason in found.items():
+            if name not in run.damaged:
+                run.damaged[name] = reason
+                run.display.warn(f"{name}: {reason}; skipped")
+                if run.world.is_main and name not in self._recorded:
+                    run.add_record("event", done, event=DAMAGED_IMAGE, name=name, reason=reason)
 
 
 def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
@@ -72,8 +69,7 @@ def report_damage(
     Args:
         damaged: name to reason, this rank's or all ranks'.
         limit: `data.max_damaged`.
-        world: the ranks.
-        display: prints the warnings.
+        world, display: the ranks, and what prints the warnings.
         outcome: what was done about them.
 
     Raises:
@@ -119,32 +115,25 @@ class DivergenceCheck:
         Raises:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.
         """
-        precision, step = self._run.config.precision, self._run.parts.step
+        precision, scaler = self._run.config.precision, self._run.parts.step.scaler
         self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
-        if step.scaler.is_enabled():
-            scale = step.scaler.get_scale()
-            if precision.loss_scale == "dynamic" and scale < precision.loss_scale_floor:
-                raise UserError(
-                    f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
-                    "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16"
-                    f"{self._kept()}",
-                    *self._before_newest(),
-                    *self._first_not_finite(),
+        self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
+        scale, dynamic = scaler.get_scale(), precision.loss_scale == "dynamic"
+        if not scaler.is_enabled():
+            if not math.isfinite(loss) or skipped:
+                raise self._error(
+                    f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
+                    "lengthen schedule.warmup_epochs or set optim.clip_norm"
                 )
-            self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
-            if precision.loss_scale != "dynamic" and self._skipped_in_a_row >= _SKIPPED_LIMIT:
-                raise UserError(
-                    f"precision.loss_scale: the {self._skipped_in_a_row} steps up to step {done} had gradients that "
-                    f"are not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic"
-                    f"{self._kept()}",
-                    *self._before_newest(),
-                    *self._first_not_finite(),
-                )
-        elif not math.isfinite(loss) or skipped:
-            raise UserError(
-                f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
-                f"lengthen schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
-                *self._first_not_finite(),
+        elif dynamic and scale < precision.loss_scale_floor:
+            raise self._error(
+                f"precision.loss_scale_floor: the loss scale fell to {scale:g} at step {done}: gradients are not "
+                "finite at any scale; lower optim.lr, set optim.clip_norm, or use precision=amp_bf16"
+            )
+        elif not dynamic and self._skipped_in_a_row >= _SKIPPED_LIMIT:
+            raise self._error(
+                f"precision.loss_scale: the {self._skipped_in_a_row} steps up to step {done} had gradients that are "
+                f"not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic"
             )
 
     def not_worth_saving(self, *, evaluated: bool = False) -> str | None:
@@ -167,32 +156,32 @@ class DivergenceCheck:
         """
         run = self._run
         finite = all(map(_is_finite, (*run.parts.network.parameters(), *run.parts.step.weights.live().values())))
-        if not all(self._run.world.gather(finite)):
-            raise UserError(
+        if not all(run.world.gather(finite)):
+            raise self._error(
                 f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
-                f"lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm{self._kept()}",
-                *self._before_newest(),
+                "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
             )
 
     def saved(self) -> None:
         """Note that the run's state is saved."""
         self._weights_changed = False
 
-    def _kept(self) -> str:
-        return "" if self._run.saved_step is None else "; earlier checkpoints are kept"
-
-    def _before_newest(self) -> list[str]:
-        """A line that names the checkpoint before the newest one, which may have been saved just after a bad step."""
-        newest, all_saved = self._run.saved_step or 0, checkpoints(self._run.folder.checkpoints)
-        # The same on all ranks: a mistake of all of them is printed once.
-        before = self._run.world.from_main(next((path for path in all_saved if step_of(path) < newest), None))
-        return [] if before is None else [f"resume: if step {newest} has diverged, too, go back with resume={before}"]
-
-    def _first_not_finite(self) -> list[str]:
-        watchdog = self._run.parts.step.watchdog
+    def _error(self, line: str) -> UserError:
+        """The error, the checkpoint before the newest one, which may be of a bad step, too, and where it began."""
+        run, lines = self._run, []
+        if run.saved_step is not None:
+            line += "; earlier checkpoints are kept"
+            newest, saved = run.saved_step, checkpoints(run.folder.checkpoints)
+            # The same on all ranks: a mistake of all of them is printed once.
+            before = run.world.from_main(next((path for path in saved if step_of(path) < newest), None))
+            if before is not None:
+                lines.append(f"resume: if step {newest} has diverged, too, go back with resume={before}")
+        watchdog = run.parts.step.watchdog
         if watchdog is None:
-            return ["runtime.watchdog: set it to true and resume, and the run names the module that overflows first"]
-        return [] if watchdog.last is None else [f"runtime.watchdog: {watchdog.last}"]
+            lines.append("runtime.watchdog: with true the resumed run names the module that overflows first")
+        elif watchdog.last is not None:
+            lines.append(f"runtime.watchdog: {watchdog.last}")
+        return UserError(line, *lines)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
@@ -223,11 +212,7 @@ def enough_memory(mistake: str | Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
-    """`enough_memory` for training, and enough images for batch norm.
-
-    Raises:
-        UserError: out of memory, or batch norm gets a single value per channel.
-    """
+    """`enough_memory` for training, and `enough_images`."""
 
     def mistake() -> str:
         return (

@@ -171,17 +171,10 @@ class Loop:
         run.display.begin_training(run.start_step, run.total_steps, compiles=run.parts.speed.compile != "off")
 
     def _microbatches(self) -> Generator[Batch, None, None]:
-        run = self.run
-        loader = build.train_loader(
-            run.config,
-            run.parts.sources["train"],
-            run.world,
-            run.parts.speed,
-            start_step=run.start_step,
-            steps=run.total_steps,
-        )
-        mode = run.parts.speed.input_copy
-        yield from to_device(loader, run.world.device, mode=mode)
+        run, train, chosen = self.run, self.run.parts.sources["train"], self.run.parts.speed
+        steps = {"start_step": run.start_step, "steps": run.total_steps}
+        loader = build.train_loader(run.config, train, run.world, chosen, **steps)
+        yield from to_device(loader, run.world.device, mode=chosen.input_copy)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
         self.profile.before(step + 1)
@@ -223,22 +216,13 @@ class Loop:
             self._report_damage(done)
 
     def _record(self, done: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        run = self.run
-        extra: dict[str, Any] = {}
-        if run.parts.step.scaler.is_enabled():
-            extra = {"loss_scale": run.parts.step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
-        return run.folder.add_record(
-            "train",
-            done,
-            run.epoch(done),
-            loss=numbers["loss"],
-            lr=run.parts.step.schedule(done - 1),
-            grad_norm=numbers["grad_norm"],
-            **{name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")},
-            memory_peak_bytes=self.memory.bytes(),
-            **extra,
-            **numbers["facts"],
-        )
+        step = self.run.parts.step
+        values = {"loss": numbers["loss"], "lr": step.schedule(done - 1), "grad_norm": numbers["grad_norm"]}
+        values |= {name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")}
+        values["memory_peak_bytes"] = self.memory.bytes()
+        if step.scaler.is_enabled():
+            values |= {"loss_scale": step.scaler.get_scale(), "skipped_steps": int(numbers["skipped_steps"])}
+        return self.run.add_record("train", done, **values, **numbers["facts"])
 
     def _save(self, done: int, *, always: bool = False) -> None:
         """Save a step, unless it is saved or, without `always`, not worth it."""
@@ -318,7 +302,7 @@ class Loop:
         if run.world.is_main:
             newest = next(checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else step_of(newest)
-            run.folder.add_record("event", step, run.epoch(step), event="stopped", signal=self.stop.name)
+            run.add_record("event", step, event="stopped", signal=self.stop.name)
             run.display.note(
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )

@@ -16,6 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
+from pycls_fast.plan.race import shared_race
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.weights import find_weights, opened
 from pycls_fast.values import AUTO
@@ -61,8 +62,8 @@ def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | N
     if world.device.type == "cuda":
         chosen: str = build.cuda_precision(world.device)
     else:
-        race = build.shared_race(config, world)
-        chosen, threads = race.format, threads or race.threads
+        found = shared_race(config, world)
+        chosen, threads = found.format, threads or found.threads
     precision = chosen if precision == "auto" else precision
     return config.with_values(precision={"name": precision}, runtime={"threads": threads})
 

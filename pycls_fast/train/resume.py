@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,33 +106,23 @@ def find_start(
     """Open the checkpoint that the configuration says to resume from; None for a new run. All ranks call this.
 
     A run that was resumed from another folder's checkpoint resumes from its own newest one when it is started again, so
-    that the same command works after every stop. If `resume` names a checkpoint of the run's own folder, the run goes
-    back to that one.
-
-    Args:
-        config: the run's.
-        folder: the run's folder, locked if it exists.
-        world: the ranks.
-        display: reports checkpoints that are skipped.
-        restarted: torchrun restarted the run after a rank failed. Then this run's newest checkpoint takes precedence,
-            whatever the configuration says about the first start.
+    that the same command works after every stop; so does one that torchrun `restarted` after a rank failed. If `resume`
+    names a checkpoint of the run's own folder, the run goes back to that one.
 
     Raises:
         UserError: a checkpoint is missing or damaged, or the folder holds a run although `resume=never`.
     """
-    setting, named = config.resume, _named(config)
-    opened = None
-    if restarted or setting == "auto":
+    named, opened = _named(config), None
+    goes_on = named is not None and not restarted and _was_resumed_from(folder, world, named)
+    own = restarted or goes_on or config.resume == "auto"
+    if own:
         opened = checkpoint.newest(folder.checkpoints, display.warn, world)
     # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
-    elif setting == "never" and world.from_main(world.is_main and folder.has_run):
+    elif config.resume == "never" and world.from_main(world.is_main and folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
-    elif named is not None and _was_resumed_from(folder, world, named):
-        opened = checkpoint.newest(folder.checkpoints, display.warn, world)
-        if opened is not None:
-            display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
-    mine = restarted or setting == "auto" or (named is not None and _was_resumed_from(folder, world, named))
-    if opened is None and mine and world.from_main(world.is_main and any(folder.records("checkpoint"))):
+    if goes_on and opened is not None:
+        display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
+    if own and opened is None and world.from_main(world.is_main and any(folder.records("checkpoint"))):
         raise UserError(
             f"run_dir: {folder.path} has records of checkpoints, but {folder.checkpoints} holds none; bring them back "
             "(is the disk mounted?), or start again in another run_dir"
@@ -177,16 +167,8 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
         run.display.note(f"nothing to train: {nothing_left}; the run's settings and records stay as they are")
         return
     if run.world.is_main:
-        run.folder.add_record(
-            "event",
-            run.start_step,
-            run.epoch(run.start_step),
-            event="resumed",
-            path=str(path),
-            asked=str(_named(run.config) or run.config.resume),
-            world_size=run.world.size,
-            changed=changed,
-        )
+        asked, about = str(_named(run.config) or run.config.resume), {"path": str(path), "world_size": run.world.size}
+        run.add_record("event", run.start_step, event="resumed", asked=asked, changed=changed, **about)
     _print_changes(run, changed, opened.plain["world_size"])
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
 
@@ -227,7 +209,14 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     """
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
-    fixed = _fixed(changed, state["order"], run.config.optim.state_keys)
+    same = (*_SAME_ON_RESUME, *(f"optim.{key}" for key in run.config.optim.state_keys))
+    fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
+    if not state["order"].startswith("blocks-"):
+        # No other order has a buffer.
+        fixed.pop("data.shuffle_buffer", None)
+    if "model.kind" in fixed:
+        # The other kind's settings follow from it.
+        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"
@@ -235,23 +224,16 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     ]
     wrong += _data_differs(run, path, state, reported=fixed.keys())
     if wrong and "config_name" in changed:
-        raise _other_experiment(run.config, path, state["config"]["config_name"], wrong)
+        # In place of the settings that follow from it.
+        was, name = changed["config_name"]
+        differs = first_few([line.partition(":")[0] for line in wrong], 3)
+        wrong = [
+            f"{'run_dir' if _named(run.config) is None else 'resume'}: {path} is of the experiment {was}, and this is "
+            f"{name}, which differs in {differs}; use --config-name {was}, or another run_dir"
+        ]
     if wrong:
         raise UserError(*wrong)
     return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
-
-
-def _fixed(changed: Changed, order: str, state_keys: Sequence[str]) -> Changed:
-    """Those of the changed settings that must equal the checkpoint's, whose images are in this order."""
-    same = (*_SAME_ON_RESUME, *(f"optim.{key}" for key in state_keys))
-    fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
-    if not order.startswith("blocks-"):
-        # No other order has a buffer.
-        fixed.pop("data.shuffle_buffer", None)
-    if "model.kind" in fixed:
-        # The other kind's settings follow from it.
-        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
-    return fixed
 
 
 def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[str]) -> Iterator[str]:
@@ -260,34 +242,24 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
     Another split or sampling, if it is reported with the settings, explains other images or another order. How the
     order was chosen (`data.shuffle`) does not matter.
     """
-    train, ordered = run.parts.sources["train"], state["order"]
+    train, ordered, start_again = run.parts.sources["train"], state["order"], "or start again in another run_dir"
     if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
         yield (
             f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "
             f"in {len(state['classes'])} (or other class names) when {path} was saved; use the same files and classes, "
-            "or start again in another run_dir"
+            f"{start_again}"
         )
     elif not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names):
         yield (
             f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
-            "another order; use the same files and data.source, or start again in another run_dir"
+            f"another order; use the same files and data.source, {start_again}"
         )
     elif "data.sampling" not in reported and ordered != (order := order_name(train, run.config.data)):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         yield (
-            f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, or "
-            "start again in another run_dir"
+            f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, "
+            f"{start_again}"
         )
-
-
-def _other_experiment(config: RunConfig, path: Path, before: str, wrong: Sequence[str]) -> UserError:
-    """The error for a checkpoint of another experiment, in place of the `wrong` settings that follow from it."""
-    keys = first_few([line.partition(":")[0] for line in wrong], 3)
-    source = "run_dir" if _named(config) is None else "resume"
-    return UserError(
-        f"{source}: {path} is of the experiment {before}, and this is {config.config_name}, which differs in {keys}; "
-        f"use --config-name {before}, or another run_dir"
-    )
 
 
 def _differ(before: str, now: str) -> bool:

@@ -88,14 +88,18 @@ class Run:
         """A number of steps in epochs."""
         return step / self.parts.steps_per_epoch
 
+    def add_record(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
+        """`RunFolder.add_record` with the step's epoch; on the main rank."""
+        return self.folder.add_record(kind, step, self.epoch(step), **values)
+
     def sync_buffers(self) -> None:
         """Average BatchNorm statistics over the ranks, those of the weight average included."""
         buffers = floating_buffers(self.parts.network)
-        if self.parts.step.ema is not None:
+        if (ema := self.parts.step.ema) is not None:
             found = {id(buffer) for buffer in buffers}
             # FairScale's wrappers add prefixes to the names; the average has plain names.
             names = {plain_name(name) for name, buffer in self.parts.network.named_buffers() if id(buffer) in found}
-            buffers += [value for name, value in self.parts.step.ema.values.items() if name in names]
+            buffers += [value for name, value in ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
     def state(self) -> State:
@@ -104,12 +108,13 @@ class Run:
 
         All ranks call this: the compression error is averaged over them.
         """
-        compression, weights, ema = self.parts.step.wrapped.compression, self.parts.step.weights, self.parts.step.ema
+        step = self.parts.step
+        compression, weights = step.wrapped.compression, step.weights
         return {
             "model": dict(weights.state_dict()),
-            "ema": None if ema is None else weights.split(ema.values),
-            "optimizer": weights.optimizer_state(self.parts.step.optimizer),
-            "loss_scaler": self.parts.step.scaler.state_dict(),
+            "ema": None if step.ema is None else weights.split(step.ema.values),
+            "optimizer": weights.optimizer_state(step.optimizer),
+            "loss_scaler": step.scaler.state_dict(),
             "compression": compression.carried() if compression is not None else {},
         }
 
@@ -139,10 +144,9 @@ class Run:
         """
         saved = self.saver.finish()
         if saved is not None and saved.path is not None and self.world.is_main:
-            self.folder.add_record(
+            self.add_record(
                 "checkpoint",
                 saved.step,
-                self.epoch(saved.step),
                 path=str(saved.path.relative_to(self.folder.path)),
                 blocked_seconds=round(saved.blocked_seconds, 4),
                 seconds=round(saved.seconds, 4),
@@ -177,22 +181,22 @@ class Run:
 
     def load_state(self, opened: checkpoint.Checkpoint) -> None:
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
+        step = self.parts.step
         own = {**self.state(), "optimizer": {}, "compression": {}}
         into, _ = split(own)
-        optimizer = self.parts.step.optimizer
         # FairScale's OSS has the one that updates its share inside.
-        on_host = any(isinstance(each, HostOptimizer) for each in (optimizer, getattr(optimizer, "optim", None)))
+        optimizers = (step.optimizer, getattr(step.optimizer, "optim", None))
+        on_host = any(isinstance(each, HostOptimizer) for each in optimizers)
         into |= opened.like(own["model"], host_optimizer=on_host)
         opened.check_fits(into)
         opened.read(into)
         state = opened.state(into)
-        weights = self.parts.step.weights
-        weights.load_state_dict(state["model"])
-        if self.parts.step.ema is not None:
-            self.parts.step.ema.load(weights.join(state["ema"]))
+        step.weights.load_state_dict(state["model"])
+        if step.ema is not None:
+            step.ema.load(step.weights.join(state["ema"]))
         # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
-        weights.load_optimizer_state(self.parts.step.optimizer, state["optimizer"])
-        if state["loss_scaler"] and self.parts.step.scaler.is_enabled():
-            self.parts.step.scaler.load_state_dict(state["loss_scaler"])
-        if self.parts.step.wrapped.compression is not None:
-            self.parts.step.wrapped.compression.load(state["compression"], state["step"])
+        step.weights.load_optimizer_state(step.optimizer, state["optimizer"])
+        if state["loss_scaler"] and step.scaler.is_enabled():
+            step.scaler.load_state_dict(state["loss_scaler"])
+        if step.wrapped.compression is not None:
+            step.wrapped.compression.load(state["compression"], state["step"])

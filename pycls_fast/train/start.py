@@ -12,6 +12,7 @@ from pycls_fast import build, plan
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
+from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
 from pycls_fast.train.agreement import check_same_folder, check_same_settings
@@ -76,14 +77,9 @@ def _build(
     parts = build_parts(config, world, display, opened)
     if opened is None:
         check_head(config, parts.network, world)
-    config = parts.config
-    saver = Saver(
-        folder.checkpoints,
-        world,
-        keep=config.runtime.keep_checkpoints,
-        asynchronous=config.runtime.checkpoint_async,
-    )
-    total_steps = build.total_steps(config, parts.steps_per_epoch)
+    runtime = parts.config.runtime
+    saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
+    total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
     return Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
 
 
@@ -93,19 +89,15 @@ def _occupy(folder: RunFolder, world: World, display: Display) -> None:
     Raises:
         UserError: another run uses it, or it cannot be written to; the same on all ranks.
     """
-    problem = world.from_main(_problem(folder, display) if world.is_main else None)
+    problem = None
+    if world.is_main:
+        try:
+            folder.occupy(on_wait=display.note)
+        except UserError as error:
+            problem = str(error)
+    problem = world.from_main(problem)
     if problem is not None:
         raise UserError(problem)
-
-
-def _problem(folder: RunFolder, display: Display) -> str | None:
-    try:
-        holder = folder.occupy(on_wait=display.note)
-    except UserError as error:
-        return str(error)
-    if holder is None:
-        return None
-    return f"run_dir: {folder.path} is in use by {holder}; wait for it, or give each run a folder of its own"
 
 
 # A GPU is seldom busy with fewer.
@@ -116,39 +108,34 @@ _UNBALANCED = 3
 
 def introduce(run: Run) -> None:
     """Print the table: model, data, steps, memory, device and switches."""
-    config, world = run.config, run.world
-    train, val = run.parts.sources["train"], run.parts.sources["val"]
+    config, world, parts = run.config, run.world, run.parts
+    train, val = parts.sources["train"], parts.sources["val"]
     batch = f"{config.data.global_batch_size}"
     if world.data_size * config.optim.microbatches > 1:
         each = config.data.global_batch_size // world.data_size // config.optim.microbatches
         batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
-    chosen = "  ".join(
-        f"{switch.name}={getattr(run.parts.speed, switch.name)}"
+    chosen = [
+        f"{switch.name}={value}"
         for switch in SWITCHES.values()
-        if switch.concerns(config.model.kind) and getattr(run.parts.speed, switch.name) != switch.reference
-    )
+        if switch.concerns(config.model.kind) and (value := getattr(parts.speed, switch.name)) != switch.reference
+    ]
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
+    size, flops = config.data.image_size, human(parts.complexity.forward_flops, "FLOP")
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
     rows = [
-        ("model", f"{config.model.kind}, {human(run.parts.complexity.parameters)} parameters"),
-        (
-            "one image",
-            f"{config.data.image_size} px, {human(run.parts.complexity.forward_flops, 'FLOP')} forward, "
-            f"{human(run.parts.complexity.activations)} activations",
-        ),
+        ("model", f"{config.model.kind}, {human(parts.complexity.parameters)} parameters"),
+        ("one image", f"{size} px, {flops} forward, {human(parts.complexity.activations)} activations"),
         *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
-        ("steps", f"{run.total_steps:,} ({asked} epochs of {run.parts.steps_per_epoch:,})"),
+        ("steps", f"{run.total_steps:,} ({asked} epochs of {parts.steps_per_epoch:,})"),
         ("global batch", batch),
         ("preprocessing", build.preprocessing(config)),
         ("memory per rank", _memory(run)),
-        (
-            "device",
-            f"{device_name(world.device)}, {world.size} rank{'s' if world.size > 1 else ''}, {_threads(world)}"
-            f"{_precision(run)}",
-        ),
-        ("switches", chosen or "all at their reference"),
+        ("device", f"{device_name(world.device)}, {ranks}, {threads}{config.precision.name}"),
+        ("switches", "  ".join(chosen) or "all at their reference"),
         ("run folder", str(run.folder.path)),
     ]
     run.display.table(config.config_name, rows)
@@ -156,85 +143,34 @@ def introduce(run: Run) -> None:
         run.display.note(note)
 
 
-def _threads(world: World) -> str:
-    count = torch.get_num_threads()
-    return "" if world.device.type == "cuda" else f"{count} thread{'s' if count > 1 else ''}, "
-
-
-def _precision(run: Run) -> str:
-    """The precision and, on a CPU, why it was chosen."""
-    name = run.config.precision.name
-    if run.world.device.type == "cuda" or not run.world.is_main:
-        return name
-    return f"{name} (bfloat16 is {build.race(run.config).ratio:.2g} times as fast as float32)"
-
-
-def _slow_precision(run: Run) -> Iterator[str]:
-    """A note if the precision is more than twice slower than another one here."""
-    if run.world.device.type == "cuda" or not run.world.is_main or build.level(run.config).float8:
-        return
-    ratio, compute = build.race(run.config).ratio, build.compute_dtype(run.config)
-    slower = {torch.bfloat16: 1 / ratio, torch.float32: ratio}.get(compute, 0.0)
-    if slower > _MUCH_SLOWER:
-        faster = "amp_bf16" if compute == torch.float32 else "fp32"
-        yield (
-            f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
-            "precision=auto takes the faster one"
-        )
-
-
-def _unbalanced(run: Run) -> Iterator[str]:
-    config = run.config
-    train = run.parts.sources["train"]
-    if config.data.sampling != "uniform" or config.loss.class_weights != "none":
-        return
-    counts = np.bincount(train.labels, minlength=len(train.classes))
-    if counts.max() > _UNBALANCED * max(counts.min(), 1):
-        yield (
-            f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "
-            "schedule.best_metric=class_top1 judges by all alike"
-        )
-
-
 def _notes(run: Run) -> Iterator[str]:
-    world, images = run.world, build.microbatch_size(run.config, run.world)
-    if world.device.type == "cuda" and world.size > 1 and images < _FEW_IMAGES:
+    """What is allowed, but slow or not as good as what a note proposes."""
+    config, world, optim = run.config, run.world, run.config.optim
+    on_gpu, images = world.device.type == "cuda", build.microbatch_size(run.config, run.world)
+    if on_gpu and world.size > 1 and images < _FEW_IMAGES:
         yield (
             f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
             "less accumulation, or a larger batch with a higher optim.lr"
         )
-    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 1
-    if world.size == 1 and gpus > 1 and run.config.parallel.name == "auto":
+    gpus = torch.cuda.device_count() if on_gpu else 1
+    if world.size == 1 and gpus > 1 and config.parallel.name == "auto":
         yield (
             f"parallel: one of {gpus} GPUs is used; torchrun --nproc_per_node {gpus} ... trains on all, and "
             "parallel=single says that one is meant"
         )
-    yield from _slow_precision(run)
-    yield from _unbalanced(run)
-    if _emulates_bfloat16(run.config, world.device):
+    yield from _slow_precision(config, world)
+    train = run.parts.sources["train"]
+    counts = np.bincount(train.labels, minlength=len(train.classes))
+    by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
+    if not by_class and counts.max() > _UNBALANCED * max(counts.min(), 1):
         yield (
-            f"precision: {run.config.precision.name} is slow on this GPU, which has no units for bfloat16; "
-            "use precision=amp_fp16"
-        )
-    if world.device.type == "cpu" and build.compute_dtype(run.config) == torch.float16:
-        # torch has no fast float16 convolution for most CPUs: a step of a ResNet may take minutes.
-        yield (
-            f"precision: {run.config.precision.name} computes in float16, which CPUs do slowly, convolutions most of "
-            "all; use precision=amp_bf16 or fp32"
+            f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "
+            "schedule.best_metric=class_top1 judges by all alike"
         )
     if run.parts.speed.compile != "off":
         yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
-    elif world.device.type == "cuda" and run.config.speed.preset == "fast" and not build.has_compiler("cuda"):
+    elif on_gpu and config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"
-    elif build.level(run.config).float8 and not run.config.precision.fp8_emulate:
-        yield (
-            "precision: the scales and casts of fp8 are expected to take longer than its products save unless they are "
-            "compiled; use speed.compile=blocks, or precision=amp_bf16"
-        )
-    # Not an error: a ladder may leave out the variant that sets a 16-bit precision, or run others without it.
-    if run.parts.speed.gelu == "polynomial" and build.compute_dtype(run.config).itemsize > 2:
-        yield f"speed.gelu: polynomial is for 16 bits; with precision={run.config.precision.name} torch's GELU is used"
-    optim = run.config.optim
     if optim.ema_decay is not None and not optim.ema_warmup:
         # A recipe's decay is chosen for that recipe's number of steps.
         initial = optim.ema_decay**run.total_steps
@@ -245,11 +181,24 @@ def _notes(run: Run) -> Iterator[str]:
             )
 
 
-def _emulates_bfloat16(config: RunConfig, device: torch.device) -> bool:
-    """Whether the products are in bfloat16 on a GPU before Ampere, whose tensor cores compute float16 only."""
-    if device.type != "cuda" or build.level(config).float8 or build.compute_dtype(config) != torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(device) < (8, 0)
+def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
+    """A note if another precision is known to be faster on this device."""
+    name, compute, on_gpu = config.precision.name, build.compute_dtype(config), world.device.type == "cuda"
+    if build.level(config).float8:
+        return
+    if on_gpu and compute == torch.bfloat16 and build.cuda_precision(world.device) != "amp_bf16":
+        yield f"precision: {name} is slow on this GPU, which has no units for bfloat16; use precision=amp_fp16"
+    if not on_gpu and compute == torch.float16:
+        # torch has no fast float16 convolution for most CPUs: a step of a ResNet may take minutes.
+        yield f"precision: {name} computes in float16, which CPUs do slowly; use precision=amp_bf16 or fp32"
+    elif not on_gpu and world.is_main:
+        ratio = race(config).ratio
+        faster, slower = ("fp32", 1 / ratio) if compute == torch.bfloat16 else ("amp_bf16", ratio)
+        if slower > _MUCH_SLOWER:
+            yield (
+                f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
+                "precision=auto takes the faster one"
+            )
 
 
 def _memory(run: Run) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
-from pycls_fast.files import checkpoints, step_of
+from pycls_fast.files import BEST, checkpoints, step_of
 from pycls_fast.reading import read_json
 from pycls_fast.train import saving
 from pycls_fast.train.display import epochs
@@ -132,7 +131,7 @@ class Evaluations:
         if run.world.is_main:
             best, waited = found
             metric, at = schedule.best_metric, best["epoch"]
-            run.folder.add_record("event", done, run.epoch(done), event="stopped early", metric=metric, best_epoch=at)
+            run.add_record("event", done, event="stopped early", metric=metric, best_epoch=at)
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
@@ -173,7 +172,7 @@ class Evaluations:
         by_class = class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
         numbers = {**result.record(), "class_top1": by_class["class_top1"]}
-        record = run.folder.add_record("eval", done, run.epoch(done), split="val", weights=weights, **numbers)
+        record = run.add_record("eval", done, split="val", weights=weights, **numbers)
         run.display.end_evaluation(record)
         self.board.add(record)
 
@@ -184,16 +183,14 @@ class Evaluations:
         newest = next(checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != step_of(newest):
             return
-        if best_of(run, evaluations) == len(evaluations) - 1:
-            self._keep_as_best(newest)
-
-    def _keep_as_best(self, newest: Path) -> None:
+        if best_of(run, evaluations) != len(evaluations) - 1:
+            return
         try:
             saving.keep_as_best(newest)
             # Removes the previous best.
-            saving.retire(newest.parent, self.run.config.runtime.keep_checkpoints)
+            saving.retire(newest.parent, run.config.runtime.keep_checkpoints)
         except OSError as error:
-            self.run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
+            run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
 
     def draw_if_due(self) -> None:
         """Draw the curves, unless that would take more than a hundredth of the time; on the main rank."""
@@ -215,16 +212,10 @@ class Evaluations:
                 draw_confusion(counts, run.classes, matrix, run.config.config_name)
 
 
-# How the best evaluation is printed, by the metric that chose it.
-_BEST = {
-    "top1": "best top-1 {top1:.2f}%",
-    "class_top1": "best class top-1 {class_top1:.2f}%",
-    "loss": "at the lowest loss top-1 {top1:.2f}%",
-}
-
-
 def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> float | None:
-    """Write `summary.json`, draw the curves, print the result and give it to the trackers; on the main rank.
+    """Write `summary.json` and `best.safetensors`, draw the curves, print the result and give it to the trackers.
+
+    On the main rank.
 
     Args:
         run: a run that has trained all its steps.
@@ -233,49 +224,35 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         memory: the peak over the ranks, in bytes.
 
     Returns:
-        What a sweeper minimises, or None: 100 - the best top-1 (or class_top1, if `schedule.best_metric`
-        says so) in percent, or the lowest loss.
+        What a sweeper minimises; see `objective`.
     """
     if not clock.intervals:
         # Nothing was left to train: report the speed and memory of the earlier processes.
-        trained = [record for record in run.folder.records() if record["kind"] == "train"]
+        trained = list(run.folder.records("train"))
         clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
         memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-    step_seconds, rate = clock.medians()
-    values = summary_values(run, evaluations.records(), rate=rate, step_seconds=step_seconds, memory=memory)
+    values = summary_values(run, evaluations.records(), clock, memory)
     if not (run.finished and _has_summary(run)):
         run.folder.write_json("summary.json", values)
         evaluations.board.summarise(values)
     evaluations.draw(whole=True)
-    final, best = values["final"], values["best"]
+    final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None:
-        # The mean over the classes is None if no image could be scored.
-        shown = {**best, "class_top1": best.get("class_top1") or 0.0}
-        metric = run.config.schedule.best_metric
-        which = _BEST[metric].format_map(shown)
-        highest = max(record.get(metric) or 0.0 for record in primary_records(run, evaluations.records()))
-        if metric != "loss" and highest > shown[metric]:
-            # `schedule.best_tolerance`
-            which += f", as good as the highest, {highest:.2f}%, on {best['count']:,} images,"
         run.display.note(
-            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  ({which} at epoch {epochs(best['epoch'])})"
+            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  (best, by {metric}: top-1 "
+            f"{best['top1']:.2f}% at epoch {epochs(best['epoch'])})"
         )
-    _export_best(run)
+    checkpoint, weights = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
+    # An earlier process of a finished run has written it; without a checkpoint nothing was worth saving.
+    if checkpoint.exists() and not (run.finished and weights.exists()):
+        try:
+            export_best(checkpoint, weights)
+        except UserError as error:
+            run.display.warn(str(error))
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
-    return None if best is None else objective(best, run.config.schedule.best_metric)
-
-
-def _export_best(run: Run) -> None:
-    """Write `best.safetensors`, unless an earlier process of the finished run has, or nothing was worth saving."""
-    folder = run.folder.path
-    if (run.finished and (folder / "best.safetensors").exists()) or not (folder / "checkpoints/best").exists():
-        return
-    try:
-        export_best(folder)
-    except UserError as error:
-        run.display.warn(str(error))
+    return None if best is None else objective(best, metric)
 
 
 def _has_summary(run: Run) -> bool:
@@ -287,12 +264,11 @@ def _has_summary(run: Run) -> bool:
         return False
 
 
-def summary_values(
-    run: Run, evaluations: list[dict[str, Any]], *, rate: float, step_seconds: float, memory: int
-) -> dict[str, Any]:
+def summary_values(run: Run, evaluations: list[dict[str, Any]], clock: Clock, memory: int) -> dict[str, Any]:
     """The values of `summary.json`."""
     primary = primary_records(run, evaluations)
     best = best_of(run, primary)
+    step_seconds, rate = clock.medians()
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,
@@ -314,6 +290,6 @@ def summary_values(
 
 
 def objective(best: Mapping[str, Any], metric: str) -> float | None:
-    """What a sweeper minimises, from the record of the best evaluation; None if the metric is null there."""
+    """What a sweeper minimises: 100 - the best accuracy in percent, or the lowest loss; None if it is null."""
     value = best.get(metric)
     return value if value is None or metric == "loss" else 100 - value

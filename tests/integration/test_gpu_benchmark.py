@@ -30,7 +30,7 @@ SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "-
 
 def test_the_rows_are_settings_that_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is accepted by what checks the configuration for a GPU, and none is measured twice."""
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
     options, refused = gpu.parse(["--page-only"]), []
     everything = list(gpu.rows())
     for row in everything:

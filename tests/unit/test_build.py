@@ -332,7 +332,7 @@ class TestOptimizing:
         monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: str(tmp_path))
         monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
         kinds: tuple[speed.Device, ...] = ("cpu", "cuda")
-        assert [kind for kind in kinds if build.switch_values.has_compiler(kind)] == found
+        assert [kind for kind in kinds if build.device.has_compiler(kind)] == found
 
     @pytest.mark.parametrize("implementation", ["foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:
@@ -350,7 +350,7 @@ class TestOptimizing:
     @pytest.mark.parametrize("owned", [(0, 1), (1, 0), (0, 0)])
     def test_a_rank_that_owns_nothing_of_a_group(self, monkeypatch: pytest.MonkeyPatch, owned: tuple[int, int]) -> None:
         """FairScale's OSS gives such groups to what makes a rank's optimizer."""
-        monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+        monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
         config = vit("optim=adamw")
         network = build.model(config, 10, REFERENCE)
         groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]

@@ -158,7 +158,7 @@ def test_an_optimizer_takes_an_implementation_that_it_has(name: str, device: Dev
 def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
 ) -> None:
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
     assert build.switches(config, torch.device("cpu")).compile == compiled
 
@@ -179,7 +179,7 @@ def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
 )
 def test_the_fast_preset_compiles_on_cuda(monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str) -> None:
     found = True
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: found)
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: found)
     config = load_config("vit_s16", ["data=synthetic", "speed=fast", *overrides])
     assert build.switches(config, torch.device("cuda")).compile == compiled
     found = False
@@ -213,7 +213,7 @@ def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest
 def test_what_a_gpu_compiles_depends_on_its_work(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], images: int, expected: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: True)
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
     base = ["data=synthetic", "speed=fast", "precision=amp_bf16", "data.global_batch_size=128"]
     config = load_config("vit_s16", [*base, "optim.accumulation_steps=1", *overrides])
     world = World(rank=0, size=1, device=torch.device("cuda"))

@@ -174,7 +174,7 @@ def compiles(in_force: Speed) -> bool:
 def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, digits: Path, jpegs: Path) -> None:
     overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
     switches = build.switches(load_config(experiment, overrides), CPU)
-    if compiles(switches) and not build.switch_values.has_compiler("cpu"):
+    if compiles(switches) and not build.device.has_compiler("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
     pairs = set(switched(chosen).items())
@@ -203,7 +203,7 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
 
 @pytest.mark.slow
 def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.switch_values, "has_compiler", lambda kind: False)
+    monkeypatch.setattr(build.device, "has_compiler", lambda kind: False)
     compiled = {"compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu"}
     found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
     assert len(found) == 7

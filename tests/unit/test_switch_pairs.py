@@ -266,7 +266,7 @@ def test_one_pair_of_many_agrees_with_the_reference(kind: str, one: Choice, two:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not build.switch_values.has_compiler("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("kind", "one", "two"), COMPILED_PAIRS, ids=describe)

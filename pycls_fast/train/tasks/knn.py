@@ -20,7 +20,6 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.network import Network
 from pycls_fast.train.assemble import load_network
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.folder import output_file, write_json
@@ -71,6 +70,21 @@ def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
     return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
 
 
+def neighbour_places(
+    features_ND: Tensor,
+    labels_N: Tensor,
+    memory_MD: Tensor,
+    labels_M: Tensor,
+    *,
+    classes: int,
+    k: int,
+    temperature: float,
+) -> Tensor:
+    """The `places` of all images by the votes of the labelled ones, (N,)."""
+    votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+    return torch.cat([places(part_BK, part_B) for part_BK, part_B in zip(votes, labels_N.split(_CHUNK), strict=True)])
+
+
 def score_neighbours(
     config: RunConfig,
     *,
@@ -95,7 +109,7 @@ def score_neighbours(
             (`data.max_damaged`), `output` cannot be written, or out of memory.
     """
     with set_up(config, own_preprocessing=own_preprocessing) as setup:
-        world, display = setup.world, setup.display
+        world = setup.world
         file = output_file(output, world) if output is not None else None
         sources = build.sources(setup.config, world)
         if split not in sources or split == "train":
@@ -107,30 +121,18 @@ def score_neighbours(
         config = setup.config
         with enough_to_score(config, world):
             network, origin = load_network(config, train, world, setup.switches, for_training=True)
-            with display:
+            with setup.display:
                 memory_MD, labels_M = _features(setup, network, train, "train")
                 features_ND, labels_N = _features(setup, network, sources[split], split)
         with enough_memory(
             f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
             f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
         ):
-            votes = knn_votes(
-                features_ND,
-                memory_MD,
-                labels_M,
-                classes=build.num_classes(config, train),
-                k=min(k, len(labels_M)),
-                temperature=temperature,
-            )
-            parts = zip(votes, labels_N.split(_CHUNK), strict=True)
-            place_N = torch.cat([places(votes_BK, labels_B) for votes_BK, labels_B in parts])
-        top1, top5 = (100.0 * (place_N < n).double().mean().item() for n in (1, 5))
-        if not world.is_main:
-            return DONE
+            numbers = {"classes": build.num_classes(config, train), "k": min(k, len(labels_M))}
+            place_N = neighbour_places(features_ND, labels_N, memory_MD, labels_M, temperature=temperature, **numbers)
         record: dict[str, Any] = {
             "split": split,
-            "top1": top1,
-            "top5": top5,
+            **{f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)},
             "count": len(labels_N),
             "k": k,
             "temperature": temperature,
@@ -141,15 +143,17 @@ def score_neighbours(
             "config_name": config.config_name,
             "preprocessing": build.preprocessing(config),
         }
-        _print_result(display, origin, record, "" if setup.preprocessing is None else ", as the weights say")
-        if file is not None:
+        if world.is_main:
+            _print_result(setup, origin, record)
+        if world.is_main and file is not None:
             write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
 
 
-def _print_result(display: Display, origin: Loaded, record: Mapping[str, Any], whose: str) -> None:
-    display.table("weights", origin.fitted.table())
-    display.table(
+def _print_result(setup: Setup, origin: Loaded, record: Mapping[str, Any]) -> None:
+    whose = "" if setup.preprocessing is None else ", as the weights say"
+    setup.display.table("weights", origin.fitted.table())
+    setup.display.table(
         f"{record['k']} nearest neighbours among {record['train_images']:,} training images, temperature "
         f"{record['temperature']:g}",
         [

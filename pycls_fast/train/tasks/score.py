@@ -147,10 +147,7 @@ def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tupl
     # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
     if config.model.num_classes in (None, 1000):
         return imagenet_wnids()
-    raise UserError(
-        f"weights: {found} does not name its classes, which data.eval_set needs, and model.num_classes="
-        f"{config.model.num_classes} is not ImageNet-1k's 1000"
-    )
+    raise UserError(f"weights: {found} does not name its classes, which data.eval_set needs")
 
 
 def _other_split(
@@ -215,32 +212,14 @@ def score(
             cannot be written, or out of memory.
     """
     with set_up(config, own_preprocessing=own_preprocessing) as setup:
-        world, display = setup.world, setup.display
+        world = setup.world
         file = output_file(output, world) if output is not None else None
         table = _table_file(predictions, world) if predictions is not None else None
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
-        scored = scored_split(setup.config, split, setup.weights, world, display)
+        scored = scored_split(setup.config, split, setup.weights, world, setup.display)
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
-        config, switches = setup.config, setup.switches
-        with enough_to_score(config, world):
-            network, origin = load_network(config, source, world, switches, for_training=False)
-            with display:
-                display.begin_evaluation(split, len(source))
-                batches = build.eval_batches(config, source, world, switches)
-                result = evaluate(
-                    ParallelModel(network, network, world.device),
-                    with_progress(batches, f"evaluating {split}", world, display),
-                    build.prepare(config, world.device, switches),
-                    build.autocast(config, world.device),
-                    world,
-                    config.loss.criterion(),
-                    eval_set=scored,
-                )
-        report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
-        if result.count == 0:
-            key = "split" if config.data.eval_set is None else "data.eval_root"
-            raise UserError(f"{key}: {split} has no image that can be scored")
+        origin, result = _evaluated(setup, split, scored)
         if world.is_main:
             facts, comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
@@ -252,6 +231,27 @@ def score(
         return DONE
 
 
+def _evaluated(setup: Setup, split: str, scored: EvalSet) -> tuple[Loaded, Evaluation]:
+    config, world, display, switches = setup.config, setup.world, setup.display, setup.switches
+    with enough_to_score(config, world), display:
+        network, origin = load_network(config, scored.source, world, switches, for_training=False)
+        display.begin_evaluation(split, len(scored.source))
+        batches = build.eval_batches(config, scored.source, world, switches)
+        result = evaluate(
+            ParallelModel(network, network, world.device),
+            with_progress(batches, f"evaluating {split}", world, display),
+            build.prepare(config, world.device, switches),
+            build.autocast(config, world.device),
+            world,
+            config.loss.criterion(),
+            eval_set=scored,
+        )
+    report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
+    if result.count == 0:
+        raise UserError(f"split: {split} has no image that can be scored")
+    return origin, result
+
+
 def _table_file(predictions: str, world: World) -> Path:
     """The path for the table, checked as by `output_file`."""
     file = user_path(predictions)
@@ -260,29 +260,17 @@ def _table_file(predictions: str, world: World) -> Path:
     return output_file(predictions, world, key="predictions")
 
 
-def _published_name(
-    config: RunConfig, path: Path | str, about: pretrained.Preprocessing | None, split: str
-) -> str | None:
-    """The weights' name in `published.WEIGHTS`; None if they were scored in another way than the number there.
+def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The published number of these weights and our difference from it, as rows and as a record.
 
-    Args:
-        config: what they were scored with.
-        path: the file, or the name of weights that were downloaded.
-        about: the weights' own preprocessing, if it was used.
-        split: what was scored; published numbers are for the original validation images.
+    Empty if none is known, or if they were scored in another way: published numbers are for the original validation
+    images. A file comes without preprocessing; its experiment's is the published one.
     """
-    if split != "val":
-        return None
-    if about is not None:
-        return about.weights
-    # A file comes without preprocessing; its experiment's is the published one.
-    known = published.EXPERIMENTS.get(config.config_name)
-    return known.weights if known is not None and isinstance(path, Path) and known.weights == path.name else None
-
-
-def _published_comparison(name: str | None, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The published number and our difference from it, as rows and as a record; empty if none is known."""
-    known = None if name is None else published.WEIGHTS.get(name)
+    about, experiment = setup.preprocessing, published.EXPERIMENTS.get(setup.config.config_name)
+    name = None if about is None else about.weights
+    if about is None and experiment is not None and isinstance(path, Path) and experiment.weights == path.name:
+        name = path.name
+    known = published.WEIGHTS.get(name) if name is not None and split == "val" else None
     if known is None:
         return [], {}
     where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
@@ -295,7 +283,7 @@ def _print_result(
 ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """Print the result; returns its names and values, and the published number as a record, if there is one."""
     display, taken = setup.display, setup.preprocessing
-    rows, comparison = _published_comparison(_published_name(setup.config, origin.path, taken, split), result.top1)
+    rows, comparison = _published(setup, split, origin.path, result.top1)
     whose = "" if taken is None else ", as the weights say"
     step = "" if origin.step is None else f", step {origin.step}"
     display.note(f"{origin.path} ({origin.kind} weights{step})")

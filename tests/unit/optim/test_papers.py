@@ -260,7 +260,7 @@ def test_a_faster_implementation_is_as_near_to_float64_as_the_loop(name: str, im
     assert 0 < fast <= 4 * reference
 
 
-needs_compiler = pytest.mark.skipif(not build.switch_values.has_compiler("cpu"), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 
 
 @pytest.mark.slow

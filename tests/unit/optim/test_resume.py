@@ -25,7 +25,7 @@ EVERY = [
     for implementation in facts.implementations
     if name != "adamw8bit"
 ]
-needs_compiler = pytest.mark.skipif(not build.switch_values.has_compiler("cpu"), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 
 # Rates for a network of this size on the digits.
 RATES = {"sgd": 0.1, "adamw": 1e-2, "lamb": 1e-1, "lion": 5e-3, "adafactor": 1e-2, "muon": 1e-2, "adamw8bit": 1e-2}

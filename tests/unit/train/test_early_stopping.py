@@ -12,6 +12,7 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.files import step_of
 from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.metrics import Clock
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
 from tests.factories import save_checkpoint
@@ -87,4 +88,4 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         folder.add_record("eval", step, step, split="val", weights="model", count=9, top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert step_of((folder.checkpoints / "best").resolve()) == best
-    assert summary_values(run, evaluations.records(), rate=1.0, step_seconds=1.0, memory=1)["best"]["step"] == best
+    assert summary_values(run, evaluations.records(), Clock(), 1)["best"]["step"] == best

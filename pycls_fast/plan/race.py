@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.build.device import cores_per_rank
-from pycls_fast.build.network import counted_model, model
+from pycls_fast.build import cores_per_rank, counted_model, model
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import World
@@ -97,11 +96,6 @@ def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images
     # What is for compiled code only goes with it, as in `switches`.
     gelu = config.speed.gelu
     return chosen.replace(compile="off", gelu=gelu)
-
-
-def cuda_precision(device: torch.device) -> Literal["amp_bf16", "amp_fp16"]:
-    """The fastest precision with float32 weights: tensor cores compute bfloat16 from Ampere on, float16 before it."""
-    return "amp_bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "amp_fp16"
 
 
 def shared_race(config: RunConfig, world: World) -> Race:

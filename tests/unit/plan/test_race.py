@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.build.race import Race
 from pycls_fast.config import load_config
 from pycls_fast.network import Network
 from pycls_fast.parallel import ALONE, World
+from pycls_fast.plan.race import Race, compile_if_it_pays, race
 from pycls_fast.speed import Speed
 from pycls_fast.train.resolving import with_precision
 
 # Its function has the same name.
-module = importlib.import_module("pycls_fast.build.race")
+module = importlib.import_module("pycls_fast.plan.race")
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     seen: list[Any] = []
     monkeypatch.setattr(module, "_seconds", lambda product, form: seen.append(product) or 1e-3)
     config = load_config(experiment, ["data.root=/nowhere", "data.image_size=64", *overrides])
-    found = build.race(config)
+    found = race(config)
     assert found.ratio == pytest.approx(1.0)
     *seen, in_fp32, in_bf16 = seen
     assert in_fp32 is in_bf16
@@ -96,7 +96,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_real_race_ends() -> None:
-    found = build.race(load_config("vit_digits"))
+    found = race(load_config("vit_digits"))
     assert found.ratio > 0
     assert found.seconds_per_image > 0
 
@@ -106,8 +106,8 @@ def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: in
     monkeypatch.setattr(module, "race", lambda config: Race("amp_bf16", 3.0, None, 0.01))
     config = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=null"])
     chosen = Speed(compile="model", gelu="polynomial")
-    found = build.compile_if_it_pays(config, chosen, ALONE, images=images)
+    found = compile_if_it_pays(config, chosen, ALONE, images=images)
     assert found.compile == compiled
     assert found.gelu == ("torch" if compiled == "off" else "polynomial")
     typed = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=model"])
-    assert build.compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen
+    assert compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen
