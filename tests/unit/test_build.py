@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,14 +14,13 @@ from pycls_fast import build, speed
 from pycls_fast.build import data as build_data
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.mix import Mixer
+from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
-from pycls_fast.models import DropPath
-from pycls_fast.models import resnet as resnet_module
-from pycls_fast.models import vit as vit_module
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.assemble import make_step
 
@@ -47,10 +46,6 @@ def vit(*overrides: str) -> RunConfig:
     return load_config("vit_digits", overrides)
 
 
-def drop_rates(model: nn.Module) -> list[float]:
-    return [module.rate for module in model.modules() if isinstance(module, DropPath)]
-
-
 class Recorder:
     """Stands in for a constructor and keeps what it was called with."""
 
@@ -69,52 +64,6 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType = build
 
 
 class TestModel:
-    def test_each_value_of_a_vit_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "VisionTransformer", vit_module)
-        config = vit(
-            "data.image_size=48", "model.patch_size=8", "model.width=24", "model.depth=3", "model.heads=3",
-            "model.mlp_width=20", "model.stem=conv", "model.stem_widths=[4,8]", "model.stem_strides=[2,4]",
-            "model.class_token=true", "model.registers=2", "model.classifier=pooled",
-            "model.classifier_norm=before_pool", "model.pre_logits=12", "model.positions=sincos2d",
-            "model.position_tokens=patches", "model.layer_scale=0.1", "model.qk_norm=true", "model.norm_eps=1e-4",
-            "model.drop_path=0.3", "model.drop_path_rule=constant", "model.init=trunc_normal",
-        )  # fmt: skip
-        switches = {
-            "attention": "sdpa_math", "layout": "batch_second", "qkv": "fused",
-            "sequence_padding": "64", "linear": "products", "gelu": "polynomial",
-            "patches": "product", "drop_path_compute": "skip",
-        }  # fmt: skip
-        build.model(config, 7, REFERENCE.replace(**switches))
-        assert calls == [
-            {
-                "image_size": 48, "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 20,
-                "num_classes": 7, "stem": "conv", "stem_widths": (4, 8), "stem_strides": (2, 4), "class_token": True,
-                "registers": 2, "classifier": "pooled", "classifier_norm": "before_pool", "pre_logits": 12,
-                "positions": "sincos2d", "position_tokens": "patches", "layer_scale": 0.1, "qk_norm": True,
-                "norm_eps": 1e-4, "init": "trunc_normal", "drop_path": 0.3, "drop_path_rule": "constant",
-                "attention": "sdpa_math",
-                "layout": "batch_second", "qkv": "fused", "sequence_padding": 64, "linear": "products",
-                "gelu": "polynomial", "patches": "product", "drop_path_compute": "skip",
-            }
-        ]  # fmt: skip
-
-    def test_each_value_of_a_resnet_arrives(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "ResNet", resnet_module)
-        config = load_config(
-            "resnet_digits",
-            [
-                "data.image_size=32", "model.depth=101", "model.stem=deep", "model.shortcut=pool", "model.groups=2",
-                "model.width_per_group=8", "model.zero_init_last_gamma=false", "model.drop_path=0.2",
-            ],
-        )  # fmt: skip
-        build.model(config, 7, REFERENCE.replace(convolution="products"))
-        assert calls == [
-            {
-                "depth": 101, "num_classes": 7, "stem": "deep", "shortcut": "pool", "groups": 2, "width_per_group": 8,
-                "zero_init_last_gamma": False, "drop_path": 0.2, "convolution": "products",
-            }
-        ]  # fmt: skip
-
     def test_initial_weights_are_the_seeds(self) -> None:
         states = [build.model(vit(f"seed={seed}"), 10, REFERENCE).state_dict() for seed in (1, 1, 2)]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -124,52 +73,11 @@ class TestModel:
         source = SyntheticImages(4, 8, 6, 0)
         assert build.num_classes(vit(), source) == 6
         assert build.num_classes(vit("model.num_classes=9"), source) == 9
-        with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for data with 6 classes; use"):
+        with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for 6 classes; use"):
             build.num_classes(vit("model.num_classes=5"), source)
 
 
 class TestData:
-    def test_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        transforms, samplers, datasets, loaders = (
-            record(monkeypatch, name) for name in ("TrainTransform", "TrainSampler", "ImageDataset", "make_loader")
-        )
-        config = vit(
-            *SYNTHETIC, "seed=11", "augment.crop=pad", "data.mean=[0.1,0.5,1.0]",
-            "optim.accumulation_steps=2", "data.num_workers=3", "data.prefetch_factor=5",
-        )  # fmt: skip
-        build.train_loader(config, SyntheticImages(24, 16, 3, 0), world(1, 2), FAST, start_step=4, steps=9)
-        assert transforms == [{"0": config.augment, "image_size": 16, "mean": (0.1, 0.5, 1.0)}]
-        assert samplers == [
-            {
-                "0": 24, "seed": 11, "global_batch_size": 8, "rank": 1, "world_size": 2, "start_step": 4,
-                "total_steps": 9, "accumulation_steps": 2, "order": None, "repeats": 1,
-            }
-        ]  # fmt: skip
-        assert (datasets[0]["seed"], datasets[0]["training"]) == (11, True)
-        assert {k: loaders[0][k] for k in ("num_workers", "pin_memory", "prefetch_factor")} == {
-            "num_workers": 3, "pin_memory": False, "prefetch_factor": 5,
-        }  # fmt: skip
-
-    def test_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        transforms, samplers, datasets = (
-            record(monkeypatch, name) for name in ("EvalTransform", "EvalSampler", "ImageDataset")
-        )
-        record(monkeypatch, "make_loader")
-        config = vit(
-            *SYNTHETIC,
-            "augment.eval_crop=border",
-            "data.mean=[0.1,0.5,1.0]",
-            "data.eval_batch_size=6",
-        )
-        build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 4), FAST)
-        assert transforms == [{"0": config.augment, "image_size": 16, "mean": (0.1, 0.5, 1.0)}]
-        assert samplers == [{"0": 10, "batch_size": 6, "rank": 1, "world_size": 4}]
-        assert datasets[0]["training"] is False
-        # Without one of its own: as many as in a microbatch of training.
-        config = vit(*SYNTHETIC, "data.eval_batch_size=null", "optim.accumulation_steps=2")
-        build.eval_loader(config, SyntheticImages(10, 16, 3, 0), world(1, 2), FAST)
-        assert samplers[1]["batch_size"] == 2
-
     def test_steps_of_an_epoch(self) -> None:
         assert [build.steps_per_epoch(vit("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [1, 1, 2]
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
@@ -179,8 +87,8 @@ class TestData:
     @pytest.mark.parametrize(
         ("ranks", "overrides", "says"),
         [
-            (8, ["augment.mixup_alpha=0.2"], r"^augment.mixup_alpha: mixing needs at least 2 images .* each of 8 ra"),
-            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.cutmix_alpha: .*=16, fewer parts"),
+            (8, ["augment.mixup_alpha=0.2"], r"^augment.mix_mode: mixing needs at least 2 images .* each of 8 ranks"),
+            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.mix_mode: .*, fewer parts"),
             (2, ["augment.mixup_alpha=0.2", "augment.mix_mode=pair", "data.global_batch_size=6"],
              r"^augment.mix_mode: pair needs an even number .*=6 leaves 3 to each of 2 ranks x optim.acc"),
         ],
@@ -190,21 +98,6 @@ class TestData:
             build.check_mixing(vit(*SYNTHETIC, *overrides), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
         build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
-
-    def test_preparing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = record(monkeypatch, "Prepare")
-        config = vit("data.mean=[0.1,0.2,0.3]", "data.std=[0.4,0.5,0.6]", "augment.erase_value=noise")
-        build.prepare(config, CPU, build.switches(config, CPU))
-        assert calls == [
-            {
-                "0": (0.1, 0.2, 0.3),
-                "1": (0.4, 0.5, 0.6),
-                "dtype": torch.float32,
-                "erase_value": "noise",
-                "memory_format": "channels_last",
-                "device": CPU,
-            }
-        ]
 
     def test_mixing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert build.mixer(vit()) is None
@@ -231,24 +124,9 @@ class TestData:
         with pytest.raises(UserError) as caught:
             build.microbatch_size(vit("optim.accumulation_steps=2"), world(0, 3))
         assert caught.value.lines == (
-            "data.global_batch_size: 64 is not divisible by 3 ranks x optim.accumulation_steps=2; use 60 or 66",
+            "data.global_batch_size: 64 is not divisible by 3 ranks x optim.accumulation_steps=2; use 60 or 66, or, "
+            "to keep the batch of a run that resumes, other ranks or accumulation steps",
         )
-
-    @pytest.mark.parametrize(
-        ("batch", "accumulation", "ranks", "way_out"),
-        [
-            (4096, 8, 24, "run it on 16 or 32 ranks"),
-            (72, 8, 4, "use optim.accumulation_steps=9"),
-            (16, 1, 24, "run it on 16 ranks"),
-        ],
-    )
-    def test_a_resumed_run_keeps_its_batch(self, batch: int, accumulation: int, ranks: int, way_out: str) -> None:
-        config = vit(f"data.global_batch_size={batch}", f"optim.accumulation_steps={accumulation}")
-        with pytest.raises(UserError) as caught:
-            build.microbatch_size(config, world(0, ranks), resumes=True)
-        assert str(caught.value).endswith(way_out)
-        with pytest.raises(UserError, match=r"; use \d+ or \d+$"):
-            build.microbatch_size(config, world(0, ranks))
 
 
 class TestOptimizing:
@@ -433,3 +311,40 @@ class TestOptimizing:
         network = build.model(config, 10, REFERENCE)
         with pytest.raises(UserError, match=r"^loss\.bce_threshold: .* makes every class a 1: with 10 classes"):
             make_step(config, network, world(), REFERENCE, steps_per_epoch=7)
+
+
+SOURCE = SyntheticImages(24, 16, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sides"),
+    [("[[0,8],[2,12]]", [8] * 6 + [12] * 3), ("[[1,8]]", [16] * 3 + [8] * 6), ("[]", [16] * 9)],
+)
+def test_the_size_of_training_images_by_epoch(schedule: str, sides: list[int]) -> None:
+    """Three steps are an epoch."""
+    config = load_config("resnet_digits", [*SYNTHETIC, "data.image_size=16", f"data.image_size_schedule={schedule}"])
+    switches = build.switches(config, CPU)
+    loader = build.train_loader(config, SOURCE, world(), switches, start_step=0, steps=9)
+    assert [tuple(batch.images_BHWC.shape[1:3]) for batch in loader] == [(side, side) for side in sides]
+
+
+class Seen(Source, name="seen"):
+    """A source of a user's own file."""
+
+    opened: ClassVar[list[tuple[str, Opening]]] = []
+
+    def open(self, root: str, how: Opening) -> dict[str, Images]:
+        self.opened.append((root, how))
+        return {}
+
+
+class TestSources:
+    def opened(self, *overrides: str, **how: bool) -> tuple[str, Opening]:
+        build.sources(vit("data=seen", "seed=4", *overrides), ALONE, **how)
+        return Seen.opened.pop()
+
+    def test_a_dataset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert self.opened("data.root=s3://somebody/birds") == ("s3://somebody/birds", Opening(seed=4, processes=4))
+        assert self.opened("data.root=/birds", whole=True)[1].whole
+        assert self.opened("data.root=/birds", index_all=True) == ("/birds", Opening(4, index_all=True, processes=4))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import get_args
@@ -157,24 +154,14 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
     ("arguments", "line"),
     [
         (["weights=nowhere"], "weights: nowhere is neither a weights file nor a run folder with a checkpoint"),
-        (["format=onnx"], "output: format=onnx writes a file net.onnx; use that name"),
-        (["format=program", "output=net.pt"], "output: format=program writes a file net.pt2; use that name"),
-        (["format=timm"], "output: format=timm writes a folder; call it net"),
-        (["format=timm", "output=run"], "output: run exists; give another name, or overwrite=true"),
+        (["format=onnx"], "output: format=onnx writes a file net.onnx; give another path"),
+        (["format=timm"], "output: format=timm writes a folder net; give another path"),
+        (["format=timm", "output=run"], "output: run exists; use overwrite=true"),
         (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
         (["format=onnx", "output=n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
-        (["format=pickle"], 'format: must be one of safetensors, timm, onnx, program; got "pickle"'),
-        (["output=net.pt"], "output: the file is in the safetensors format; call it net.safetensors"),
-        (
-            ["output=there.safetensors/net.safetensors"],
-            "output: there.safetensors/net.safetensors cannot be written (File exists); give another path",
-        ),
-        (["output=there.safetensors"], "output: there.safetensors exists; give another name, or overwrite=true"),
-        ([f"output={'a' * 300}.safetensors"], ".safetensors cannot be written (File name too long); give another path"),
+        (["output=there.safetensors/net.safetensors"], "net.safetensors cannot be written (File exists)"),
+        (["output=there.safetensors"], "output: there.safetensors exists; use overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
-        (["dtype=int8"], 'dtype: must be one of float32, bfloat16, float16; got "int8"'),
-        (["wieghts=x"], "wieghts: unknown key; did you mean weights?"),
-        (["--weights"], "cannot read '--weights' on the command line; write key=value"),
     ],
 )
 def test_mistakes_get_a_line(
@@ -241,12 +228,6 @@ def test_only_exported_files_of_a_folder_are_overwritten(
     assert Path(".git/HEAD").read_text() == Path("README.md").read_text() == "ours"
 
 
-def test_a_half_format_for_timm(drawn: Path, tmp_path: Path) -> None:
-    export(str(drawn), str(tmp_path / "out"), which="auto", dtype="bfloat16", overwrite=False, format="timm")
-    kinds = {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()}
-    assert kinds == {torch.bfloat16}
-
-
 def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     file = tmp_path / "net.onnx"
@@ -275,15 +256,6 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_the_weights_that_were_asked_for(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "two", "optim.ema_decay=0.9", ema=True)
-    for which in ("model", "ema"):
-        export(str(run), str(tmp_path / which), which=which, dtype=None, overwrite=False, format="timm")
-        tensors = load_file(tmp_path / which / "model.safetensors")
-        head: object = pycls_fast.load(run, which=which).network.head.weight  # type: ignore[union-attr]
-        assert torch.equal(tensors["head.weight"], head)  # type: ignore[arg-type]
 
 
 def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) -> None:
@@ -335,13 +307,3 @@ def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:
     write(drawn, tmp_path / "net.safetensors")
     (tmp_path / "plain").touch()
     assert (tmp_path / "net.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-@pytest.mark.slow
-def test_the_command_line(run_dir: Path) -> None:
-    """Without an experiment or an installed package; a mistake is status 2 without a traceback."""
-    command = [sys.executable, str(ROOT / "tools" / "export_net.py"), f"weights={run_dir}", "output=net.pt"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=run_dir, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: output: the file is in the safetensors format; call it net.safetensors\n"
