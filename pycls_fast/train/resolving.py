@@ -60,11 +60,10 @@ def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | N
             threads = None if threads is None else min(threads, build.cores_per_rank())
         return config.with_values(precision={"name": precision}, runtime={"threads": threads})
     if world.device.type == "cuda":
-        chosen: str = build.cuda_precision(world.device)
-    else:
+        precision = build.cuda_precision(world.device) if precision == "auto" else precision
+    elif precision == "auto" or threads is None:
         found = shared_race(config, world)
-        chosen, threads = found.format, threads or found.threads
-    precision = chosen if precision == "auto" else precision
+        precision, threads = found.format if precision == "auto" else precision, threads or found.threads
     return config.with_values(precision={"name": precision}, runtime={"threads": threads})
 
 

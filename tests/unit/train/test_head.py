@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycls_fast.train.head import PENALTIES, _path, _rotated, fit_logistic
+from pycls_fast.train.head import PENALTIES, fit_logistic
 
 
 def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,14 +52,3 @@ def test_hardly_any_images(counts: list[int]) -> None:
     head = fit_logistic(features, labels, len(counts))
     assert torch.isfinite(head.weight_KD).all()
     assert ((features @ head.weight_KD.T + head.bias_K).argmax(1) == labels).double().mean() >= 0.6
-
-
-def test_another_basis_gives_the_same_head() -> None:
-    features, labels = clusters([8, 8], 32, 1.0)
-    features = features - features.mean(0)
-    rotated, basis = _rotated(features.double())
-    assert rotated.shape == (16, 16)
-    assert torch.allclose(torch.from_numpy(rotated) @ basis, features.double())
-    ((direct, _),) = _path(features.double().numpy(), labels.numpy(), 2, (0.1,))
-    ((found, _),) = _path(rotated, labels.numpy(), 2, (0.1,))
-    assert torch.allclose(torch.from_numpy(found) @ basis, torch.from_numpy(direct), atol=2e-3)

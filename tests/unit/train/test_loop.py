@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pycls_fast.config import load_config
@@ -17,11 +19,9 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import loop, saving, train
-from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.metrics import Clock, StepMemory
+from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 from pycls_fast.train.validation import objective as objective_of
@@ -37,40 +37,6 @@ SMALL = (
 def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
     assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == 0
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_each_run_of_a_process_has_its_own_peak_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-
-    def peak(memory: StepMemory) -> int:
-        steps.append("read")
-        return 1
-
-    monkeypatch.setattr(loop, "reset_memory_peak", lambda device: steps.append(f"reset {device}"))
-    monkeypatch.setattr(StepMemory, "bytes", peak)
-    run(tmp_path, "schedule.max_steps=1")
-    run(tmp_path, "schedule.max_steps=2")
-    assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
-        "reset cpu", "read", "reset cpu", "read",
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_logging_counts_and_a_clean_run_exchanges_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, reports = RunFolder.add_record, []
-
-    def slowly(self: RunFolder, *arguments: Any, **values: Any) -> dict[str, Any]:
-        time.sleep(0.1)
-        return add(self, *arguments, **values)
-
-    monkeypatch.setattr(RunFolder, "add_record", slowly)
-    monkeypatch.setattr(Loop, "_report_damage", lambda self, done: reports.append(done))
-    records = run(tmp_path, "runtime.checkpoint_async=false")
-    steps = {record["step"]: record["step_seconds"] for record in records if record["kind"] == "train"}
-    # The interval after an evaluation begins after it.
-    assert min(steps[step] for step in (2, 3, 5, 6)) >= 0.1
-    assert reports == [3, 6]
 
 
 @pytest.mark.slow
@@ -109,20 +75,6 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
     names = ("step_seconds", "images_per_second", "data_wait_fraction")
     rates = [tuple(record[name] for name in names) for record in steps]
     assert rates == [pytest.approx((4.0, 16.0, 0.25))] * 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
-def test_evaluations_report_the_loss_of_the_training(tmp_path: Path, loss: str) -> None:
-    """Predictions have that of a softmax in any case. Probabilities are sigmoids after a training with them."""
-    records = run(tmp_path, f"loss={loss}", "schedule.max_steps=3", "optim.lr=0.01")
-    (evaluation,) = (record for record in records if record["kind"] == "eval")
-    found = Predictions.load(tmp_path / "predictions.npz")
-    right_N = found.predicted_N == found.labels_N
-    assert right_N.any()
-    softmax = evaluation["loss"] == pytest.approx(found.losses_N.mean(), rel=1e-4)
-    likely = np.exp(-found.losses_N[right_N]) == pytest.approx(found.probabilities_N[right_N], rel=1e-4)
-    assert softmax == likely == (loss == "cross_entropy")
 
 
 @pytest.mark.slow
@@ -205,3 +157,63 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
 ) -> None:
     """None for a record without the number."""
     assert objective_of({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
+
+
+@pytest.fixture
+def _every_interval_has_an_image_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = DivergenceCheck.check
+
+    def overflows(self: DivergenceCheck, done: int, loss: float, skipped: int, steps: int) -> None:
+        check(self, done, loss, skipped, steps)
+        self._loss = math.nan
+
+    monkeypatch.setattr(DivergenceCheck, "check", overflows)
+
+
+def evaluated_and_saved(tmp_path: Path, *overrides: str, status: int = 0) -> list[tuple[str, int]]:
+    """Kind and step of the evaluations and checkpoints."""
+    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == status
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    return [(record["kind"], record["step"]) for record in records if record["kind"] in ("eval", "checkpoint")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_every_interval_has_an_image_that_overflows")
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous: str) -> None:
+    found = evaluated_and_saved(
+        tmp_path, f"runtime.checkpoint_async={asynchronous}", "runtime.checkpoint_every_steps=2"
+    )
+    assert [step for kind, step in found if kind == "checkpoint"] == [3, 6]
+    assert [step for kind, step in found if kind == "eval"] == [3, 6]
+    best = json.loads((tmp_path / "summary.json").read_text())["best"]
+    assert step_of((tmp_path / "checkpoints" / "best").resolve()) == best["step"]
+
+
+@pytest.mark.slow
+def test_a_step_with_the_weights_of_the_last_checkpoint_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is that tried at every step that is logged."""
+
+    def all_skipped(self: DivergenceCheck, done: int, *numbers: Any) -> None:
+        self._loss, self._weights_changed = 2.0, False
+
+    monkeypatch.setattr(DivergenceCheck, "check", all_skipped)
+    found = evaluated_and_saved(tmp_path, "runtime.checkpoint_every_steps=2")
+    assert found == [("eval", 3), ("eval", 6), ("checkpoint", 6)]
+    assert re.findall(r"step (\d) is not saved:", capsys.readouterr().out) == ["2", "3", "4"]
+
+
+@pytest.mark.slow
+def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The memory of the first two is counted, in every operator.
+    run(tmp_path, "runtime.profile_step=3", "speed=reference")
+    out = capsys.readouterr().out
+    assert "steps 3 to 5: operators by time on the CPU, ms per step" in out
+    # Each of the two layers has a matrix product for query, key and value.
+    assert "aten::addmm" in out
+    with gzip.open(tmp_path / "profile" / "step_3.json.gz") as file:
+        trace = json.load(file)
+    updates = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("Optimizer.step")]
+    assert len(updates) == 3

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.metrics import Clock, TrainMetrics
-from tests.unit.train.test_graphs import batch, made
+from tests.unit.train.test_step import batch
+from tests.unit.train.test_step import made_of_graphs as made
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Loading other projects' weights for training and for scoring."""
+"""Loading other projects' weights for training and for scoring, and the preprocessing that they say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import torch
@@ -22,13 +23,13 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
+from pycls_fast.models import TimmNetwork, VisionTransformer
 from pycls_fast.models.export import timm_form
-from pycls_fast.models.pretrained import hubs, to_timm_vit
+from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.resolving import pin_weights, statistics
+from pycls_fast.train.resolving import pin_weights, resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights, restore
 
 T = TypeVar("T")
@@ -83,25 +84,6 @@ def timm_folder(path: Path, state: dict[str, Tensor], architecture: str, **about
     save_file(state, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"architecture": architecture, "pretrained_cfg": about}))
     return path
-
-
-@pytest.mark.parametrize(
-    ("about", "size"),
-    [({"input_size": [3, 384, 384]}, 384), ({"input_size": [3, 224, 224], "test_input_size": [3, 288, 288]}, 224),
-     ({"tag": "none"}, None)],
-)  # fmt: skip
-def test_weights_say_the_size_of_their_training_images(tmp_path: Path, about: dict[str, Any], size: int | None) -> None:
-    folder = timm_folder(tmp_path / "timm", to_timm_vit(vit(2).state_dict()), "vit_tiny_patch16_224", **about)
-    assert load_weights(vit(2), folder, classes=AB).image_size == size
-
-
-def test_hubs_say_the_size_of_their_training_images() -> None:
-    sizes = {"timm:convnext_base.fb_in22k_ft_in1k_384": 384, "timm:resnet50.a1_in1k": 224,
-             "torchvision:vit_b_16.IMAGENET1K_SWAG_E2E_V1": 384}  # fmt: skip
-    for source, size in sizes.items():
-        about = pretrained.described(source, for_scoring=False)
-        assert about is not None
-        assert about.trained_size == size
 
 
 @pytest.mark.parametrize(
@@ -195,11 +177,6 @@ def test_weights_of_another_size_name_their_model(tmp_path: Path, other: dict[st
     assert "model=vit_digits model.patch_size=8 model.width=12" in str(caught.value)
 
 
-def test_no_such_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is neither a weights file nor a run folder .* or hf:ORG/NAME"):
-        load_weights(vit(2), tmp_path / "nowhere", classes=("a", "b"))
-
-
 class Toy(Network):
     """An architecture of a contributor's."""
 
@@ -277,14 +254,6 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
         restore("hf:me/cats")
 
 
-def test_a_revision_of_a_repository(hub: Hub) -> None:
-    save_file(vit(3).state_dict(), hub.cache / ("a" * 40) / "model.safetensors")
-    assert find_weights("hf:me/cats@v1") == hub.cache / ("a" * 40) / "model.safetensors"
-    assert hub.asked[-1][:2] == ("me/cats", "v1")
-    with pytest.raises(UserError, match=r"hf:me/cats@v9 could not be downloaded"):
-        find_weights("hf:me/cats@v9")
-
-
 def of_source(weights: str | None) -> RunConfig:
     return load_config("vit_digits", [] if weights is None else [f"weights={weights}"])
 
@@ -292,15 +261,6 @@ def of_source(weights: str | None) -> RunConfig:
 def saved_with(weights: str | None) -> Any:
     """What `pin_weights` reads of a checkpoint."""
     return SimpleNamespace(plain={"config": {"weights": weights}})
-
-
-def test_without_a_network_and_a_copy_the_weights_are_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(hubs, "from_hub", asked.append)
-    for reachable, expected in ((True, []), (False, ["timm:resnet50"])):
-        monkeypatch.setattr(hubs, "_reachable", lambda reachable=reachable: reachable)
-        assert pin_weights(of_source("timm:resnet50"), ALONE).weights == "timm:resnet50"
-        assert asked == expected
 
 
 @pytest.mark.slow
@@ -339,3 +299,84 @@ def test_the_first_rank_of_each_node_asks_the_hub(hub: Hub) -> None:
         asked.append([revision for _, revision, _ in hub.asked])
         hub.asked.clear()
     assert asked == [[None], [], ["b" * 40], []]
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def test_hubs_say_it_without_a_download() -> None:
+    assert statistics("timm:vit_base_patch16_224.augreg_in21k_ft_in1k") == HALF
+    assert statistics("timm:deit_small_patch16_224.fb_in1k") == IMAGENET
+    clip = statistics("timm:vit_base_patch16_clip_224.openai_ft_in1k")
+    assert clip is not None
+    assert clip[0] == tuple(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai_ft_in1k").mean)
+    assert clip not in (HALF, IMAGENET)
+    assert statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
+    assert statistics("torchvision:resnet50") == IMAGENET
+    # Squashed, not cut out, which matters for scoring alone.
+    assert statistics("timm:vit_base_patch16_siglip_224.webli") == HALF
+    for wrong in ("timm:no_such_model", "torchvision:resnet50.NO_SUCH_WEIGHTS"):
+        with pytest.raises(UserError, match="has no weights"):
+            statistics(wrong)
+
+
+def test_files_say_it_where_they_can(tmp_path: Path) -> None:
+    np.savez(tmp_path / "google.npz", a=np.zeros(1))
+    assert statistics(tmp_path / "google.npz") == HALF
+    config = {"data": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, "model": {}, "speed": {}}
+    save_file({"a": torch.ones(1)}, tmp_path / "ours.safetensors", metadata={"config": json.dumps(config)})
+    assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
+    assert statistics(tmp_path / "mute.safetensors") is None
+    (tmp_path / "timm").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "timm/model.safetensors")
+    kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    (tmp_path / "timm/config.json").write_text(json.dumps(kept))
+    assert statistics(tmp_path / "timm/model.safetensors") == HALF
+    # A link in another folder, of whatever name; one beside a config.json of its own.
+    (tmp_path / "links").mkdir()
+    for link in ("links/my.safetensors", "links/latest.v1", "timm/latest.v1"):
+        (tmp_path / link).symlink_to(tmp_path / "timm/model.safetensors")
+        assert statistics(tmp_path / link) == HALF, link
+    own = {**kept, "pretrained_cfg": {"mean": [0.25] * 3, "std": [0.5] * 3}}
+    (tmp_path / "links/config.json").write_text(json.dumps(own))
+    assert statistics(tmp_path / "links/my.safetensors") == ((0.25,) * 3, (0.5,) * 3)
+    # The same as links to files without a suffix, as in the Hugging Face cache.
+    (tmp_path / "snapshot").mkdir()
+    for number, name in enumerate(("model.safetensors", "config.json")):
+        (tmp_path / f"timm/{name}").rename(tmp_path / f"blob{number}")
+        (tmp_path / f"snapshot/{name}").symlink_to(tmp_path / f"blob{number}")
+    assert statistics(tmp_path / "snapshot") == HALF
+    assert statistics(tmp_path / "snapshot/model.safetensors") == HALF
+    torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
+    assert statistics(tmp_path / "mute.pth") is None
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> None:
+    np.savez(tmp_path / "google.npz", a=np.zeros(1))
+    own = [] if ask else ["data.normalization=configured"]
+    config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own])
+    said: list[str] = []
+    found = resolve_normalization(config, ALONE, note=said.append)
+    assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
+    assert found.data.normalization == "configured"
+    assert resolve_normalization(found, ALONE, note=said.append) == found
+    told = f"normalization: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, those of {tmp_path / 'google.npz'}"
+    assert said == [told] * ask
+
+
+def test_weights_that_do_not_say_it_are_reported(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
+    given = ["data.root=/nowhere", f"weights={tmp_path / 'mute.safetensors'}"]
+    for own, reported in (
+        ((), True),
+        (("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), False),
+        (("data.normalization=configured",), False),
+    ):
+        said: list[str] = []
+        resolve_normalization(load_config("finetune", [*given, *own]), ALONE, note=said.append)
+        assert [line.partition(" does not say how its images were normalised")[0] for line in said] == [
+            f"data.normalization: {tmp_path / 'mute.safetensors'}"
+        ] * reported

@@ -7,17 +7,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.build import data as build_data
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sampling import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
 from pycls_fast.train.evaluate import Predictions, predictions_csv
@@ -53,19 +50,6 @@ _CPU = torch.device("cpu")
 
 def full(*arguments: object, **options: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_batches(tool: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def sampler(count: int, **options: Any) -> EvalSampler:
-        sizes.append(options["batch_size"])
-        return EvalSampler(count, **options)
-
-    monkeypatch.setattr(build_data, "EvalSampler", sampler)
-    assert TOOLS[tool](config) == 0
-    assert set(sizes) == {128}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -130,20 +114,6 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
     first = next(index for index in range(200) if source.name(index) == rows[0]["image"])
     assert rows[0]["label"] == str(source.read(first)[1])
     assert rows[0]["class"] == source.classes[int(rows[0]["label"])]
-
-
-def test_sigmoids_for_a_network_of_sigmoids(config: RunConfig, tmp_path: Path) -> None:
-    likely, output = [], tmp_path / "scores.json"
-    for name in ("cross_entropy", "bce"):
-        chosen = load_config("vit_digits", [*BASE, f"weights={config.weights}", f"loss={name}"])
-        assert score(chosen, "val", str(output), predictions=str(tmp_path / "x.csv")) == 0
-        rows = read_table(tmp_path / "x.csv")
-        likely.append({row["image"]: float(row["probability"]) for row in rows})
-        # The table has the loss of a softmax in any case.
-        loss = sum(float(row["loss"]) for row in rows) / len(rows)
-        assert (json.loads(output.read_text())["loss"] == pytest.approx(loss, rel=1e-4)) == (name == "cross_entropy")
-    softmax, sigmoid = likely
-    assert max(abs(sigmoid[image] - softmax[image]) for image in softmax) > 0.01
 
 
 def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError, end_import
-from pycls_fast.train import folder, train
+from pycls_fast.train import train
 from pycls_fast.train.signals import stop_requests
 
 SMALL = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
@@ -124,19 +124,6 @@ def test_a_thread_catches_no_signals() -> None:
     assert stops == [False]
 
 
-def test_a_scheduler_that_requeues_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(number: int, frame: object) -> None:
-        raise RuntimeError("Job not requeued because: timed-out too many times.")
-
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    signal.signal(signal.SIGUSR2, refuse)
-    with stop_requests() as stop:
-        stop.training = True
-        send(signal.SIGUSR2)
-    with pytest.raises(UserError, match=r"^hydra.launcher.max_num_timeout: .*too many times; everything is saved"):
-        stop.call_launcher()
-
-
 @pytest.mark.parametrize("at", ["pycls_fast.train.start.build_parts", "pycls_fast.train.start.introduce"])
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))], ids=["INT", "TERM"]
@@ -172,30 +159,3 @@ def test_a_run_whose_training_begins_keeps_its_folder(
         train(load_config("vit_digits", typed))
     assert {path.name for path in tmp_path.glob("runs/*/*/*")} == left
     assert bool(left) == bool(list(tmp_path.iterdir()))
-
-
-def left_in(folder: folder.RunFolder) -> set[str]:
-    """The files of a run that described itself, or more, once it has ended."""
-    with folder:
-        folder.create()
-        assert folder.occupy() is None
-        folder.write_config({})
-    return {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else set()
-
-
-def test_a_folder_that_was_not_trained_in_goes(tmp_path: Path) -> None:
-    """After its lock, which lies in it. One that the user named stays."""
-    assert left_in(folder.RunFolder(tmp_path / "runs/experiment/time", remove_unused=True)) == set()
-    assert list(tmp_path.iterdir()) == []
-    assert left_in(folder.RunFolder(tmp_path / "mine")) == {"checkpoints", "config.yaml"}
-
-
-def test_a_folder_that_was_trained_in_stays(tmp_path: Path) -> None:
-    """Or in which the first step was about to be trained."""
-    unused = folder.RunFolder(tmp_path / "runs/experiment/a", remove_unused=True)
-    unused.create()
-    unused.add_record("train", 1, 0.1)
-    assert left_in(unused) == {"checkpoints", "config.yaml", "metrics.jsonl"}
-    unused = folder.RunFolder(tmp_path / "runs/experiment/b", remove_unused=True)
-    unused.keep()
-    assert left_in(unused) == {"checkpoints", "config.yaml"}

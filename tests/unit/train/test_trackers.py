@@ -225,19 +225,6 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
     assert re.search(f"warning: trackers: {service.package} failed .*not logged in", capsys.readouterr().out)
 
 
-def test_a_run_that_cannot_start_there_leaves_no_folder(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise PermissionError("not logged in")
-
-    service.on_start = fail
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="not logged in"):
-        train(load_config("vit_digits", [*SMALL, f"trackers=[tensorboard,{service.package}]"]))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("service", ["mlflow"], indirect=True)
 def test_refused_settings_leave_no_active_run(service: Service, tmp_path: Path) -> None:
     def refuse() -> None:

@@ -1,9 +1,12 @@
-"""Weighted neighbours against scikit-learn's."""
+"""Nearest neighbours against scikit-learn's, and what a sweep of learning rates says."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import pycls_fast
 from pycls_fast.config import load_config
+from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.knn import knn_votes, places, score_neighbours
+from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
 from tests.unit.inference.conftest import VIT, make_run
 
 
@@ -38,12 +43,6 @@ def test_equals_scikit_learn(k: int, temperature: float) -> None:
     shares = votes.softmax(dim=1)
     np.testing.assert_allclose(shares.numpy(), reference.predict_proba(features), rtol=1e-9, atol=1e-12)
     assert (votes.argmax(dim=1).numpy() == reference.predict(features)).all()
-
-
-def test_places_count_the_classes_ahead() -> None:
-    votes = torch.tensor([[3.0, 2.0, 2.0, 0.0], [0.0, 5.0, 5.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
-    for label, expected in ((0, [0, 4, 0]), (1, [1, 0, 4]), (2, [2, 1, 4]), (3, [4, 2, 4])):
-        assert places(votes.log(), torch.full((3,), label)).tolist() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.07, 0.01, 0.005, 0.0001])
@@ -100,3 +99,53 @@ def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digit
         # One of the 200 images may be between two classes.
         assert found[-1] == pytest.approx(100 * (reference.predict(features) == labels).mean(), abs=0.6)
     assert abs(found[0] - found[1]) > 2
+
+
+RATES = np.geomspace(1e-6, 10, 141).tolist()
+
+
+def curve(rate: float) -> float:
+    """Falls fastest per factor at 1e-3, is lowest at about 0.1, and back above its start a little later."""
+    return 2.3 - 1.5 / (1 + (1e-3 / rate) ** 2) + 40 * rate**3
+
+
+def test_finds_the_steepest_place_and_the_divergence() -> None:
+    verdict = interpret(RATES, [curve(rate) for rate in RATES])
+    assert verdict.suggested is not None
+    assert verdict.lowest is not None
+    assert verdict.diverges is not None
+    # Smoothing lags by some steps, each a factor of 1.12.
+    assert 1e-3 < verdict.suggested < 4e-3
+    assert 0.03 < verdict.lowest < 0.3
+    assert verdict.lowest < verdict.diverges < 1.0
+
+
+def test_a_loss_that_never_falls_suggests_nothing() -> None:
+    verdict = interpret(RATES, [1 + rate for rate in RATES])
+    assert verdict.suggested is None
+    assert verdict.diverges is not None
+    assert interpret(RATES[:1], [math.inf]).suggested is None
+
+
+@pytest.mark.slow
+def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[dict[str, Any]] = []
+
+    def note(step: Any, **changed: Any) -> Any:
+        changes.append(changed)
+        return dataclasses.replace(step, **changed)
+
+    monkeypatch.setattr(lr_range, "replace", note)
+    config = load_config(
+        "vit_digits",
+        [
+            "data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_train_images=24",
+            "data.synthetic_classes=3", "data.global_batch_size=8", "optim.lr_batch_size=4", "runtime.progress=plain",
+        ],
+    )  # fmt: skip
+    assert lr_range_test(config, steps=3, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path)) == 0
+    assert json.loads((tmp_path / "lr_find.json").read_text())["lr"] == pytest.approx([1e-4, 1e-3, 1e-2])
+    (changed,) = changes
+    assert [changed["schedule"](number) for number in range(3)] == pytest.approx([2e-4, 2e-3, 2e-2])

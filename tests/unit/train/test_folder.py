@@ -1,4 +1,4 @@
-"""The files of a run folder, after accidents as well."""
+"""The files of a run folder, after accidents as well, and those that tools write."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE
-from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.resume import choose_run_dir
+from pycls_fast.ledger.measure.gradients import count_gradients
+from pycls_fast.ledger.measure.numerics import measure_numerics
+from pycls_fast.train.folder import RunFolder, atomic_write, output_file, write_json
+from pycls_fast.train.tasks import score as scoring
+from pycls_fast.train.tasks.knn import score_neighbours
+from pycls_fast.train.tasks.lr_range import lr_range_test
+from pycls_fast.train.tasks.score import score
 
 NUMBERS = {"loss": 1.0, "images_per_second": 10.0}
 
@@ -120,17 +126,6 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-02_03-04-05")
-    paths = [choose_run_dir(load_config("vit_digits", [f"seed={seed}"]), ALONE)[0] for seed in (0, 1)]
-    assert [path.name for path in paths] == ["2026-01-02_03-04-05", "2026-01-02_03-04-05~2"]
-    assert choose_run_dir(load_config("vit_digits", ["run_dir=mine"]), ALONE) == (Path("mine"), False)
-    assert not Path("mine").exists()
-
-
 @pytest.mark.slow
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """The next one waits for who leaves, and nothing is left of a killed one."""
@@ -149,3 +144,76 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         with folder:
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
+    "score": lambda config, output: score(config, "val", output),
+    "knn": lambda config, output: score_neighbours(config, k=1, temperature=1.0, split="val", output=output),
+    "lr_find": lambda config, output: lr_range_test(config, steps=2, lr_min=0.1, lr_max=1.0, output=output),
+    "numerics": lambda config, output: measure_numerics(config, steps=1, output=output),
+    "gradients": lambda config, output: count_gradients(config, steps=1, warmup_steps=0, loss_scale=1.0, output=output),
+}
+
+
+def test_folders_are_made_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = output_file("~/new/folder/a.json")
+    assert file == tmp_path / "new/folder/a.json"
+    assert not list(file.parent.iterdir())
+    name = os.fsdecode(b"caf\xe9")
+    write_json(file, {"name": name, "class": "caf\u00e9"})
+    assert json.loads(file.read_text(encoding="utf-8")) == {"name": name, "class": "caf\u00e9"}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^output: .* is a folder; give the path of a file$"):
+        output_file(tmp_path)
+    with pytest.raises(UserError, match=r"^output: .*file/a.json cannot be written \(.*\); give another path$"):
+        output_file(tmp_path / "file/a.json")
+    with pytest.raises(UserError, match=r"^predictions: is empty; give the path of a file, or leave predictions= out$"):
+        output_file("", key="predictions")
+    for length in (255, 300):
+        with pytest.raises(UserError, match=r"cannot be written \(File name too long\); give another path$"):
+            output_file(tmp_path / ("a" * length))
+    file = output_file(tmp_path / "a.json")
+    file.mkdir()
+    with pytest.raises(UserError, match=r"^output: .*a.json could not be written \(Is a directory\)$"):
+        write_json(file, {})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "there" / "a.json"
+    link.symlink_to("there/a.json")
+    for number in (1, 2):
+        write_json(output_file(link), {"number": number})
+        assert link.is_symlink()
+        assert json.loads(target.read_text()) == {"number": number}
+    assert not target.is_symlink()
+
+
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("before")
+    with pytest.raises(UnicodeEncodeError), atomic_write(tmp_path / "a") as temporary:
+        temporary.write_text("half\ud800", encoding="utf-8")
+    assert (tmp_path / "a").read_text() == "before"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*arguments: object, **options: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(build, "sources", work)
+    monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
+    monkeypatch.setattr(scoring, "opened", lambda weights, world: None)
+    (tmp_path / "file").touch()
+    config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])
+    run = partial(TOOLS[tool], config)
+    with pytest.raises(UserError, match=r"^output: .* cannot be written \(.*\); give another path$"):
+        run(str(tmp_path / "file/a.json"))
+    with pytest.raises(AssertionError, match="too late"):
+        run(str(tmp_path / "new/a.json"))

@@ -1,0 +1,389 @@
+"""Scores against a plain computation, whatever the batches are; of single classes; which evaluation is the best."""
+
+from __future__ import annotations
+
+import tracemalloc
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, precision_score, recall_score
+from torch import Tensor, nn
+
+from pycls_fast.config import load_config
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import Prepare
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.eval_sets import EvalSet
+from pycls_fast.files import step_of
+from pycls_fast.losses import Criterion
+from pycls_fast.parallel import ALONE, ParallelModel
+from pycls_fast.train import pictures as drawing
+from pycls_fast.train.evaluate import (
+    Confusion,
+    Evaluation,
+    Predictions,
+    calibration_error,
+    class_scores,
+    confusion,
+    evaluate,
+    mistakes,
+)
+from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.metrics import Clock
+from pycls_fast.train.pictures import _shares, draw_confusion
+from pycls_fast.train.trackers import Board
+from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
+from tests.factories import save_checkpoint
+
+CPU, SOFTMAX = torch.device("cpu"), Criterion()
+
+
+class Lookup(nn.Module):
+    """Logits that were chosen beforehand: an image's first value says which row."""
+
+    def __init__(self, logits_NK: Tensor) -> None:
+        super().__init__()
+        self.logits_NK = logits_NK
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        assert not self.training
+        return self.logits_NK[(images_BCHW[:, 0, 0, 0] * 255).round().long()]
+
+
+def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
+    images = torch.arange(len(labels_N), dtype=torch.uint8)[:, None, None, None].expand(-1, 2, 2, 3).contiguous()
+    parts = zip(images.split(sizes), labels_N.split(sizes), torch.arange(len(labels_N)).split(sizes), strict=True)
+    return [Batch(i, label, index, None) for i, label, index in parts]
+
+
+def score(
+    logits_NK: Tensor, labels_N: Tensor, sizes: list[int], criterion: Criterion = SOFTMAX, **rule: Tensor
+) -> Evaluation:
+    """Score the labels, or by the `rule` of an `EvalSet`."""
+    prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    model, source = Lookup(logits_NK), cast("Images", None)
+    model.train()
+    wrapped = ParallelModel(model, model, CPU)
+    eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
+    result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, eval_set=eval_set)
+    assert model.training
+    return result
+
+
+@pytest.mark.parametrize("sizes", [[100], [33, 33, 33, 1], [0, 100, 0], [7] * 14 + [2]])
+def test_equals_topk_and_cross_entropy(sizes: list[int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(100, 20, generator=generator, dtype=torch.float64)
+    labels = torch.randint(20, (100,), generator=generator)
+    result = score(logits, labels, sizes)
+    hits = logits.topk(5, dim=1).indices == labels[:, None]
+    assert result.count == 100
+    assert result.top1 == pytest.approx(hits[:, 0].double().mean().item() * 100)
+    assert result.top5 == pytest.approx(hits.any(dim=1).double().mean().item() * 100)
+    assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-12)
+    assert 0 < result.top1 < result.top5 < 100
+
+
+def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    labels = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
+    settings = ["loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.2", "loss.bce_reduction=sum"]
+    criterion = load_config("vit_digits", settings).loss.criterion()
+    assert criterion.sigmoid
+    result = score(logits, labels, [25, 15], criterion)
+    one_hot = F.one_hot(labels, 6).double()
+    expected = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none").sum(dim=1)
+    assert result.loss == pytest.approx(expected.mean().item(), rel=1e-12)
+    # Each image's stays comparable between runs.
+    assert result.predictions.losses_N.sum() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item())
+    # An image whose class is not among the outputs that count has no loss.
+    among = torch.tensor([0, 2, 3, 4, 5])
+    some = score(logits, labels, [40], criterion, among=among, answers_NM=labels[:, None])
+    assert some.count == (labels != 1).sum()
+    assert load_config("vit_digits", []).loss.criterion() == SOFTMAX
+
+
+def test_ties_do_not_all_count_as_right() -> None:
+    """A model that says nothing is right for one class only, as with argmax."""
+    labels = torch.arange(10)
+    result = score(torch.zeros(10, 10), labels, [10])
+    assert result.top1 == pytest.approx(10)
+    assert result.top5 == pytest.approx(50)
+
+
+def test_logits_that_are_no_numbers_are_wrong() -> None:
+    logits = torch.full((4, 10), float("nan"))
+    logits[0] = F.one_hot(torch.tensor(3), 10)
+    result = score(logits, torch.tensor([3, 0, 0, 0]), [4])
+    assert result.top1 == pytest.approx(25)
+    assert result.top5 == pytest.approx(25)
+
+
+def test_damaged_images_are_reported_and_not_counted() -> None:
+    (batch,) = batches(torch.tensor([0, 1]), [2])
+    damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
+    model, prepare = Lookup(torch.eye(2)), Prepare((0.0,) * 3, (1.0,) * 3)
+    result = evaluate(ParallelModel(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
+    assert result.count == 2
+    assert result.top1 == 100
+    assert result.damaged == (("x.png", "cut off"),)
+
+
+@pytest.mark.parametrize("sizes", [[40], [13, 0, 27]])
+def test_predictions_are_what_is_scored(sizes: list[int], tmp_path: Path) -> None:
+    logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.randint(5, (40,), generator=torch.Generator().manual_seed(1))
+    logits[3, 1:3], labels[3] = 9.0, 2
+    logits[7, 2], labels[7] = float("nan"), 2
+    result = score(logits, labels, sizes)
+    made = result.predictions
+    made.save(tmp_path / "predictions.npz")
+    kept = Predictions.load(tmp_path / "predictions.npz")
+    assert kept.indices_N.tolist() == list(range(40))
+    assert kept.labels_N.tolist() == labels.tolist()
+    assert 100 * (kept.predicted_N == kept.labels_N).mean() == pytest.approx(result.top1)
+    assert kept.predicted_N[[3, 7]].tolist() == [1, -1]
+    others = [i for i in range(40) if i not in (3, 7)]
+    assert kept.predicted_N[others].tolist() == logits.argmax(dim=1)[others].tolist()
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    assert kept.losses_N[others] == pytest.approx(expected[others].numpy(), rel=1e-6)
+    highest = logits.softmax(dim=1).amax(dim=1)
+    assert kept.probabilities_N[others] == pytest.approx(highest[others].numpy(), rel=1e-6)
+    assert np.isnan(kept.probabilities_N[7])
+    sigmoids = score(logits, labels, sizes, Criterion(sigmoid=True)).predictions.probabilities_N
+    assert sigmoids[others] == pytest.approx(logits.sigmoid().amax(dim=1)[others].numpy(), rel=1e-6)
+
+
+def test_predictions_of_several_right_classes_among_some() -> None:
+    """They are in the model's own classes, and say what the score says."""
+    logits = torch.randn(60, 9, generator=torch.Generator().manual_seed(0)).double()
+    answers_NM = torch.randint(-1, 9, (60, 2), generator=torch.Generator().manual_seed(1))
+    answers_NM[4] = -1
+    among = torch.tensor([1, 2, 4, 5, 7, 8])
+    result = score(logits, torch.zeros(60, dtype=torch.int64), [25, 35], among=among, answers_NM=answers_NM)
+    made = result.predictions
+    kept_NK = torch.full_like(logits, -torch.inf).index_copy(1, among, logits[:, among])
+    assert made.probabilities_N == pytest.approx(kept_NK.softmax(dim=1).amax(dim=1).numpy(), rel=1e-6)
+    assert made.predicted_N.tolist() == kept_NK.argmax(dim=1).tolist()
+    for label, loss, row_K, answers in zip(made.labels_N, made.losses_N, kept_NK, answers_NM.tolist(), strict=True):
+        right = [answer for answer in answers if answer in among.tolist()]
+        assert label == max(right, key=lambda answer: row_K[answer].item(), default=-1)
+        assert loss == pytest.approx(-row_K.log_softmax(dim=0)[label].item() if right else 0.0, rel=1e-5)
+    counted_N = made.labels_N >= 0
+    assert result.count == counted_N.sum() < 60
+    assert result.top1 == pytest.approx(100 * (made.predicted_N == made.labels_N)[counted_N].mean())
+    assert result.loss is None
+
+
+def predictions(labels: list[int], predicted: list[int]) -> Predictions:
+    count = len(labels)
+    whole = [np.array(values, dtype=np.int64) for values in (range(count), labels, predicted)]
+    zeros = np.zeros(count, dtype=np.float32)
+    return Predictions(*whole, zeros, zeros)
+
+
+def dense(counts: Confusion, classes: int) -> np.ndarray:
+    counts_KK = np.zeros((classes, classes), dtype=np.int64)
+    counts_KK[counts.right_C, counts.predicted_C] = counts.images_C
+    return counts_KK
+
+
+def sparse(counts_KK: np.ndarray) -> Confusion:
+    right_C, predicted_C = np.nonzero(counts_KK)
+    return Confusion(right_C, predicted_C, counts_KK[right_C, predicted_C])
+
+
+def test_equals_scikit_learn() -> None:
+    generator = np.random.RandomState(0)
+    labels, predicted = generator.randint(0, 7, 300), generator.randint(0, 7, 300)
+    found = predictions(labels.tolist(), predicted.tolist())
+    counts = confusion(found, 7)
+    assert (counts.images_C > 0).all()
+    assert (dense(counts, 7) == confusion_matrix(labels, predicted)).all()
+    scores = class_scores(found, [f"c{k}" for k in range(7)])
+    assert scores["class_top1"] == pytest.approx(100 * balanced_accuracy_score(labels, predicted))
+    assert scores["f1"] == pytest.approx(100 * f1_score(labels, predicted, average="macro"))
+    for name, function in (("precision", precision_score), ("f1", f1_score), ("top1", recall_score)):
+        expected = 100 * function(labels, predicted, average=None)
+        assert [row[name] for row in scores["classes"]] == pytest.approx(expected.tolist())
+    wrong_KK = confusion_matrix(labels, predicted)
+    np.fill_diagonal(wrong_KK, 0)
+    assert [row["taken_for"] for row in scores["classes"]] == [f"c{k}" for k in wrong_KK.argmax(axis=1)]
+    assert [row["times"] for row in scores["classes"]] == wrong_KK.max(axis=1).tolist()
+    assert sum(row["images"] for row in scores["classes"]) == 300
+
+
+def test_rows_say_what_a_class_was_taken_for() -> None:
+    # A class without images, an output that stands for no class, a score that is no number, an image without a label.
+    found = predictions([0, 0, 0, 0, 2, 2, -1], [0, 2, 2, 1, 5, -1, 0])
+    scores = class_scores(found, ["a", "b", "c"])
+    names = ("class", "images", "right", "top1", "precision", "f1", "taken_for", "times")
+    assert [tuple(row[name] for name in names) for row in scores["classes"]] == [
+        ("a", 4, 1, 25.0, 100.0, 40.0, "c", 2),
+        ("b", 0, 0, None, None, None, None, 0),
+        ("c", 2, 0, 0.0, 0.0, 0.0, None, 0),
+    ]
+    assert scores["class_top1"] == pytest.approx(12.5)
+    assert class_scores(predictions([], []), ["a", "b"])["class_top1"] is None
+    tied = class_scores(predictions([1, 1, 1, 1], [2, 0, 2, 0]), ["a", "b", "c"])["classes"][1]
+    assert (tied["taken_for"], tied["times"]) == ("a", 2)
+
+
+def test_many_classes_need_no_matrix() -> None:
+    """A table with ids as labels: 20,000 x 20,000 numbers are 3.2 GB."""
+    classes = [str(k) for k in range(20_000)]
+    found = predictions([*range(0, 20_000, 1000), 7, 7], [*range(5, 20_005, 1000), 19_999, 19_999])
+    tracemalloc.start()
+    try:
+        rows = class_scores(found, classes)["classes"]
+        shares_DD = _shares(confusion(found, 20_000), 20_000, 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100e6
+    assert shares_DD.shape == (1000, 1000)
+    assert rows[7] == {
+        "class": "7",
+        "images": 2,
+        "right": 0,
+        "top1": 0.0,
+        "precision": None,
+        "f1": 0.0,
+        "taken_for": "19999",
+        "times": 2,
+    }
+    assert rows[3000]["taken_for"] == "3005"
+    assert rows[19_999]["taken_for"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "most_cells"), [(2, 1500), (30, 1500), (300, 1500), (300, 70)])
+def test_any_number_of_classes_of_any_name_is_drawn(
+    count: int, most_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formulas, colours of emoji, line ends, bytes that are no text: warnings are errors here."""
+    monkeypatch.setattr(drawing, "_MOST_CELLS", most_cells)
+    names = [f"class {k}" for k in range(count)]
+    names[0], names[1] = "$x^{2 \\frac $ _ 🐻 猫\n\x00", "\udcff" + 50 * "long "
+    counts = np.random.RandomState(0).poisson(0.5, (count, count)) + np.diag(np.full(count, 9))
+    draw_confusion(sparse(counts), names, tmp_path / "confusion.png", "an $experiment")
+    with Image.open(tmp_path / "confusion.png") as picture:
+        width, height = picture.size
+        dark = (np.asarray(picture.convert("L")) < 100).mean()
+    assert 300 < height <= width < 3000
+    assert dark > 0.001
+    assert [file.name for file in tmp_path.iterdir()] == ["confusion.png"]
+
+
+def test_calibration_error() -> None:
+    """Half of the images at 0.6 are right, all at 0.9: (0.1 + 0.1) / 2."""
+    labels, predicted = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    found = Predictions(np.arange(4), labels, predicted, np.zeros(4), np.array([0.6, 0.6, 0.9, 0.9]))
+    assert calibration_error(found) == pytest.approx(0.1)
+    assert calibration_error(predictions([], [])) is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_planted_label_errors_come_first(seed: int) -> None:
+    """Logistic regression on half of scikit-learn's digits; a tenth of the other half's labels are wrong."""
+    images_ND, labels_N = load_digits(return_X_y=True)
+    order = np.random.RandomState(seed).permutation(len(labels_N))
+    train, rest = order[:900], order[900:]
+    model = LogisticRegression(C=1e-3, max_iter=500).fit(images_ND[train], labels_N[train])
+    own_NK = model.predict_proba(images_ND[rest])
+    given = labels_N[rest].copy()
+    planted = np.arange(0, len(rest), 10)
+    given[planted] = (given[planted] + 1 + planted // 10 % 9) % 10
+    found = Predictions(
+        np.arange(len(rest)),
+        given,
+        own_NK.argmax(axis=1),
+        -np.log(own_NK[np.arange(len(rest)), given]).astype(np.float32),
+        own_NK.max(axis=1).astype(np.float32),
+    )
+    first, doubted = mistakes(found, 10)
+    assert doubted.sum() >= 30
+    assert np.isin(first[doubted], planted).mean() >= 0.8
+    assert np.isin(first[: len(planted)], planted).mean() >= 0.8
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])
+def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]) -> None:
+    """And at the end."""
+    config = load_config("vit_digits", ["data.root=x", f"runtime.eval_every_epochs={every}"])
+    run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
+    evaluations = Evaluations(run, Board(), lambda: None)
+    assert [step for step in range(71) if evaluations.due(step)] == steps
+
+
+def test_steps_between_evaluations(tmp_path: Path) -> None:
+    """They replace the epochs."""
+    config = load_config("vit_digits", ["data.root=x", "runtime.eval_every_steps=30"])
+    run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
+    evaluations = Evaluations(run, Board(), lambda: None)
+    assert [step for step in range(71) if evaluations.due(step)] == [30, 60, 70]
+
+
+def test_the_first_of_the_best() -> None:
+    records = [
+        {"top1": 10.0, "loss": 3.0},
+        {"top1": 30.0, "loss": 2.0, "class_top1": None},
+        {"top1": 30.0, "loss": 1.0},
+        {"top1": 20.0, "loss": None, "class_top1": 40.0},
+        {"top1": 20.0, "loss": 1.0, "class_top1": 40.0},
+    ]
+    assert best_evaluation(records, "top1") == 1
+    assert best_evaluation(records, "loss") == 2
+    assert best_evaluation(records, "class_top1") == 3
+    assert best_evaluation([], "top1") is None
+    assert best_evaluation([{"top1": 0.0, "loss": float("nan")}, {"top1": 0.0, "loss": 9.0}], "loss") == 1
+
+
+def test_the_last_within_a_standard_error() -> None:
+    """Of 64 images at 80% that is 5 points."""
+    tops = [74.0, 70.0, 80.0, 74.9, 75.1, 74.5]
+    records = [{"top1": top1, "loss": step, "count": 64, "step": step} for step, top1 in enumerate(tops, start=1)]
+    assert best_evaluation(records, "top1") == 2
+    assert best_evaluation(records, "top1", 1.0) == 4
+    assert best_evaluation(records, "top1", 1.2) == 5
+    assert best_evaluation(records, "loss", 1.0) == 0
+    assert best_evaluation([{**records[0], "count": 10**9}, *records[1:]], "top1", 0.5) == 2
+
+
+def test_few_images_that_are_all_right_have_an_error() -> None:
+    records = [{"top1": top1, "count": 10} for top1 in (100.0, 90.0, 80.0)]
+    assert best_evaluation(records, "top1", 1.5) == 1
+
+
+@pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
+def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: str, best: int) -> None:
+    """By the metric of early stopping, and the first where several are as good."""
+    folder = RunFolder(tmp_path)
+    world = SimpleNamespace(size=1, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(
+        folder=folder,
+        parts=SimpleNamespace(
+            step=SimpleNamespace(ema=None), complexity=SimpleNamespace(parameters=1, forward_flops=1)
+        ),
+        config=load_config("vit_digits", ["data.root=x", f"schedule.best_metric={metric}"]),
+        world=world,
+        total_steps=5,
+        epoch=float,
+        seconds=lambda: 1.0,
+    )
+    evaluations = Evaluations(run, Board(), lambda: None)
+    for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
+        save_checkpoint({"step": step}, folder.checkpoints, step, keep=2)
+        folder.add_record("eval", step, step, split="val", weights="model", count=9, top1=top1, loss=loss)
+        evaluations.keep_if_best()
+    assert step_of((folder.checkpoints / "best").resolve()) == best
+    assert summary_values(run, evaluations.records(), Clock(), 1)["best"]["step"] == best

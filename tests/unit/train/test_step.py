@@ -1,0 +1,376 @@
+"""One training step: its microbatches, what the host reads, and the same step replayed as a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.data.batch import Batch
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.parallel import ALONE, World, place_model
+from pycls_fast.speed import SWITCHES
+from pycls_fast.train.assemble import make_step
+from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep, Tape
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+# item() and what has to know values to know its result's size.
+OPERATORS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten.equal, aten._unique2}
+# With booleans as indices: how many are true is read.
+MASKED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# What copies to the host without an operator when it is there already.
+METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+
+
+class Methods(TorchFunctionMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METHODS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class HostReads(TorchDispatchMode):
+    """Names of what the host waits for, but for the step counters of optimizers, which torch keeps on the host."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._methods = Methods(self.found)
+        state = optimizer.state.values() if optimizer is not None else []
+        self._counters = {id(values["step"]) for values in state if "step" in values}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = func.overloadpacket in MASKED and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masked or (func.overloadpacket in OPERATORS and id(args[0]) not in self._counters):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self._methods.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._methods.__exit__(*error)
+
+
+def reads(name: str, *overrides: str) -> list[str]:
+    """Of the second step of training; the first makes the optimizer's state."""
+    config = load_config(
+        name,
+        ["data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
+         "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.erase_probability=0.5",
+         "schedule.warmup_epochs=0", *overrides],
+    )  # fmt: skip
+    chosen = build.switches(config, CPU)
+    network = place_model(build.model(config, 10, chosen), ALONE, memory_format=chosen.memory_format).train()
+    step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
+    metrics = TrainMetrics(CPU, read=chosen.metrics)
+    parts = config.optim.microbatches
+    batches = [synthetic_batch(8 // parts, 16, 10, erase_probability=0.5, seed=n, device=CPU) for n in range(parts)]
+    step(0, batches, metrics)
+    with HostReads(step.optimizer) as counted:
+        step(1, batches, metrics)
+    return counted.found
+
+
+VIT = ("vit_digits", "model.patch_size=4", "model.width=16", "model.depth=2", "model.mlp_width=24", "model.heads=2")
+RESNET = ("resnet_digits", "model.depth=18")
+
+
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+@pytest.mark.parametrize(
+    "arguments",
+    [VIT, (*VIT, "optim.accumulation_steps=2"), (*VIT, "precision=amp_bf16"), RESNET],
+    ids=["vit", "vit-microbatches", "vit-bf16", "resnet"],
+)
+def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
+    name, *overrides = arguments
+    assert reads(name, *overrides, f"speed.preset={preset}", "speed.metrics=interval") == []
+
+
+# In their order: a later one on the CPU asks for those before it.
+HOST_STAGES = ["normalize_on", "erase_on", "mix_on"]
+
+
+@pytest.mark.slow
+def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
+    """Each value that a CPU runs without a compiler, alone."""
+    counted = {}
+    for switch in SWITCHES.values():
+        name, *overrides = VIT if "vit" in switch.models else RESNET
+        for value in switch.values:
+            compiles = value == "budget" or switch.name in ("compile", "compile_mode")
+            if switch.device.get(value) or compiles:
+                continue
+            if switch.name in ("optimizer_compile", "cross_entropy", "gelu"):
+                continue
+            chosen = [f"speed.{switch.name}={value}"]
+            if value == "cpu" and switch.name in HOST_STAGES:
+                chosen = [f"speed.{name}=cpu" for name in HOST_STAGES[: HOST_STAGES.index(switch.name) + 1]]
+            # What drops samples on the host knows there which ones; it reads them from nowhere.
+            if value != "skip":
+                counted[f"{switch.name}={value}"] = reads(name, *overrides, "speed.preset=fast", *chosen)
+    # The loss and the norm of the gradients, once each.
+    assert counted.pop("metrics=step") == ["aten._local_scalar_dense.default"] * 2
+    assert counted == {key: [] for key in counted}
+    assert len(counted) > 25
+
+
+def test_a_log_interval_reads_once_and_is_seen() -> None:
+    metrics = TrainMetrics(CPU)
+    metrics.add_loss(torch.tensor(1.0))
+    with HostReads() as counted:
+        metrics.read(ALONE)
+    assert counted.found == ["tolist"]
+    for read in (lambda x: x.item(), bool, lambda x: int(x.sum()), lambda x: x[x > 0]):
+        with HostReads() as counted:
+            read(torch.ones(1))
+        assert len(counted.found) == 1
+
+
+MICROBATCHES = 4
+
+
+def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
+    config = load_config(
+        experiment,
+        [f"optim.accumulation_steps={MICROBATCHES}", "data.global_batch_size=16", "data.image_size=16",
+         "augment.mixup_alpha=0", "augment.cutmix_alpha=0", *overrides],
+    )  # fmt: skip
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    # A head of zeros would make the gradients of all other layers zero.
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    network = place_model(network, ALONE, memory_format=switches.memory_format)
+    step = make_step(config, network, ALONE, switches, 10)
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        Batch(
+            images_BHWC=torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8, generator=generator),
+            labels_B=torch.randint(0, 10, (4,), generator=generator),
+            indices_B=torch.arange(4),
+            erase_B4=None,
+            damaged=(),
+        )
+        for _ in range(MICROBATCHES)
+    ]
+    return step, network, batches
+
+
+SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")
+
+
+@pytest.mark.parametrize("precision", ["bf16_params", "bf16"])
+def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_copy(precision: str) -> None:
+    step, network, batches = made("vit_digits", f"precision={precision}", *SMALL)
+    largest = max(parameter.numel() for parameter in network.parameters())
+    copies: list[list[int]] = []
+    take = step.weights.take_gradients
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.ops.aten._to_copy.default:
+                copies[-1].append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    def counted() -> None:
+        copies.append([])
+        with Copies():
+            take()
+
+    step.weights.take_gradients = counted
+    step(0, batches, TrainMetrics(CPU))
+    assert len(copies) == MICROBATCHES
+    assert all(size < largest for sizes in copies for size in sizes)
+
+
+def test_gradients_are_gone_after_the_step() -> None:
+    """Nothing of them is left for the next forward pass, where memory peaks."""
+    step, network, batches = made("vit_digits", "speed=fast", *SMALL)
+    step(0, batches, TrainMetrics(CPU))
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])
+def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
+    step, _, batches = made("vit_digits", "speed=reference", *SMALL)
+    with pytest.raises(ValueError, match="zip"):
+        step(0, (2 * batches)[:count], TrainMetrics(CPU))
+
+
+SMALL_OF_GRAPHS = {
+    "vit": (
+        "vit_digits",
+        "model.patch_size=4",
+        "model.width=16",
+        "model.depth=2",
+        "model.mlp_width=24",
+        "model.heads=2",
+    ),
+    "resnet": ("resnet_digits", "model.depth=18"),
+}
+COMMON = (
+    "speed.preset=fast", "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
+    "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.mix_probability=0.7",
+    "augment.erase_probability=0.5", "augment.erase_value=noise", "schedule.warmup_epochs=2", "schedule.epochs=9",
+)  # fmt: skip
+STEPS = 9
+
+
+class OperatorTape(TorchDispatchMode):
+    """Records operators with their arguments; replays them on the same tensors, into the same memory.
+
+    Like a CUDA graph it repeats whatever number of the host was passed. Unlike one it computes while it records: the
+    first replay, of the same step, does nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.fresh = False
+
+    def warm_up(self, action: Action) -> None:
+        action()
+
+    def record(self, action: Action) -> None:
+        with self:
+            action()
+        self.fresh = True
+
+    def replay(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            return
+        with torch.no_grad():
+            for function, arguments, named, result in self.calls:
+                again = function(*arguments, **named)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old is not new:
+                        old.copy_(new)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        # Lists are emptied by who passed them.
+        kept = tuple(list(a) if isinstance(a, list) else a for a in args)
+        self.calls.append((func, kept, named, list(result) if isinstance(result, list) else result))
+        return result
+
+
+def made_of_graphs(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.Module, OperatorTape]:
+    name, *sizes = SMALL_OF_GRAPHS[kind]
+    config = load_config(name, [*sizes, *COMMON, *overrides])
+    switches = build.switches(config, CPU)
+    switches = switches.replace(cuda_graphs="on" if graphed else "off")
+    network = build.model(config, 10, switches)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        for parameter in network.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
+    tape = OperatorTape()
+    return make_step(config, network, ALONE, switches, steps_per_epoch=2, recorder=tape), network, tape
+
+
+def batch(step: int) -> Any:
+    return synthetic_batch(8, 16, 10, erase_probability=0.5, seed=step, device=CPU)
+
+
+def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    step, network, _ = made_of_graphs(kind, *overrides, graphed=graphed)
+    metrics = TrainMetrics(CPU)
+    numbers = []
+    for position in range(STEPS):
+        step(position, [batch(position)], metrics)
+        numbers.append(metrics.read(ALONE))
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    return numbers, {**state, **{f"average of {name}": value.clone() for name, value in step.ema.values.items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("vit", ()),
+        ("vit", ("optim.ema_every_steps=2", "loss=bce", "optim=sgd", "optim.lr=0.05")),
+        ("vit", ("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "precision=fp16_master")),
+        ("vit", ("precision=bf16_params", "model.classifier=pooled")),
+        ("vit", ("augment.mix_mode=elem",)),
+        ("resnet", ("speed.ema=loop",)),
+    ],
+    ids=["vit", "vit-bce-sgd", "vit-fp16-unmixed", "vit-bf16", "vit-elem", "resnet"],
+)
+def test_replayed_steps_are_the_steps(kind: str, overrides: tuple[str, ...]) -> None:
+    expected, plain = trained(kind, *overrides, graphed=False)
+    found, state = trained(kind, *overrides, graphed=True)
+    for right, number in zip(expected, found, strict=True):
+        assert number == pytest.approx(right, rel=2e-5)
+    assert len({round(number["loss"], 5) for number in found}) == STEPS
+    assert state.keys() == plain.keys()
+    # Of all that was trained; a key's bias has no gradient but rounding, which AdamW makes steps of.
+    names = [name for name in plain if not name.endswith("key.bias") and plain[name].is_floating_point()]
+    difference = sum(float((state[name].double() - plain[name].double()).norm() ** 2) for name in names) ** 0.5
+    size = sum(float(plain[name].double().norm() ** 2) for name in names) ** 0.5
+    assert difference <= (1e-5 if "bf16" not in " ".join(overrides) else 1e-3) * size
+    assert all(torch.equal(state[n], plain[n]) for n in plain if not plain[n].is_floating_point())
+
+
+def test_the_host_reads_nothing_and_what_the_graph_reads_stays_where_it_is() -> None:
+    step, network, tape = made_of_graphs("vit", graphed=True)
+    metrics = TrainMetrics(CPU)
+    places = []
+    for position in range(STEPS):
+        with HostReads(step.optimizer) as counted:
+            step(position, [batch(position)], metrics)
+        # The first step makes the optimizer's state, whose counters are not known before.
+        assert position == 0 or counted.found == []
+        kept: Tape = step.tape
+        assert kept.mixed_B is not None
+        held = [kept.images_BCHW, kept.labels_B, kept.mixed_B, kept.lam, kept.ema_share, metrics._sums]
+        held += [*network.parameters(), *step.ema.values.values()]
+        held += [value for state in step.optimizer.state.values() for value in state.values()]
+        held += [group["lr"] for group in step.optimizer.param_groups]
+        places.append([tensor.data_ptr() for tensor in held])
+        if position == WARM_UP:
+            recorded = len(tape.calls)
+    assert all(place == places[0] for place in places[1:])
+    assert recorded == len(tape.calls) > 100
+    assert float(step.optimizer.param_groups[0]["lr"]) == pytest.approx(step.schedule(STEPS - 1))
+
+
+@pytest.mark.slow
+def test_what_cannot_be_replayed_is_refused() -> None:
+    step, _, _ = made_of_graphs("vit", "augment.mixup_alpha=0", "augment.cutmix_alpha=0", graphed=True)
+    metrics = TrainMetrics(CPU)
+    step(0, [batch(0)], metrics)
+    with pytest.raises(ValueError, match="recorded with images"):
+        step(1, [synthetic_batch(4, 16, 10, erase_probability=0.5, seed=1, device=CPU)], metrics)
+    with pytest.raises(ValueError, match="the metrics that it was recorded with"):
+        step(1, [batch(1)], TrainMetrics(CPU))
+    with pytest.raises(ValueError):
+        step(1, [batch(1), batch(2)], metrics)
+    assert isinstance(step, GraphedStep)
+    config = load_config("vit_digits", [])
+    switches = build.switches(config, CPU).replace(cuda_graphs="on")
+    two = World(rank=0, size=2, device=CPU)
+    with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* this run has 2; use speed\.cuda_graphs=off"):
+        make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())
