@@ -152,8 +152,11 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     head = None
     if run.world.is_main and len(labels_N.unique()) > 1:
         head = fit_logistic(features_ND, labels_N, last.out_features)
-        votes = {"classes": last.out_features, "k": min(_NEIGHBOURS, len(labels_N)), "temperature": _TEMPERATURE}
-        knn = 100.0 * (neighbour_places(held_ND, held_N, features_ND, labels_N, **votes) < 1).double().mean().item()
+        outputs, k = last.out_features, min(_NEIGHBOURS, len(labels_N))
+        place_N = neighbour_places(
+            held_ND, held_N, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE
+        )
+        knn = 100.0 * (place_N < 1).double().mean().item()
         held_out = 100.0 * head.accuracy
         run.display.note(
             f"head: fitted to the features of {len(labels_N):,} images, {held_out:.2f}% of held-out ones right; "

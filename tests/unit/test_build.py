@@ -15,8 +15,8 @@ from pycls_fast.build import data as build_data
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.arrays import SyntheticImages
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.optim.weights import ModelWeights

@@ -14,7 +14,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.data.sources.synthetic import SyntheticImages
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.plan.race import Race
 from pycls_fast.train import start
 from pycls_fast.train.display import Display, plain_table, wide_console
