@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
@@ -193,11 +193,8 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 @contextmanager
-def enough_memory(mistake: str | Callable[[], str]) -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError`.
-
-    Args:
-        mistake: the message, which must contain `OUT_OF_MEMORY`, or a function that makes it.
+def enough_memory(mistake: str) -> Iterator[None]:
+    """Turn torch's out-of-memory error into a `UserError` with this message, which contains `OUT_OF_MEMORY`.
 
     Raises:
         UserError: out of memory.
@@ -207,34 +204,22 @@ def enough_memory(mistake: str | Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(mistake if isinstance(mistake, str) else mistake()) from error
+        raise UserError(mistake) from error
 
 
 @contextmanager
 def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
     """`enough_memory` for training, and `enough_images`."""
-
-    def mistake() -> str:
-        return (
-            f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
-            f"{config.data.global_batch_size}{_way_out(config, world)}; earlier checkpoints are kept"
-        )
-
+    per_rank = config.data.global_batch_size // world.data_size
+    steps = next((n for n in plan.divisors(per_rank) if n > config.optim.microbatches), None)
+    smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
+    mistake = (
+        f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+        f"{config.data.global_batch_size}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller "
+        "batch or model; earlier checkpoints are kept"
+    )
     with enough_memory(mistake), enough_images():
         yield
-
-
-def _way_out(config: RunConfig, world: World) -> str:
-    """What the memory plan says of a step that did not fit, and the smaller microbatches to try."""
-    made = plan.MemoryPlan(config, world.device, world.data_size)
-    try:
-        needs = f" (a step needs {plan.gigabytes(made.peak(config.optim.microbatches))} on each by the plan)"
-    except UserError:
-        # Whatever is computed can run out of memory, also what cannot be planned.
-        needs = ""
-    steps = next((n for n in reversed(made.parts()) if n > config.optim.microbatches), None)
-    smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
-    return f"{needs}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller batch or model"
 
 
 @contextmanager

@@ -30,12 +30,7 @@ _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with the commit of `weights`, its precision, and the global batch of the checkpoint.
 
-    All ranks call this.
-
-    Args:
-        config: the user's.
-        world: the ranks.
-        resumed_from: the checkpoint from which a run resumes.
+    All ranks call this. `resumed_from` is the checkpoint from which a run resumes.
 
     Raises:
         UserError: see `pin_weights`.
@@ -115,8 +110,7 @@ def with_saved_batch(config: RunConfig, world: World, resumed_from: Checkpoint |
 def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
     """The configuration with `weights=hf:ORG/NAME@COMMIT` for weights of the Hugging Face hub; all ranks call this.
 
-    Rank 0 asks the hub for the commit. The first rank of each other node then asks for that commit's list of files,
-    which the remaining ranks find in the cache.
+    Rank 0 asks the hub for the commit, and downloads what timm and torchvision name.
 
     Args:
         resumed_from: the checkpoint from which a run resumes, which does not load `weights`; it has the commit.
@@ -133,19 +127,11 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         saved = str(resumed_from.plain["config"]["weights"])
         pinned = saved if saved.partition("@")[0] == source.partition("@")[0] else source
     else:
-        pinned = _pinned_by_all(source, world)
+        pinned, mistakes = world.from_main(_asked(source) if world.is_main else (source, ()))
+        if mistakes:
+            # A rank that raised its own error would leave the others waiting for it.
+            raise UserError(*mistakes)
     return config.model_copy(update={"weights": pinned})
-
-
-def _pinned_by_all(source: str, world: World) -> str:
-    pinned, mistakes = world.from_main(_asked(source) if world.is_main else (source, ()))
-    if not mistakes and world.local_rank == 0 and not world.is_main:
-        _, mistakes = _asked(pinned)
-    # A rank that raised its own error would leave the others waiting for it.
-    for found in world.gather(mistakes):
-        if found:
-            raise UserError(*found)
-    return pinned
 
 
 def _asked(source: str) -> tuple[str, tuple[str, ...]]:

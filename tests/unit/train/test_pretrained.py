@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -27,12 +26,10 @@ from pycls_fast.models import TimmNetwork, VisionTransformer
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.network import Network, Units
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel import ALONE
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import pin_weights, resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights, restore
-
-T = TypeVar("T")
 
 
 def vit(classes: int) -> VisionTransformer:
@@ -278,27 +275,6 @@ def test_a_run_has_the_commit_in_its_configuration(hub: Hub) -> None:
     for before in (None, "hf:me/dogs@c0ffee"):
         assert pin_weights(of_source("hf:me/cats"), ALONE, saved_with(before)).weights == "hf:me/cats"
     assert hub.asked == []
-
-
-@dataclass(frozen=True)
-class OneOfFour(World):
-    """A rank of two nodes with two ranks each, for which rank 0 answers at once, and no other rank fails."""
-
-    def from_main(self, value: T) -> T:
-        return value if self.is_main else cast(T, (f"hf:me/cats@{'b' * 40}", ()))
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-
-def test_the_first_rank_of_each_node_asks_the_hub(hub: Hub) -> None:
-    asked = []
-    for rank in range(4):
-        world = OneOfFour(rank=rank, size=4, device=torch.device("cpu"), local_rank=rank % 2)
-        assert pin_weights(of_source("hf:me/cats"), world).weights == f"hf:me/cats@{'b' * 40}"
-        asked.append([revision for _, revision, _ in hub.asked])
-        hub.asked.clear()
-    assert asked == [[None], [], ["b" * 40], []]
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
