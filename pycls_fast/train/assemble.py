@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
@@ -12,9 +13,10 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
+from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.shards import local
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
-from pycls_fast.parallel import FlatShards, World, place_model
+from pycls_fast.parallel import FlatShards, ParallelModel, World, place_model
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
@@ -196,17 +198,7 @@ def make_step(
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
-    flat = wrapped.weights
-    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
-    weights: OwnedWeights = flat or masters or shards or ModelWeights(network)
-    optimizer = wrapped.optimizer or build.optimizer(
-        config,
-        network,
-        switches,
-        masters or shards,
-        sharded=sharded and flat is None,
-        groups=None if flat is None else flat.groups,
-    )
+    weights, optimizer = _optimized(config, network, switches, wrapped, masters, sharded=sharded)
     step = Step(
         network=network,
         wrapped=wrapped,
@@ -228,3 +220,26 @@ def make_step(
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
     return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
+
+
+def _optimized(
+    config: RunConfig,
+    network: Network,
+    switches: Speed,
+    wrapped: ParallelModel,
+    masters: MasterWeights | None,
+    *,
+    sharded: bool,
+) -> tuple[OwnedWeights, Optimizer]:
+    """What holds the values that the optimizer changes (flat shards, masters, local shards or the network), and it."""
+    flat = wrapped.weights
+    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
+    optimizer = wrapped.optimizer or build.optimizer(
+        config,
+        network,
+        switches,
+        masters or shards,
+        sharded=sharded and flat is None,
+        groups=None if flat is None else flat.groups,
+    )
+    return flat or masters or shards or ModelWeights(network), optimizer

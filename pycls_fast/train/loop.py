@@ -184,7 +184,7 @@ class Loop:
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
-        if self.run.saver.done and not self.run.saver.failed:
+        if self.run.saver.written:
             # Written meanwhile by its thread.
             self._finish_saving(step + 1)
 

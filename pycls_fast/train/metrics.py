@@ -213,12 +213,9 @@ class StepProfile:
     """
 
     def __init__(self, folder: Path, first: int | None, *, cuda: bool, display: Display) -> None:
-        self._folder = folder
-        self._first = first
-        self._cuda = cuda
-        self._display = display
+        self._first, self._cuda, self._display = first, cuda, display
+        self._file = folder / f"step_{first}.json.gz"
         self._running: profiler.profile | None = None
-        self._is_written = False
 
     def before(self, step: int) -> None:
         """Start if this is the first of the steps, counted from 1."""
@@ -233,35 +230,32 @@ class StepProfile:
         Raises:
             UserError: the trace cannot be written.
         """
-        if self._running is None or self._first is None or step < self._first + STEPS - 1:
+        running = self._running
+        if running is None or self._first is None or step < self._first + STEPS - 1:
             return
-        running, self._running = self._running, None
+        self._running = None
         running.stop()
-        file = self._folder / f"step_{self._first}.json.gz"
-        with writing(file):
-            self._folder.mkdir(exist_ok=True)
-            running.export_chrome_trace(str(file))
-        self._is_written = True
-        title = f"steps {self._first} to {step}: operators by time on the {'GPU' if self._cuda else 'CPU'}, ms per step"
-        self._display.table(title, self._longest(running))
-        self._display.note(f"profile: {file} (open it in https://ui.perfetto.dev)")
-
-    def _longest(self, running: profiler.profile) -> list[tuple[str, str]]:
-        """Names of the longest operators, their own time (without the operators that they call), share and calls."""
+        with writing(self._file):
+            self._file.parent.mkdir(exist_ok=True)
+            running.export_chrome_trace(str(self._file))
+        # Each operator's own time, without the operators that it calls, in microseconds.
         name = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        # In microseconds.
-        times = [(getattr(event, name), event) for event in running.key_averages()]
+        times = sorted(((getattr(event, name), event) for event in running.key_averages()), key=lambda item: -item[0])
         whole = max(sum(time for time, _ in times), 1e-9)
-        longest = sorted(times, key=lambda item: -item[0])[:_OPERATORS]
-        return [
+        rows = [
             (event.key, f"{time / 1000 / STEPS:9.3f}  {time / whole:4.0%}  {event.count / STEPS:g} calls")
-            for time, event in longest
+            for time, event in times[:_OPERATORS]
         ]
+        place = "GPU" if self._cuda else "CPU"
+        title = f"steps {self._first} to {step}: operators by time on the {place}, ms per step"
+        self._display.table(title, rows)
+        self._display.note(f"profile: {self._file} (open it in https://ui.perfetto.dev)")
+        self._first = None
 
     def close(self) -> None:
         """Stop a profile that the end of the run has cut off; a note says that there is none."""
         if self._running is not None:
             self._running.stop()
-        if self._first is not None and not self._is_written:
+        if self._first is not None:
             last = self._first + STEPS - 1
             self._display.note(f"runtime.profile_step: no profile; steps {self._first} to {last} were not all trained")

@@ -208,15 +208,12 @@ class Saver:
         return self._saving is None
 
     @property
-    def done(self) -> bool:
-        """Whether a save has ended for which `finish` has not been called."""
+    def written(self) -> bool:
+        """Whether a save has ended well for which `finish` has not been called."""
         saving = self._saving
-        return saving is not None and (saving.thread is None or not saving.thread.is_alive())
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save has failed; `finish` raises its error."""
-        return self.done and self._saving is not None and self._saving.failure is not None
+        if saving is None or saving.failure is not None:
+            return False
+        return saving.thread is None or not saving.thread.is_alive()
 
     def save(self, state: State, step: int) -> None:
         """Start writing; `finish` must have been called for the previous save."""

@@ -80,7 +80,7 @@ def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[
 
 
 def test_fewer_outputs_than_classes(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"^model.num_classes: 5 outputs for data with 10 classes; use"):
+    with pytest.raises(UserError, match=r"^model.num_classes: 5 outputs for 10 classes; use"):
         train(load_config("vit_digits", [*TINY, f"data.root={digits}", "model.num_classes=5", f"run_dir={tmp_path}"]))
 
 

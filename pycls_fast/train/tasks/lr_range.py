@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp, user_path
+from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import atomic_write, output_file, write_json
 from pycls_fast.train.health import enough_images, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import Parts
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.
@@ -96,55 +98,60 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     if lr_min >= lr_max:
         raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
     config = _uncompiled(config)
-    folder = user_path(output) if output is not None else _default_folder(config)
+    folder = user_path(output or Path("lr_find") / f"{config.config_name}-{timestamp()}")
     with build.world(config) as world:
         file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
         check_head(config, parts.network, world)
         config = parts.config
-        # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
-        scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
-        step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-        metrics = TrainMetrics(world.device, read=parts.speed.metrics)
-        loader = build.train_loader(config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
-        losses: list[float] = []
-        damaged: dict[str, str] = {}
-        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with display, closing(batches), enough_images():
-            display.begin_training(0, steps)
-            for number in range(steps):
-                world.at(f"computing step {number + 1}")
-                step(number, islice(batches, config.optim.microbatches), metrics)
-                losses.append(metrics.read(world)["loss"])
-                display.advance(number + 1)
-                smoothed = smooth(losses)
-                # The numbers are the same on all ranks, so all of them stop here.
-                if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
-                    break
-        report_damage(damaged, config.data.max_damaged, world, display)
+        losses = _sweep(parts, rates, world, display)
+        rates = rates[: len(losses)]
+        result = interpret(rates, losses)
+        record = {
+            "config_name": config.config_name,
+            "optimizer": config.optim.name,
+            "lr_batch_size": config.optim.lr_batch_size,
+            "global_batch_size": config.data.global_batch_size,
+            **asdict(result),
+            "lr": rates,
+            "loss": losses,
+            **provenance(world.device, world.size),
+        }
         if world.is_main:
-            done = rates[: len(losses)]
-            result = interpret(done, losses)
-            record = {
-                "config_name": config.config_name,
-                "optimizer": config.optim.name,
-                "lr_batch_size": config.optim.lr_batch_size,
-                "global_batch_size": config.data.global_batch_size,
-                "suggested": result.suggested,
-                "lowest": result.lowest,
-                "diverges": result.diverges,
-                "lr": done,
-                "loss": losses,
-                **provenance(world.device, world.size),
-            }
             write_json(file, record)
-            _draw(file.with_suffix(".png"), config.config_name, result, done, losses)
-            for line in _result_lines(result, done):
+            _draw(file.with_suffix(".png"), config.config_name, result, rates, losses)
+            for line in (*_result_lines(result, rates), f"{file}, {file.with_suffix('.png')}"):
                 display.note(line)
-            display.note(f"{file}, {file.with_suffix('.png')}")
         return DONE
+
+
+def _sweep(parts: Parts, rates: Sequence[float], world: World, display: Display) -> list[float]:
+    """Train a step at each rate until the loss blows up; returns the losses."""
+    config = parts.config
+    # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
+    scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
+    step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
+    metrics = TrainMetrics(world.device, read=parts.speed.metrics)
+    train, steps = parts.sources["train"], len(rates)
+    loader = build.train_loader(config, train, world, parts.speed, start_step=0, steps=steps)
+    losses: list[float] = []
+    damaged: dict[str, str] = {}
+    batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
+    with display, closing(batches), enough_images():
+        display.begin_training(0, steps)
+        for number in range(steps):
+            world.at(f"computing step {number + 1}")
+            step(number, islice(batches, config.optim.microbatches), metrics)
+            losses.append(metrics.read(world)["loss"])
+            display.advance(number + 1)
+            smoothed = smooth(losses)
+            # The numbers are the same on all ranks, so all of them stop here.
+            if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
+                break
+    report_damage(damaged, config.data.max_damaged, world, display)
+    return losses
 
 
 def _uncompiled(config: RunConfig) -> RunConfig:
@@ -155,21 +162,12 @@ def _uncompiled(config: RunConfig) -> RunConfig:
     return config.with_values(speed={"compile": "off"})
 
 
-def _default_folder(config: RunConfig) -> Path:
-    return Path("lr_find") / f"{config.config_name}-{timestamp()}"
-
-
 def _result_lines(result: LrRange, rates: Sequence[float]) -> list[str]:
-    lines = []
-    if result.suggested is None:
-        lines.append("the loss did not fall; try different lr_min and lr_max, or more steps")
-    else:
-        lines.append(f"the loss falls fastest at optim.lr={result.suggested:.1e}, and is lowest at {result.lowest:.1e}")
-    if result.diverges is None:
-        lines.append(f"it did not diverge up to {rates[-1]:.1e}")
-    else:
-        lines.append(f"it diverges at {result.diverges:.1e}")
-    return lines
+    falls = "the loss did not fall; try different lr_min and lr_max, or more steps"
+    if result.suggested is not None:
+        falls = f"the loss falls fastest at optim.lr={result.suggested:.1e}, and is lowest at {result.lowest:.1e}"
+    above = f"it did not diverge up to {rates[-1]:.1e}"
+    return [falls, above if result.diverges is None else f"it diverges at {result.diverges:.1e}"]
 
 
 def _draw(path: Path, title: str, result: LrRange, rates: Sequence[float], losses: Sequence[float]) -> None:
@@ -189,8 +187,5 @@ def _draw(path: Path, title: str, result: LrRange, rates: Sequence[float], losse
     axes.set_title(title, fontsize=11, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    try:
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, dpi=110, format="png")
-    except OSError as error:
-        raise UserError(f"output: {path} could not be written ({error.strerror})") from error
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

@@ -84,20 +84,16 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         config = before_data(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        about = pretrained.described(found, model=_timm_name(config, found, world)) if own_preprocessing else None
+        ours = opened(found, world)
+        # Those of a run have the preprocessing in their configuration.
+        name = timm_name(config) if ours is None or ours.config is None else None
+        about = pretrained.described(found, model=name) if own_preprocessing else None
         if about is not None:
             config = build.with_preprocessing(config, about)
         switches = build.switches(config, world.device)
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         yield Setup(config, found, about, world, switches, display)
-
-
-def _timm_name(config: RunConfig, found: Path | str, world: World) -> str | None:
-    """timm's name of the model, unless the weights are a run's, whose configuration has the preprocessing."""
-    name = timm_name(config)
-    ours = None if name is None else opened(found, world)
-    return None if ours is not None and ours.config is not None else name
 
 
 def scored_split(config: RunConfig, split: str, found: Path | str, world: World, display: Display) -> EvalSet:
@@ -111,12 +107,10 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
     Raises:
         UserError: no such split or set, or a class that the weights were not trained on.
     """
-    ours = opened(found, world)
-    if config.data.eval_set is not None:
+    ours, data = opened(found, world), config.data
+    if data.eval_set is not None:
         if split != "val":
-            raise UserError(f"split: data.eval_set={config.data.eval_set} has none; leave split={split} out")
-        data = config.data
-        assert data.eval_set is not None
+            raise UserError(f"split: data.eval_set={data.eval_set} has none; leave split={split} out")
         assert data.eval_root is not None
         return open_eval_set(
             data.eval_set,
@@ -129,14 +123,17 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
     if split not in sources:
         has_all = any(source.drawn for source in sources.values())
         raise UserError(f"split: the data has {', '.join([*sources, *(['all'] if has_all else [])])}; got {split}")
-    source = sources[split]
-    note = _other_split(config, sources, split, found, ours) if source.drawn else None
-    if split == "all" and _is_own_root(config, ours):
-        note = f"data.root: {found} was trained on most of these images"
+    note = _other_split(config, sources, split, found, ours)
     if note is not None:
         display.note(note)
+    source = sources[split]
     if ours is not None and ours.classes is not None:
-        source = _with_classes(source, ours.classes, found)
+        source, unknown = match_classes(source, ours.classes)
+        if unknown:
+            raise UserError(
+                f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on "
+                f"{first_few(ours.classes)}); name the classes as in training, or remove these images"
+            )
     return EvalSet(source, "best of all classes")
 
 
@@ -154,10 +151,14 @@ def _other_split(
     config: RunConfig, sources: dict[str, Images], split: str, found: Path | str, ours: Weights | None
 ) -> str | None:
     """What to say of a random split that is not the one that the weights were trained on."""
+    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
+    is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
+    if split == "all" and is_own:
+        return f"data.root: {found} was trained on most of these images"
     names = None if ours is None else ours.train_names
-    if names is not None and names == sources["train"].names_id():
+    if not sources[split].drawn or (names is not None and names == sources["train"].names_id()):
         return None
-    if not _is_own_root(config, ours):
+    if not is_own:
         total = sum(len(source) for source in sources.values())
         return (
             f"data.root: split at random, so {len(sources[split]):,} of its {total:,} images are scored; split=all "
@@ -169,23 +170,6 @@ def _other_split(
         f"data.root: the random split is not the one that {found} was trained on (other images, or other values of "
         "data.val_fraction, data.split_seed or data.fold): the weights may have been trained on images scored here"
     )
-
-
-def _is_own_root(config: RunConfig, ours: Weights | None) -> bool:
-    """Whether these are the data that the weights were trained on."""
-    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
-    return root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
-
-
-def _with_classes(source: Images, classes: tuple[str, ...], found: Path | str) -> Images:
-    """The source labelled with these classes by name; all of its own that have images must be among them."""
-    matched, unknown = match_classes(source, classes)
-    if unknown:
-        raise UserError(
-            f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on {first_few(classes)}); "
-            "name the classes as in training, or remove these images"
-        )
-    return matched
 
 
 def score(
@@ -214,7 +198,9 @@ def score(
     with set_up(config, own_preprocessing=own_preprocessing) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
-        table = _table_file(predictions, world) if predictions is not None else None
+        table = output_file(predictions, world, key="predictions") if predictions is not None else None
+        if table is not None and table.suffix.lower() != ".csv":
+            raise UserError(f"predictions: the table is a CSV file; call it {table.stem}.csv")
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
         scored = scored_split(setup.config, split, setup.weights, world, setup.display)
         source, split = scored.source, setup.config.data.eval_set or split
@@ -250,14 +236,6 @@ def _evaluated(setup: Setup, split: str, scored: EvalSet) -> tuple[Loaded, Evalu
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")
     return origin, result
-
-
-def _table_file(predictions: str, world: World) -> Path:
-    """The path for the table, checked as by `output_file`."""
-    file = user_path(predictions)
-    if file.suffix.lower() != ".csv" and not file.is_dir():
-        raise UserError(f"predictions: the table is a CSV file; call it {file.stem.removesuffix('.csv')}.csv")
-    return output_file(predictions, world, key="predictions")
 
 
 def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
