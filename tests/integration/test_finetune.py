@@ -273,23 +273,6 @@ def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["knn.json", "sweep"]
 
 
-@pytest.mark.slow
-def test_a_class_weight_or_a_frozen_part_changes_the_training(images: Path, weights: Path, tmp_path: Path) -> None:
-    """Each setting reaches the step: the first losses differ."""
-    (tmp_path / "uneven").mkdir()
-    for name, keep in zip(NAMES, (20, 6, 3), strict=True):
-        (tmp_path / "uneven" / name).mkdir()
-        for file in sorted((images / name).iterdir())[:keep]:
-            (tmp_path / "uneven" / name / file.name).symlink_to(file)
-    losses = []
-    for number, setting in enumerate(["seed=0", "data.sampling=balanced", "loss.class_weights=balanced"]):
-        run = tmp_path / f"run{number}"
-        common = [f"weights={weights}", "schedule.max_steps=3", "runtime.log_every_steps=1", "optim.lr=1e-2"]
-        assert finetune(tmp_path / "uneven", run, *common, setting) == 0
-        losses.append(tuple(record["loss"] for record in records(run, "train")))
-    assert len(set(losses)) == 3
-
-
 def folder(root: Path, **counts: int) -> Path:
     """Class folders with so many images."""
     for name, count in counts.items():
@@ -304,17 +287,7 @@ def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
     folder(tmp_path / "one", cat=5)
     given = ["data.root=one", f"weights={weights}", *TINY]
     done = run_process(command(*given, config_name="finetune"), cwd=tmp_path, expect=2)
-    assert done.stderr.startswith("error: data.root: only one class (cat) leaves nothing to distinguish")
+    assert done.stderr.startswith("error: data.root: only one class (cat)")
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(UserError, match=r"data.root: .*a single image in the class dog"):
         finetune(folder(tmp_path / "two", cat=5, dog=1), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_two_images_of_each_class_are_enough(tmp_path: Path) -> None:
-    """One of each to train on; batch norm needs two in a batch."""
-    images = folder(tmp_path / "few", cat=2, dog=2)
-    small = [setting for setting in TINY if not setting.startswith("model.")]
-    config = ["model=resnet18", "model.stem=small", *small, "schedule.epochs=2", f"data.root={images}"]
-    assert train(load_config("finetune", [*config, f"run_dir={tmp_path / 'run'}"])) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2

@@ -11,12 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import load_config
 from pycls_fast.errors import Finished, UserError
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.ledger.measure.gradients import count_gradients
-from pycls_fast.ledger.measure.numerics import measure_numerics
-from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.train import train
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
@@ -191,31 +188,9 @@ def test_half_precision_goes_on_with_the_same_bits(tmp_path: Path, digits: Path,
     assert 0 < step < 0.01
 
 
-@pytest.mark.slow
-def test_scores_as_training_evaluates_under_autocast(tmp_path: Path, digits: Path) -> None:
-    run(tmp_path, digits, "schedule.max_steps=5", "schedule.warmup_epochs=0", "optim.lr=0.01", "precision=amp_bf16")
-    (evaluation,) = records(tmp_path, "eval")
-    losses = []
-    for precision in ("amp_bf16", "fp32"):
-        config = load_config(
-            "vit_digits", [*TINY, f"data.root={digits}", f"precision={precision}", f"weights={tmp_path}"]
-        )
-        assert score(config, "val", str(tmp_path / "scores.json")) == 0
-        losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
-    assert losses[0] == pytest.approx(evaluation["loss"], rel=1e-6)
-    assert losses[1] != pytest.approx(losses[0], rel=1e-6)
-
-
 def test_watchdog_names_the_module(tmp_path: Path, digits: Path) -> None:
     with pytest.raises(UserError, match=r"^runtime\.watchdog: the first value .* pass of step \d+ is in the "):
         run(tmp_path, digits, "optim.lr=1e30", "schedule.warmup_epochs=0", "runtime.watchdog=true")
-
-
-@pytest.mark.slow
-def test_watchdog_changes_nothing(tmp_path: Path, digits: Path) -> None:
-    for name in ("true", "false"):
-        run(tmp_path / name, digits, "schedule.max_steps=3", f"runtime.watchdog={name}")
-    assert_same_state(newest_checkpoint(tmp_path / "true")["model"], newest_checkpoint(tmp_path / "false")["model"])
 
 
 @pytest.mark.slow
@@ -236,20 +211,12 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
         assert torch.equal(value, expected), key
 
 
-def _time(config: RunConfig, output: str) -> int:
-    variants = [("one", config)]
-    return time_variants(variants, mode="train", steps=1, warmup_steps=1, repeats=1, matmul_size=64, output=output)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [
         pytest.param(lambda config, output: train(config), id="train"),
         pytest.param(partial(lr_range_test, steps=10, lr_min=1e-6, lr_max=1e-3), id="lr_find"),
-        pytest.param(partial(count_gradients, steps=1, warmup_steps=1, loss_scale=1024.0), id="gradients"),
-        pytest.param(partial(measure_numerics, steps=1), id="numerics"),
-        pytest.param(_time, id="time_net"),
     ],
 )
 def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(
@@ -282,7 +249,7 @@ def test_a_scaled_run_that_diverged_keeps_its_good_checkpoints(
 def test_loss_that_is_no_number_stops_with_advice(tmp_path: Path, digits: Path) -> None:
     with pytest.raises(UserError, match=r"optim.lr: the loss or a gradient is not finite at step") as caught:
         run(tmp_path, digits, "optim.lr=1e30", "schedule.warmup_epochs=0")
-    assert caught.value.lines[1].startswith("runtime.watchdog: set it to true and resume")
+    assert caught.value.lines[1].startswith("runtime.watchdog: ")
 
 
 def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -> None:
@@ -293,16 +260,6 @@ def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -
     one, two = (records(tmp_path / name, "train") for name in ("one", "two"))
     for name in ("loss", "grad_norm"):
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_max_steps_leaves_the_curve(tmp_path: Path, digits: Path) -> None:
-    run(tmp_path / "whole", digits, "schedule.epochs=1", "schedule.warmup_epochs=0.5")
-    run(tmp_path / "part", digits, "schedule.epochs=1", "schedule.warmup_epochs=0.5", "schedule.max_steps=7")
-    whole = [r["lr"] for r in records(tmp_path / "whole", "train")]
-    part = [r["lr"] for r in records(tmp_path / "part", "train")]
-    assert part == whole[:7]
-    assert records(tmp_path / "part", "eval")[-1]["step"] == 7
 
 
 def test_same_seed_same_run_and_another_seed_another(tmp_path: Path, digits: Path) -> None:
