@@ -34,9 +34,6 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     """Build every part; each needs the ones before it.
 
     Args:
-        config: the run's.
-        world: the ranks, which all call this.
-        display: reports what was loaded.
         resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
 
     Raises:
@@ -113,10 +110,6 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
 
     `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
-
-    Args:
-        network: may be sharded.
-        world: the ranks, which all call this.
 
     Raises:
         UserError: it does.

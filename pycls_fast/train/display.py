@@ -26,7 +26,6 @@ class Display:
     """Everything that rank 0 prints; other ranks print nothing. Training survives the loss of its output (`_Output`).
 
     Args:
-        speaks: whether this rank prints at all.
         mode: "bar", "plain", or "auto": a bar if standard output is a terminal.
     """
 
@@ -199,9 +198,6 @@ def plain_table(
     """A table without borders, whose cells are plain text: square brackets are not rich markup.
 
     Args:
-        columns: the headings.
-        rows: one text per column.
-        right: headings of right-aligned columns.
         no_wrap: cut off cells that do not fit instead of wrapping them.
     """
     table = Table(box=None, padding=(0, 2, 0, 0))

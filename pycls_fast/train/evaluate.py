@@ -112,9 +112,6 @@ def evaluate(
         wrapped: its `evaluated` is scored, because ranks may have different numbers of batches. The train/eval mode is
             restored.
         batches: on the device; a batch is empty if all its images were damaged.
-        prepare: turns uint8 images into the model's input.
-        autocast: the context of the forward pass.
-        world: the ranks.
         criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
         eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
             several true classes the one with the highest score counts; images without any are left out.
@@ -365,10 +362,6 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
 
     `label` and `class` are the true class, empty if there is none; `probability` is the predicted class's. Scores that
     are not finite predict no class.
-
-    Args:
-        predictions: an evaluation's.
-        source: the images that were evaluated.
     """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

@@ -56,7 +56,6 @@ def export(
     Args:
         source: a source of our own, as `restore` takes.
         output: the file; for "timm" a folder.
-        which: "auto", "model" or "ema".
         dtype: format of floating-point tensors; None: as saved. For "safetensors" and "timm" only.
         overwrite: an existing file may be replaced; of a folder only the files that are written.
         format: "safetensors", "timm", "onnx" or "program"; see `models.export`.

@@ -44,14 +44,7 @@ def collect_features(
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
 
     Args:
-        network: in evaluation mode.
         forward: a forward pass of a batch on this rank; may do nothing with an empty one.
-        batches: this rank's.
-        world: the ranks, which all call this.
-        display: shows the progress.
-        split: the images' name.
-        images: their number.
-        max_damaged: `data.max_damaged`.
         after_batch: called after each batch; may raise to stop.
 
     Raises:

@@ -40,11 +40,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """A CUDA graph, recorded on its own stream.
-
-    Args:
-        device: a CUDA device.
-    """
+    """A CUDA graph, recorded on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -142,7 +138,6 @@ class GraphedStep(Step):
     Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`.
 
     Attributes:
-        recorder: this device's recorder.
         tape: what the recorded step reads; None before the first call.
     """
 

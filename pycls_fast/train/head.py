@@ -59,7 +59,6 @@ def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int) -> Head:
     Args:
         features_ND: float32, on the CPU.
         labels_N: int64; classes may be without images.
-        outputs: K.
     """
     labels = labels_N.numpy()
     mean_D = features_ND.mean(0)
@@ -139,7 +138,6 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     """Fit the head to the training images' features and write it into the network; all ranks call this.
 
     Args:
-        run: a run that begins, with a new head.
         after_batch: called after each batch; may raise to stop.
 
     Raises:

@@ -68,9 +68,6 @@ def report_damage(
 
     Args:
         damaged: name to reason, this rank's or all ranks'.
-        limit: `data.max_damaged`.
-        world, display: the ranks, and what prints the warnings.
-        outcome: what was done about them.
 
     Raises:
         UserError: there are more than `limit`.
@@ -107,10 +104,7 @@ class DivergenceCheck:
         """Check an interval's numbers, which are the same on all ranks.
 
         Args:
-            done: steps trained so far.
-            loss: the interval's mean.
             skipped: its steps whose gradients were not finite.
-            steps: all of its steps.
 
         Raises:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.

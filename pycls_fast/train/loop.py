@@ -39,7 +39,6 @@ def train(
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
 
     Args:
-        config: a checked configuration.
         on_start: called with the run's folder before the first step.
         command: what started the run, for its folder; None for this process's command line.
 

@@ -26,7 +26,6 @@ class TrainMetrics:
     """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps, damaged]`.
 
     Args:
-        device: where the steps run.
         read: "interval" keeps the sums on the device, and the host reads them once an interval; with "step" the host
             reads loss and gradient norm in every step and sums them, as a plain loop does. The numbers are the same.
     """
@@ -62,7 +61,6 @@ class TrainMetrics:
         """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
 
         Args:
-            world: the ranks.
             damaged: how many damaged images this rank has to report; the sum over the ranks is in the result.
             waited: seconds that this rank waited for data; the largest of the ranks' is in the result, because the
                 others wait for that rank when gradients are exchanged.
@@ -208,8 +206,6 @@ class StepProfile:
     Args:
         folder: gets `step_N.json.gz`, a Chrome trace.
         first: the first of the steps, counted from 1; None profiles nothing.
-        cuda: whether the steps run on CUDA.
-        display: shows the operators.
     """
 
     def __init__(self, folder: Path, first: int | None, *, cuda: bool, display: Display) -> None:

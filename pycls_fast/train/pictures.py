@@ -1,17 +1,22 @@
-"""`curves.png` and `confusion.png`."""
+"""`curves.png`, `confusion.png`, and the page of `pycls-fast test report=FOLDER` with the wrong predictions."""
 
 from __future__ import annotations
 
+import base64
+import io
 import unicodedata
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined
 
-from pycls_fast.train.evaluate import Confusion
-from pycls_fast.train.folder import atomic_write
+from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.sources.base import Images
+from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion, mistakes
+from pycls_fast.train.folder import atomic_write, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,10 +94,7 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
     frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
 
     Args:
-        counts: images by true class and predicted class.
         classes: K names, with any characters.
-        path: the PNG file, written atomically.
-        title: above the picture.
     """
     from matplotlib.figure import Figure
 
@@ -187,3 +189,56 @@ def _short(name: str) -> str:
     """The name on one line, cut to 24 characters; control characters and lone surrogates become "?"."""
     shown = "".join("?" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in name)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+
+
+_MOST_TILES, _TILE_SIDE = 200, 160
+
+
+def write_report(
+    index: Path, predictions: Predictions, source: Images, title: str, facts: Sequence[tuple[str, str]]
+) -> None:
+    """Write the page, which needs no other file, and `confusion.png` beside it.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    picture = index.with_name("confusion.png")
+    draw_confusion(confusion(predictions, len(source.classes)), source.classes, picture, title)
+    wrong_M, doubted_M = mistakes(predictions, len(source.classes))
+    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    html = environment.from_string(template).render(
+        title=title,
+        facts=facts,
+        confusion=_data_url(picture.read_bytes(), "png"),
+        classes=class_scores(predictions, source.classes)["classes"],
+        wrong=len(wrong_M),
+        doubted=int(doubted_M.sum()),
+        tiles=list(_tiles(predictions, source, zip(wrong_M.tolist(), doubted_M.tolist(), strict=True))),
+    )
+    write_text(index, html, key="report")
+
+
+def _tiles(predictions: Predictions, source: Images, places: Iterator[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
+    """What the page shows of each of the first images that can be read."""
+    for place, doubted in list(places)[:_MOST_TILES]:
+        index = int(predictions.indices_N[place])
+        try:
+            image = decode(source.read(index)[0])
+        except (DamagedImage, OSError):
+            continue
+        image.thumbnail((_TILE_SIDE, _TILE_SIDE))
+        file = io.BytesIO()
+        image.save(file, format="JPEG", quality=85)
+        yield {
+            "data": _data_url(file.getvalue(), "jpeg"),
+            "name": source.name(index),
+            "label": source.classes[predictions.labels_N[place]],
+            "predicted": source.classes[predictions.predicted_N[place]],
+            "probability": float(predictions.probabilities_N[place]),
+            "doubted": doubted,
+        }
+
+
+def _data_url(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -55,13 +55,9 @@ def load_weights(
     read completely by every rank, and adapted.
 
     Args:
-        network: changed in place; its tensors may be sharded.
-        source: see `find_weights`.
         classes: class names of the data, in the order of the outputs.
         allow: names of tensors that need not fit; see `pretrained.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
-        new_head: how such a head begins.
-        world: the ranks.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
 
     Raises:
@@ -151,10 +147,8 @@ def fit_weights(
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out.
 
     Args:
-        read: the source's contents.
         network: neither its values nor its memory are touched.
         classes: names of the data's classes, in the order of the outputs.
-        allow: see `pretrained.fit`.
         for_training: if the file's classes differ, initialise the head newly; otherwise every tensor must be filled.
 
     Raises:
@@ -220,10 +214,7 @@ def check_same_model(network: Network, model: Mapping[str, Any], source: str, *,
     """Check that a network computes what saved weights were trained to compute.
 
     Args:
-        network: the network to load them into.
         model: the section `model` of the configuration they were trained with; missing keys are not compared.
-        source: where the weights come from.
-        fresh_head: their head is not loaded.
 
     Raises:
         UserError: a line for each setting that differs.
@@ -250,7 +241,6 @@ def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
 
     Args:
         model: the section `model` of the configuration they were trained with, which may be empty.
-        source: where the weights come from.
     """
     overrides = model_overrides(model)
     return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]

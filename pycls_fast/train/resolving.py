@@ -74,9 +74,7 @@ def after_data(
     """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers.
 
     Args:
-        config: from `before_data`.
         images: number of images in the training split (for scoring: in the one that is scored).
-        world: the ranks.
         resumed_from: as for `before_data`.
         classes: the number of classes in the data, if it is known.
         note: reports weights whose mean and standard deviation are not known.

@@ -159,7 +159,6 @@ class Run:
         One write that fails on one of many ranks, for example while a file server is restarted, does not end the run.
 
         Args:
-            step: steps done.
             check: called with the step before its state is written; raises if that should not be.
 
         Raises:

@@ -38,9 +38,6 @@ def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, w
     Args:
         found: this rank's share of the tensors, by path.
         plain: everything else, which rank 0 writes.
-        folder: the run's checkpoint folder.
-        step: steps done.
-        keep: how many to keep, besides the best.
         world: its `host_group` carries the ranks' messages.
 
     Raises:
@@ -186,12 +183,6 @@ class Saver:
     Asynchronous: `save` copies this rank's share of the state into host memory and returns; a thread writes it. The
     memory is not pinned: pinning and releasing 10 GB at every save takes longer than copying them. Training does not
     change the copy, which takes as much memory as the share.
-
-    Args:
-        folder: the run's checkpoint folder.
-        world: the ranks.
-        keep: how many checkpoints to keep.
-        asynchronous: write in a thread.
     """
 
     def __init__(self, folder: Path, world: World, *, keep: int, asynchronous: bool) -> None:

@@ -34,9 +34,6 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
     `RunFolder.keep` was called.
 
     Args:
-        config: a checked configuration.
-        world: the ranks.
-        display: reports what is built.
         command: what started the run; None for this process's command line.
 
     Raises:

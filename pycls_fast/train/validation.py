@@ -62,12 +62,7 @@ def best_of(run: Run, primary: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int] | None:
-    """The best evaluation and the number after it, if there are enough of these to stop early; else None.
-
-    Args:
-        run: the run.
-        evaluations: all its evaluation records.
-    """
+    """The best evaluation and the number after it, if there are enough of these to stop early; else None."""
     limit = run.config.schedule.early_stopping_evals
     primary = primary_records(run, evaluations)
     best = best_of(run, primary)
@@ -84,8 +79,6 @@ class Evaluations:
     """The evaluations of the validation split between training steps.
 
     Args:
-        run: the run to evaluate.
-        board: receives the numbers.
         on_batch: called after each batch on every rank; may raise to stop.
 
     Attributes:
@@ -218,8 +211,6 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
     On the main rank.
 
     Args:
-        run: a run that has trained all its steps.
-        evaluations: its evaluations.
         clock: the speed of what this process trained.
         memory: the peak over the ranks, in bytes.
 

@@ -115,9 +115,7 @@ def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) 
     """Open a checkpoint's folder or a `.safetensors` file, without reading its tensors; all ranks call this.
 
     Args:
-        path: from `find_weights`.
         kind: "model", "ema", or "auto": the average if there is one.
-        world: the ranks.
 
     Raises:
         UserError: a file that cannot be read, or without weights of this kind; weights of another project.
@@ -204,8 +202,6 @@ def restore(
     Args:
         source: a run folder, a checkpoint, or a file of `pycls-fast export`.
         which: "auto" (the average if there is one), "model" or "ema".
-        device: "auto", "cpu" or "cuda".
-        precision: one of `PRECISIONS`.
         fast: use the fast kernels, else the reference ones.
 
     Raises:

@@ -42,9 +42,7 @@ def knn_votes(
         features_ND: features of the images to classify, of any norm.
         memory_MD: features of the labelled images.
         labels_M: int64.
-        classes: K.
         k: at most M.
-        temperature: above 0.
     """
     memory_DM = F.normalize(memory_MD, dim=1).T
     for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
@@ -98,8 +96,6 @@ def score_neighbours(
 
     Args:
         config: the model, its `weights`, the data and the preprocessing (that of evaluation, for both splits).
-        k: neighbours that vote.
-        temperature: the temperature of their votes.
         split: "val", or "test" if the data has one.
         output: a JSON file for the numbers.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.

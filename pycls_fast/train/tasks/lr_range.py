@@ -62,7 +62,6 @@ def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
     """Interpret a sweep.
 
     Args:
-        rates: ascending.
         losses: one per rate; the last one may be NaN or infinite.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -87,7 +86,6 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     """Sweep `optim.lr`, print the result, and write `lr_find.json` and `lr_find.png`; no run folder is touched.
 
     Args:
-        config: the experiment's.
         steps: length of the sweep, which ends earlier if the loss blows up.
         lr_min, lr_max: `optim.lr` at the first and the last step.
         output: the folder for the two files; None: a new one in `lr_find/`.

@@ -23,8 +23,8 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
+from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded
-from pycls_fast.train.report import write_report
 from pycls_fast.train.resolving import after_data, before_data, timm_name
 from pycls_fast.train.weights import Weights, find_weights, opened
 
@@ -38,11 +38,7 @@ class Setup:
 
     Attributes:
         config: the user's, with the commit of `weights`, and with the weights' own preprocessing if that is used.
-        weights: what `find_weights` found.
         preprocessing: the weights' own, if it is used.
-        world: the ranks.
-        switches: their resolved values.
-        display: prints on the main rank.
     """
 
     config: RunConfig
@@ -69,7 +65,6 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
     """Join the ranks, find the weights and apply the settings of the process.
 
     Args:
-        config: the user's.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
@@ -184,8 +179,6 @@ def score(
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
 
     Args:
-        config: the model, the data and the preprocessing; `weights` names a run folder or another source.
-        split: see `scored_split`.
         output: a JSON file for the numbers.
         predictions: a CSV file for each image's prediction; see `predictions_csv`.
         report: a folder for the page of `write_report`.

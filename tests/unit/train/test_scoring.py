@@ -18,7 +18,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
 from pycls_fast.train.evaluate import Predictions, predictions_csv
-from pycls_fast.train.report import write_report
+from pycls_fast.train.pictures import write_report
 from pycls_fast.train.tasks import knn
 from pycls_fast.train.tasks.score import score
 from tests.factories import randomise
