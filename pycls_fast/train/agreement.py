@@ -1,14 +1,11 @@
-"""Checks that all ranks have the same settings, data and run folder: each has its own command line and disks."""
+"""Checks that all ranks have the same settings and data (each has its own command line and disks); what one decides."""
 
 from __future__ import annotations
 
-import os
 import platform
-import secrets
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +16,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
-from pycls_fast.train.folder import writing
+
+T = TypeVar("T")
 
 # Where a node keeps things, and what suits its host: these do not change what is computed.
 _OWN = (
@@ -39,6 +37,24 @@ _OWN = (
 )
 # Lines of an error: another experiment differs in many settings.
 _MOST = 5
+
+
+def on_main(world: World, action: Callable[[], T]) -> T:
+    """What an action returns on the main rank, for all ranks, which call this.
+
+    Raises:
+        UserError: the main rank's; by all, so that no other one waits for it.
+    """
+    found: tuple[Any, tuple[str, ...]] = (None, ())
+    if world.is_main:
+        try:
+            found = action(), ()
+        except UserError as error:
+            found = None, error.lines
+    result, lines = world.from_main(found)
+    if lines:
+        raise UserError(*lines)
+    return cast(T, result)
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
@@ -76,34 +92,6 @@ def check_same_data(sources: Mapping[str, Images], world: World) -> None:
     if different:
         # The others follow from the first.
         raise UserError(f"data.root: {different[0]}; every node needs the same, complete data")
-
-
-def check_same_folder(path: Path, world: World) -> None:
-    """Check that all ranks see rank 0's run folder, because every rank writes its own part of a checkpoint there.
-
-    Rank 0 makes a file in it for a moment. All ranks call this.
-
-    Raises:
-        UserError: one does not see the folder; the same on all ranks.
-    """
-    if world.size == 1:
-        return
-    sign = path / f".seen_by_all.{world.from_main(secrets.token_hex(4))}"
-    if world.is_main:
-        with writing(sign):
-            sign.touch()
-    world.barrier()
-    # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
-    # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
-    seen = world.gather((os.path.exists(sign), platform.node()))  # noqa: PTH110
-    if world.is_main:
-        sign.unlink(missing_ok=True)
-    for rank, (is_seen, host) in enumerate(seen):
-        if not is_seen:
-            raise UserError(
-                f"run_dir: {path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an absolute "
-                "path to a folder that all nodes share"
-            )
 
 
 def _differences(values: dict[str, Any], world: World) -> list[str]:

@@ -18,8 +18,9 @@ import yaml
 
 from pycls_fast.errors import UserError, print_lines
 from pycls_fast.files import flush, user_path
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
+from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
 _METRICS_BYTES = 1 << 30
@@ -53,43 +54,36 @@ def nan_to_none(value: Any) -> Any:
     return value
 
 
-def output_file(output: str | Path, world: World | None = None, *, key: str = "output") -> Path:
-    """The path to write to, with its folders made and a link resolved.
-
-    Args:
-        world: needed if several ranks run: the main one checks, all raise.
-        key: the tool's key that named it, for the error.
+def output_file(output: str | Path, world: World = ALONE, *, key: str = "output") -> Path:
+    """The path to write to, with its folders made and a link resolved; the main rank looks whether it can be written.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot; names the `key` of the tool.
     """
     if output == "":
         # As of `output=$FILE` without such a variable; pathlib would take it for the current folder.
         raise UserError(f"{key}: is empty; give the path of a file, or leave {key}= out")
     file = user_path(output)
-    # Not `Path.is_symlink`, which raises for a name that is too long; `_problem` reports it.
+    # Not `Path.is_symlink`, which raises for a name that is too long; `check` reports it.
     if os.path.islink(file):  # noqa: PTH114
         # Keep the link and write its target.
         file = Path(os.path.realpath(file))
-    problem = _problem(file) if world is None or world.is_main else None
-    if world is not None:
-        problem = world.from_main(problem)
-    if problem is not None:
-        raise UserError(f"{key}: {problem}")
+
+    def check() -> None:
+        try:
+            if file.exists() and not file.is_file():
+                raise UserError(
+                    f"{key}: {file} is {'a folder' if file.is_dir() else 'no ordinary file'}; give the path of a file"
+                )
+            file.parent.mkdir(parents=True, exist_ok=True)
+            probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"{key}: {file} cannot be written ({error.strerror}); give another path") from error
+
+    on_main(world, check)
     return file
-
-
-def _problem(file: Path) -> str | None:
-    try:
-        if file.exists() and not file.is_file():
-            return f"{file} is {'a folder' if file.is_dir() else 'no ordinary file'}; give the path of a file"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return f"{file} cannot be written ({error.strerror}); give another path"
-    return None
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

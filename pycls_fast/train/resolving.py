@@ -12,11 +12,11 @@ from typing import Any
 
 from pycls_fast import build, plan
 from pycls_fast.config.run import RunConfig, TimmModel
-from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.plan.race import shared_race
+from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.weights import find_weights, opened
 from pycls_fast.values import AUTO
@@ -125,19 +125,8 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
         saved = str(resumed_from.plain["config"]["weights"])
         pinned = saved if saved.partition("@")[0] == source.partition("@")[0] else source
     else:
-        pinned, mistakes = world.from_main(_asked(source) if world.is_main else (source, ()))
-        if mistakes:
-            # A rank that raised its own error would leave the others waiting for it.
-            raise UserError(*mistakes)
+        pinned = on_main(world, lambda: pretrained.pinned(source))
     return config.model_copy(update={"weights": pinned})
-
-
-def _asked(source: str) -> tuple[str, tuple[str, ...]]:
-    """The pinned source, or the source as it is and what is wrong."""
-    try:
-        return pretrained.pinned(source), ()
-    except UserError as error:
-        return source, tuple(error.lines)
 
 
 def resolve_normalization(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,11 +19,11 @@ from pycls_fast.parallel import World
 from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint
-from pycls_fast.train.agreement import check_same_folder, check_same_settings
+from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display, epochs, human
 from pycls_fast.train.environment import device_name, environment
-from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.folder import RunFolder, writing
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
@@ -81,20 +85,35 @@ def _build(
 
 
 def _occupy(folder: RunFolder, world: World, display: Display) -> None:
-    """Lock the folder against other runs, if it exists.
+    on_main(world, lambda: folder.occupy(on_wait=display.note))
+
+
+def check_same_folder(path: Path, world: World) -> None:
+    """Check that all ranks see rank 0's run folder, because every rank writes its own part of a checkpoint there.
+
+    All ranks call this.
 
     Raises:
-        UserError: another run uses it, or it cannot be written to; the same on all ranks.
+        UserError: one does not see the folder; the same on all ranks.
     """
-    problem = None
+    if world.size == 1:
+        return
+    sign = path / f".seen_by_all.{world.from_main(secrets.token_hex(4))}"
     if world.is_main:
-        try:
-            folder.occupy(on_wait=display.note)
-        except UserError as error:
-            problem = str(error)
-    problem = world.from_main(problem)
-    if problem is not None:
-        raise UserError(problem)
+        with writing(sign):
+            sign.touch()
+    world.barrier()
+    # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
+    # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
+    seen = world.gather((os.path.exists(sign), platform.node()))  # noqa: PTH110
+    if world.is_main:
+        sign.unlink(missing_ok=True)
+    for rank, (is_seen, host) in enumerate(seen):
+        if not is_seen:
+            raise UserError(
+                f"run_dir: {path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an absolute "
+                "path to a folder that all nodes share"
+            )
 
 
 # A GPU is seldom busy with fewer.

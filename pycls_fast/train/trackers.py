@@ -15,6 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
 from pycls_fast.observers import Callback, Tracker
 from pycls_fast.parallel import World
+from pycls_fast.train.agreement import on_main
 from pycls_fast.train.folder import writing
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class Board:
             for callback in self._callbacks:
                 stack.callback(callback.end, self._run, int(self.status))
 
-    def open(self, tracker: Tracker) -> None:
-        """Continue the tracker's run of an earlier process, whose id is in the run folder, or begin a new one.
+    def open(self, *trackers: Tracker) -> None:
+        """Continue each tracker's run of an earlier process, whose id is in the run folder, or begin a new one.
 
         Raises:
             UserError: a remote tracker cannot begin a new run.
@@ -69,8 +70,9 @@ class Board:
             if run_id is not None:
                 run.folder.write_json(file.name, {**ids, tracker.name: run_id})
 
-        self.trackers.append(tracker)
-        self._call(tracker, start, starts=run.start_step == 0)
+        for tracker in trackers:
+            self.trackers.append(tracker)
+            self._call(tracker, start, starts=run.start_step == 0)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a `train` or `eval` record."""
@@ -116,10 +118,14 @@ def check_installed(config: RunConfig, world: World) -> None:
     Raises:
         UserError: it cannot.
     """
-    names = [tracker.package for tracker in config.trackers if tracker.package]
-    problems = [f"trackers: {problem}" for problem in map(_import_problem, names) if problem] if world.is_main else []
-    if names and (problems := world.from_main(problems)):
-        raise UserError(*problems)
+
+    def check() -> None:
+        names = [tracker.package for tracker in config.trackers if tracker.package]
+        problems = [f"trackers: {problem}" for problem in map(_import_problem, names) if problem]
+        if problems:
+            raise UserError(*problems)
+
+    on_main(world, check)
 
 
 def _import_problem(name: str) -> str | None:
@@ -148,17 +154,9 @@ def open_board(run: Run) -> Board:
     # Ends those that are open if a later one fails.
     with ExitStack() as stack:
         stack.push(board)
-        problem = None
-        if run.world.is_main:
-            try:
-                # Remote ones first: the others leave files in the folder of a run that does not start.
-                for tracker in sorted(run.config.trackers, key=lambda tracker: not tracker.remote):
-                    board.open(tracker.model_copy(deep=True))
-            except UserError as error:
-                problem = error
-        lines = run.world.from_main(None if problem is None else problem.lines)
-        if lines is not None:
-            raise UserError(*lines)
+        # Remote ones first: the others leave files in the folder of a run that does not start.
+        trackers = sorted(run.config.trackers, key=lambda tracker: not tracker.remote)
+        on_main(run.world, lambda: board.open(*(tracker.model_copy(deep=True) for tracker in trackers)))
         for callback in callbacks:
             callback.start(run)
         stack.pop_all()
