@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from pycls_fast.data.batch import Batch
+from pycls_fast import build
+from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
-from pycls_fast.parallel import World
+from pycls_fast.parallel import ParallelModel, World, uncompiled
+from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import with_progress
 from pycls_fast.train.health import noting_damage, report_damage
@@ -30,41 +33,56 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def collect_features(
+    config: RunConfig,
     network: Network,
-    forward: Callable[[Batch], None],
-    batches: Generator[Batch, None, None],
-    world: World,
-    display: Display,
-    *,
+    wrapped: ParallelModel,
+    source: Images,
     split: str,
-    images: int,
-    max_damaged: int,
+    world: World,
+    switches: Speed,
+    display: Display,
     after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
 
+    All ranks call this.
+
     Args:
-        forward: a forward pass of a batch on this rank; may do nothing with an empty one.
+        network: the one in `wrapped`, whose train/eval mode is restored.
+        split: the images' name, which is shown.
         after_batch: called after each batch; may raise to stop.
 
     Raises:
-        UserError: more damaged images than `max_damaged`, or no other.
+        UserError: more damaged images than `data.max_damaged`, or no other.
     """
+    model = wrapped.evaluated
+    prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     doing = f"features of {split}"
-    display.begin_evaluation(doing, images)
-    with head_inputs(network) as seen:
-        for batch in with_progress(noting_damage(batches, damaged), doing, world, display, after_batch):
-            before = len(seen)
-            forward(batch)
-            if len(batch.labels_B):
-                labels.append(batch.labels_B.cpu())
-            else:
-                # Some strategies run an image of zeros instead.
-                del seen[before:]
+    display.begin_evaluation(doing, len(source))
+    batches = noting_damage(build.eval_batches(config, source, world, switches), damaged)
+    was_training = model.training
+    model.eval()
+    try:
+        with head_inputs(network) as seen:
+            for batch in with_progress(batches, doing, world, display, after_batch):
+                empty = not len(batch.labels_B)
+                if empty and not wrapped.forward_is_collective:
+                    continue
+                images_BCHW = prepare(batch)
+                with uncompiled(model), autocast():
+                    # A rank whose batch is empty must take part.
+                    model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
+                if empty:
+                    del seen[-1]
+                else:
+                    labels.append(batch.labels_B.cpu())
+    finally:
+        wrapped.free_gathered()
+        model.train(was_training)
     display.end_features()
-    report_damage(damaged, max_damaged, world, display, outcome="not counted")
+    report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen), torch.cat(labels)) if seen and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]

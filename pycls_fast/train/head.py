@@ -16,11 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pycls_fast import build
-from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.optim.shards import assign
-from pycls_fast.parallel import uncompiled
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.run import Run
 from pycls_fast.train.tasks.knn import neighbour_places
@@ -145,8 +142,9 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     """
     last = run.parts.network.last_layer()
     train, val = _some(run.parts.sources["train"], run.config.seed), run.parts.sources["val"]
-    features_ND, labels_N = _features(run, train, "train", after_batch)
-    held_ND, held_N = _features(run, val, "val", after_batch)
+    parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch)
+    features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
+    held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
     head = None
     if run.world.is_main and len(labels_N.unique()) > 1:
         head = fit_logistic(features_ND, labels_N, last.out_features)
@@ -181,34 +179,3 @@ def _some(source: Images, seed: int) -> Images:
         return source
     rows = np.sort(np.random.default_rng(seed).choice(len(source), _MOST_IMAGES, replace=False))
     return Subset(source, rows)
-
-
-def _features(run: Run, source: Images, split: str, after_batch: Callable[[], None]) -> tuple[Tensor, Tensor]:
-    wrapped, model = run.parts.step.wrapped, run.parts.step.wrapped.evaluated
-
-    def forward(batch: Batch) -> None:
-        images_BCHW = run.parts.step.prepare(batch)
-        empty = not len(batch.labels_B)
-        if empty and not wrapped.forward_is_collective:
-            return
-        with uncompiled(model), run.parts.step.autocast():
-            model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
-
-    was_training = model.training
-    model.eval()
-    try:
-        batches = build.eval_batches(run.config, source, run.world, run.parts.speed)
-        return collect_features(
-            run.parts.network,
-            forward,
-            batches,
-            run.world,
-            run.display,
-            split=split,
-            images=len(source),
-            max_damaged=run.config.data.max_damaged,
-            after_batch=after_batch,
-        )
-    finally:
-        wrapped.free_gathered()
-        model.train(was_training)

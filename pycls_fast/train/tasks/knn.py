@@ -15,10 +15,8 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.batch import Batch
-from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
-from pycls_fast.network import Network
+from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.assemble import load_network
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.features import collect_features
@@ -117,9 +115,13 @@ def score_neighbours(
         config = setup.config
         with enough_to_score(config, world):
             network, origin = load_network(config, train, world, setup.switches, for_training=True)
+            wrapped, place = ParallelModel(network, network, world.device), (world, setup.switches, setup.display)
             with setup.display:
-                memory_MD, labels_M = _features(setup, network, train, "train")
-                features_ND, labels_N = _features(setup, network, sources[split], split)
+                found = {
+                    name: collect_features(config, network, wrapped, sources[name], name, *place)
+                    for name in ("train", split)
+                }
+        memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
         with enough_memory(
             f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
             f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
@@ -161,27 +163,3 @@ def _print_result(setup: Setup, origin: Loaded, record: Mapping[str, Any]) -> No
             ("preprocessing", record["preprocessing"] + whose),
         ],
     )
-
-
-def _features(setup: Setup, network: Network, source: Images, split: str) -> tuple[Tensor, Tensor]:
-    """The head's input for every readable image, float32 (N, D) on the device, and the labels; same on all ranks."""
-    config, world, switches = setup.config, setup.world, setup.switches
-    network.eval()
-    prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
-
-    def forward(batch: Batch) -> None:
-        if len(batch.labels_B):
-            with autocast():
-                network(prepare(batch))
-
-    features_ND, labels_N = collect_features(
-        network,
-        forward,
-        build.eval_batches(config, source, world, switches),
-        world,
-        setup.display,
-        split=split,
-        images=len(source),
-        max_damaged=config.data.max_damaged,
-    )
-    return features_ND.to(world.device), labels_N.to(world.device)
