@@ -16,9 +16,8 @@ from torch import Tensor
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
+from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
-from pycls_fast.models.vit_parts import TokenConvStem
 from pycls_fast.network import Network
 from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import ALONE, FlatShards, World
@@ -43,6 +42,7 @@ def load_weights(
     source: str | Path,
     *,
     classes: tuple[str, ...],
+    model: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     for_training: bool = True,
     new_head: Literal["zero", "small"] = "small",
@@ -56,6 +56,7 @@ def load_weights(
 
     Args:
         classes: class names of the data, in the order of the outputs.
+        model: the section of the configuration that the network is built from; None: not compared with the weights'.
         allow: names of tensors that need not fit; see `pretrained.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
@@ -68,12 +69,12 @@ def load_weights(
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
     state = network.state_dict() if into is None else into.state_dict()
     ours = opened(found, world)
-    model = {} if ours is None or ours.config is None else ours.config.get("model", {})
+    trained = {} if ours is None or ours.config is None else ours.config.get("model", {})
     same_classes = ours is not None and other_class(ours.classes, classes) is None
-    if ours is not None:
+    if ours is not None and model is not None:
         head = ours.specs.get(f"{network.head_name}.weight")
         has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features
-        check_same_model(network, model, name, fresh_head=not has_head)
+        check_same_model(model, trained, name, fresh_head=not has_head)
     if ours is not None and same_classes and _shapes(ours.specs) == _shapes(state):
         with torch.no_grad():
             ours.fill(state)
@@ -81,11 +82,11 @@ def load_weights(
         fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
     else:
         read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
-        read = replace(read, source=name, norm=norm_place(model) or read.norm)
+        read = replace(read, source=name, norm=norm_place(trained) or read.norm)
         try:
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         except pretrained.Mismatch as error:
-            raise UserError(*belongs_to(model, name), *_mismatch_lines(error, network, found, name)) from error
+            raise UserError(*belongs_to(trained, name), *_mismatch_lines(error, network, found, name)) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
         if for_training:
@@ -210,28 +211,31 @@ def _named(classes: Sequence[str], place: int) -> str:
     return classes[place] if place < len(classes) else "none"
 
 
-def check_same_model(network: Network, model: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
+def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
     """Check that a network computes what saved weights were trained to compute.
 
     Args:
-        model: the section `model` of the configuration they were trained with; missing keys are not compared.
+        model: the section `model` of the network's configuration.
+        trained: that of the configuration they were trained with; missing keys are not compared.
+        source: where the weights come from.
+        fresh_head: their head is not loaded.
 
     Raises:
         UserError: a line for each setting that differs.
     """
     try:
-        before, now = _saved(model, fresh_head=fresh_head), _now(network, fresh_head=fresh_head)
+        before, now = (_computing(section, fresh_head=fresh_head) for section in (trained, model))
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"weights: {source}: the model it was trained as cannot be read ({error})") from error
+    different = [key for key in now if key in before and before[key] != now[key]]
     wrong = [
-        f"weights: {source} was trained with model.{key}={as_typed(before[key])} and the model has "
-        f"{as_typed(now[key])}, which computes something else with the same tensors; use {_way_out(key, before)}"
-        for key in now
-        if key in before and before[key] != now[key]
+        f"weights: {source} was trained with model.{key}={as_typed(before[key])}; with {as_typed(now[key])}, as here, "
+        f"the same tensors compute something else; use model.{key}={as_typed(before[key])}"
+        for key in different
     ]
-    if wrong and _other_tensors(network, model):
+    if wrong and any(key in trained and trained[key] != model.get(key) for key in ("depth", "width", "stem")):
         # The tensors differ, too.
-        wrong = belongs_to(model, source) or wrong
+        wrong = belongs_to(trained, source) or wrong
     if wrong:
         raise UserError(*wrong)
 
@@ -246,13 +250,6 @@ def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
     return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
 
 
-def _other_tensors(network: Network, model: Mapping[str, Any]) -> bool:
-    if not isinstance(network, VisionTransformer):
-        return False
-    now = (len(network.blocks), network.norm.weight.numel(), isinstance(network.stem, TokenConvStem))
-    return (model.get("depth"), model.get("width"), model.get("stem") == "conv") != now
-
-
 def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
     """Where a vision transformer's final norm is applied; None if the section `model` does not say."""
     if "classifier" not in model:
@@ -261,31 +258,20 @@ def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
     return "after_pool" if after else "every_token"
 
 
-def _now(network: Network, *, fresh_head: bool) -> dict[str, Any]:
-    if isinstance(network, ResNet):
-        return {"shortcut": network.shortcut}
-    if isinstance(network, TimmNetwork):
-        return _of_timm(network.name, network.arguments, fresh_head=fresh_head)
-    if not isinstance(network, VisionTransformer):
-        return {}
-    block: Any = network.blocks[0]
-    found: dict[str, Any] = {"heads": block.attention.heads, "norm_eps": network.norm.eps}
-    if isinstance(network.stem, TokenConvStem):
-        found["stem_strides"] = [conv.stride[0] for conv in network.stem.convs]  # type: ignore[index]
-    if not fresh_head:
-        found["classifier"] = network.classifier
-        found["classifier_norm"] = _classifier_norm(network.classifier, network.classifier_norm)
-    return found
-
-
-def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
-    """The settings of `_now`, from a configuration; a different kind of network is detected by its tensors."""
-    if model.get("kind") == "timm":
-        return _of_timm(model["name"], model.get("options", {}), fresh_head=fresh_head)
-    found = dict(model)
-    if "stem_strides" in model:
-        found["stem_strides"] = list(model["stem_strides"])
-    if "classifier" in model:
+def _computing(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+    """The settings that change what is computed with the same names and shapes of tensors."""
+    kind = model.get("kind")
+    if kind == "timm":
+        # Without the name's tag (it selects weights) and dropout (active only in training).
+        left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
+        options = {k: v for k, v in model.get("options", {}).items() if "drop" not in k and k not in left_out}
+        return {"name": _without_tag(model["name"]), "options": options}
+    keys = {"resnet": ["shortcut"], "vit": ["heads", "norm_eps"]}.get(str(kind), [])
+    if kind == "vit" and model.get("stem") == "conv":
+        keys.append("stem_strides")
+    found = {key: model[key] for key in keys if key in model}
+    if kind == "vit" and "classifier" in model and not fresh_head:
+        found["classifier"] = model["classifier"]
         found["classifier_norm"] = _classifier_norm(model["classifier"], model.get("classifier_norm"))
     return found
 
@@ -293,16 +279,3 @@ def _saved(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
 def _classifier_norm(classifier: Classifier, classifier_norm: ClassifierNorm | None) -> ClassifierNorm | None:
     """The place of the norm; None for the class token, where both places give the same function."""
     return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)
-
-
-def _of_timm(name: str, options: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
-    """A timm model's settings, without the name's tag (it selects weights) and dropout (active only in training)."""
-    left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
-    computing = {key: value for key, value in options.items() if "drop" not in key and key not in left_out}
-    return {"name": name.partition(".")[0], "options": computing}
-
-
-def _way_out(key: str, before: Mapping[str, Any]) -> str:
-    # With any other classifier the class token is left out unless it is set.
-    beside = " model.class_token=true" if key == "classifier" and before.get("class_token") else ""
-    return f"model.{key}={as_typed(before[key])}{beside}"

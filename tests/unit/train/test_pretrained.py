@@ -119,7 +119,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "stem_strides": ("vit", {**SIZES, **VIT}, {"stem_strides": (4, 2)}, "model.stem_strides=[2,4]"),
     "name": ("timm", TIMM, {"name": "resnet10t"}, "model.name=test_resnet"),
     "options": ("timm", TIMM, {"name": "test_resnet.r160_in1k", "options": {}}, "model.options={act_layer:relu}"),
-    "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled model.class_token=true"),
+    "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}, "model.classifier=pooled"),
     "classifier_norm": (
         "vit", {**SIZES, **VIT}, {"classifier_norm": "before_pool"}, "model.classifier_norm=after_pool",
     ),
@@ -147,16 +147,18 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
     file = tmp_path / "theirs.safetensors"
     about = {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()}
     save_file({name: value + 1 for name, value in saved.state_dict().items()}, file, about)
-    load_weights(of_kind(kind, theirs, len(classes))[0], file, classes=classes)
-    network, _ = of_kind(kind, {**theirs, **changed}, len(classes))
+    network, same = of_kind(kind, theirs, len(classes))
+    load_weights(network, file, classes=classes, model=same.model.model_dump(mode="json"))
+    network, other = of_kind(kind, {**theirs, **changed}, len(classes))
+    section = other.model.model_dump(mode="json")
     if classes != AB and key.startswith("classifier"):
-        fitted = load_weights(network, file, classes=classes).fitted
+        fitted = load_weights(network, file, classes=classes, model=section).fitted
         assert fitted.fresh.keys() == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
         assert torch.equal(network.get_parameter("norm.weight"), torch.ones(12))
     else:
-        line = rf"^weights: .*theirs.* was trained with model\..* the model has .*; use {re.escape(use)}"
+        line = rf"^weights: .*theirs.* was trained with model\..*, as here, .*; use {re.escape(use)}"
         with pytest.raises(UserError, match=line):
-            load_weights(network, file, classes=classes)
+            load_weights(network, file, classes=classes, model=section)
 
 
 @pytest.mark.parametrize("other", [{"width": 24, "heads": 2}, VIT], ids=["width", "stem"])
@@ -165,13 +167,12 @@ def test_weights_of_another_size_name_their_model(tmp_path: Path, other: dict[st
     saved, config = of_kind("vit", {**SIZES, "classifier": "pooled"}, 2)
     file = tmp_path / "theirs.safetensors"
     save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()})
-    network, _ = of_kind("vit", {**SIZES, **other}, 2)
+    network, mine = of_kind("vit", {**SIZES, **other}, 2)
     with pytest.raises(
         UserError, match=r"theirs\.safetensors belongs to another model; model=\S+ .*builds it"
     ) as caught:
-        load_weights(network, file, classes=AB)
-    assert len(caught.value.lines) == 1
-    assert "model=vit_digits model.patch_size=8 model.width=12" in str(caught.value)
+        load_weights(network, file, classes=AB, model=mine.model.model_dump(mode="json"))
+    assert "model=vit_digits model.patch_size=8 model.width=12" in caught.value.lines[0]
 
 
 class Toy(Network):
