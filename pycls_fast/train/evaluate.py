@@ -117,7 +117,12 @@ def evaluate(
             several true classes the one with the highest score counts; images without any are left out.
     """
     model = wrapped.evaluated
-    among, answers_NM = (None, None) if eval_set is None else _rule(eval_set, world.device)
+    among = answers_NM = None
+    if eval_set is not None:
+        among, answers_NM = (
+            None if values is None else torch.from_numpy(values).to(world.device)
+            for values in (eval_set.among, eval_set.answers_NM)
+        )
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
@@ -130,9 +135,9 @@ def evaluate(
                 with uncompiled(model), autocast():
                     logits_BK = model(prepare(batch))
                 answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-                scored = _score(logits_BK.double(), answers_BM, among, criterion)
-                sums += scored.sums()
-                outcomes.append((batch.indices_B, *scored.columns()))
+                columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
+                sums += added
+                outcomes.append((batch.indices_B, *columns))
             elif wrapped.forward_is_collective:
                 # A rank whose batch is empty must take part.
                 empty_BCHW = prepare(batch)
@@ -160,15 +165,6 @@ def with_progress(
         after()
 
 
-def _rule(eval_set: EvalSet, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`among` and `answers_NM` on the device."""
-    among, answers_NM = (
-        None if values is None else torch.from_numpy(values).to(device)
-        for values in (eval_set.among, eval_set.answers_NM)
-    )
-    return among, answers_NM
-
-
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
     """All ranks' outcomes, on every rank. They are copied from the device only here, after the last batch."""
     kinds = (torch.int64, torch.int64, torch.int64, torch.float32, torch.float32)
@@ -184,43 +180,16 @@ def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictio
     return Predictions(*(column[order_N] for column in columns))
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The outcome of a batch."""
-
-    labels_B: torch.Tensor
-    """The true class with the highest score; -1 without one."""
-    predicted_B: torch.Tensor
-    losses_B: torch.Tensor
-    own_losses_B: torch.Tensor
-    probabilities_B: torch.Tensor
-    place_B: torch.Tensor
-    """Number of classes ranked above the true one."""
-    finite_B: torch.Tensor
-
-    def columns(self) -> tuple[torch.Tensor, ...]:
-        """What `Predictions` keeps of each image, besides its index."""
-        return self.labels_B, self.predicted_B, self.losses_B.float(), self.probabilities_B.float()
-
-    def sums(self) -> torch.Tensor:
-        """float64: images with the true class first, images with it in the first five, summed loss, images."""
-        counted_B = self.labels_B >= 0
-        # NaN compares false, so its image would rank first; it must not count as correct.
-        valid_B = self.finite_B & counted_B
-        return torch.stack(
-            [
-                ((self.place_B < 1) & valid_B).sum(),
-                ((self.place_B < 5) & valid_B).sum(),
-                self.own_losses_B.sum(),
-                counted_B.sum(),
-            ]
-        )
-
-
 def _score(
     logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None, criterion: Criterion
-) -> _Scored:
-    """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device."""
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device.
+
+    Returns:
+        What `Predictions` keeps of each image, besides its index: the true class with the highest score (-1 without
+        one), the predicted one, the loss and the probability. And float64 sums: images with the true class first, with
+        it among the first five, loss, images that count.
+    """
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
         place_K[among] = torch.arange(len(among), device=logits_BK.device)
@@ -234,29 +203,24 @@ def _score(
     # Rank of the true class: how many classes score strictly higher, or equal with a lower index.
     classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
     ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < labels_B1))
-    labels_B = labels_B1[:, 0]
-    finite_B = torch.isfinite(logits_BK).all(dim=1)
+    place_B, labels_B = ahead_BK.sum(dim=1), labels_B1[:, 0]
+    # NaN compares false, so its image would rank first; it must not count as correct.
+    finite_B, counted_B = torch.isfinite(logits_BK).all(dim=1), labels_B >= 0
     # Ties go to the lowest index, as above; argmax does not guarantee that.
     highest_B1 = logits_BK.amax(dim=1, keepdim=True)
-    is_best_BK = logits_BK == highest_B1
-    predicted_B = torch.where(finite_B, torch.where(is_best_BK, classes_K, len(classes_K)).amin(dim=1), -1)
+    lowest_B = torch.where(logits_BK == highest_B1, classes_K, len(classes_K)).amin(dim=1)
+    predicted_B = torch.where(finite_B, lowest_B, -1)
     losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
     if criterion.each is not None:
-        own_losses_B = criterion.each(logits_BK, labels_B.clamp(min=0)).masked_fill(labels_B < 0, 0.0)
+        own_losses_B = criterion.each(logits_BK, labels_B.clamp(min=0)).masked_fill(~counted_B, 0.0)
+    first_B, first_five_B = ((place_B < n) & finite_B & counted_B for n in (1, 5))
+    sums = torch.stack([first_B.sum(), first_five_B.sum(), own_losses_B.sum(), counted_B.sum()])
     highest_B = highest_B1[:, 0]
     probabilities_B = highest_B.sigmoid() if criterion.sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
     probabilities_B = torch.where(finite_B, probabilities_B, torch.nan)
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
-    return _Scored(
-        labels_B,
-        predicted_B,
-        losses_B,
-        own_losses_B,
-        probabilities_B,
-        place_B=ahead_BK.sum(dim=1),
-        finite_B=finite_B,
-    )
+    return (labels_B, predicted_B, losses_B.float(), probabilities_B.float()), sums
 
 
 class Confusion(NamedTuple):

@@ -139,7 +139,7 @@ def test_counting_as_the_definitions_say() -> None:
             if not any(np.isnan([scores[k] for k in kept])):
                 top1 += order[0] in right
                 top5 += bool(right & set(order[:5]))
-        found = _score(logits_BK, own, among, Criterion()).sums().tolist()
+        found = _score(logits_BK, own, among, Criterion())[1].tolist()
         assert found[0] == top1
         assert found[1] == top5
         assert found[3] == count
