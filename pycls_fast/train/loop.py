@@ -117,8 +117,7 @@ class Loop:
             # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.
             with suppress(Exception):
                 self.run.finish_saving()
-                if self.run.world.is_main:
-                    self.evaluations.keep_if_best()
+                self.evaluations.keep_if_best()
             raise
 
     def _run_to_end(self) -> int:
@@ -258,7 +257,7 @@ class Loop:
         if self.evaluations.due(start) and not self.evaluations.has(start):
             self.evaluations.forget(start)
             self._evaluate(start)
-        elif self.run.world.is_main:
+        else:
             # That process may have been killed between recording the evaluation and linking the checkpoint. This one
             # may have other steps at which an evaluation is due.
             self.evaluations.keep_if_best()
@@ -279,15 +278,14 @@ class Loop:
             self._save(done, always=True)
         self.damaged.note(damaged.items())
         self._report_damage(done)
-        if self.run.world.is_main:
-            if self.run.saver.idle:
-                # Else `_finish_saving` does it: training does not wait for the checkpoint that is being written.
-                self.evaluations.keep_if_best()
-            self.evaluations.draw_if_due()
+        if self.run.saver.idle:
+            # Else `_finish_saving` does it: training does not wait for the checkpoint that is being written.
+            self.evaluations.keep_if_best()
+        self.evaluations.draw_if_due()
 
     def _finish_saving(self, done: int) -> None:
         """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
-        if self.run.complete_saving(done, self.divergence.check_weights) and self.run.world.is_main:
+        if self.run.complete_saving(done, self.divergence.check_weights):
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:

@@ -170,8 +170,10 @@ class Evaluations:
         self.board.add(record)
 
     def keep_if_best(self) -> None:
-        """Link the newest checkpoint as best if its evaluation is the latest and the best; on the main rank."""
+        """Link the newest checkpoint as best if its evaluation is the latest and the best."""
         run = self.run
+        if not run.world.is_main:
+            return
         evaluations = primary_records(run, self.records())
         newest = next(checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != step_of(newest):
@@ -186,8 +188,8 @@ class Evaluations:
             run.display.warn(f"{newest}: the best so far, but checkpoints/best cannot be made ({error.strerror})")
 
     def draw_if_due(self) -> None:
-        """Draw the curves, unless that would take more than a hundredth of the time; on the main rank."""
-        if time.monotonic() >= self._next_drawing:
+        """Draw the curves, unless that would take more than a hundredth of the time."""
+        if self.run.world.is_main and time.monotonic() >= self._next_drawing:
             started = time.monotonic()
             self.draw()
             ended = time.monotonic()

@@ -27,7 +27,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.weights import find_weights, open_weights, restore
+from pycls_fast.train.weights import find_weights, restore
 from tests.factories import save_checkpoint
 from tests.unit.inference.conftest import make_run
 
@@ -258,15 +258,6 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_a_tool_takes_for_the_configuration(run_dir: Path, tmp_path: Path) -> None:
-    """From the checkpoint and the file themselves: there is no `config.yaml`."""
-    write(run_dir, tmp_path / "net.safetensors")
-    for source in (run_dir, run_dir / "checkpoints" / "step_000000007", tmp_path / "net.safetensors"):
-        found = saved_with_weights([f"weights={source}"])
-        assert found is not None
-        assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
-
-
 def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> None:
     """Files in the Hugging Face cache are links to blobs named by their hash."""
     write(run_dir, tmp_path / "net.safetensors")
@@ -291,16 +282,6 @@ def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> N
 def test_weights_of_other_projects_are_not_exported(tmp_path: Path, source: str) -> None:
     with pytest.raises(UserError, match=f"{source} names weights of another project; give a run folder"):
         write(Path(source), tmp_path / "net.safetensors")
-
-
-def test_headers_of_other_programs_bring_no_configuration(tmp_path: Path) -> None:
-    """Both readers of the header agree."""
-    file, section = tmp_path / "net.safetensors", dict[str, int]()
-    ours = {"model": section, "data": section, "speed": section}
-    for config, is_run in ((ours, True), *(({**ours, key: 1}, False) for key in ours), ({"model": section}, False)):
-        save_file({"a": torch.ones(1)}, file, metadata={"config": json.dumps(config)})
-        assert (saved_with_weights([f"weights={file}"]) is not None) == is_run
-        assert (open_weights(file).config is not None) == is_run
 
 
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:

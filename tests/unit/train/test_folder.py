@@ -53,18 +53,6 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
-def test_damaged_lines_are_told_before_they_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = RunFolder(tmp_path)
-    folder.add_record("train", 1, 0.5, **NUMBERS)
-    whole = folder.metrics.read_text()
-    folder.metrics.write_text(whole + '{"kind": "train", "step": "2"}\n' + whole + '{"kind": "tr')
-    folder.forget_after(1)
-    assert capsys.readouterr().err == f"warning: {folder.metrics}: dropped 1 damaged line\n"
-    assert folder.metrics.read_text() == 2 * whole
-    folder.forget_after(1)
-    assert capsys.readouterr().err == ""
-
-
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):

@@ -132,18 +132,6 @@ def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
     assert len(counted) > 25
 
 
-def test_a_log_interval_reads_once_and_is_seen() -> None:
-    metrics = TrainMetrics(CPU)
-    metrics.add_loss(torch.tensor(1.0))
-    with HostReads() as counted:
-        metrics.read(ALONE)
-    assert counted.found == ["tolist"]
-    for read in (lambda x: x.item(), bool, lambda x: int(x.sum()), lambda x: x[x > 0]):
-        with HostReads() as counted:
-            read(torch.ones(1))
-        assert len(counted.found) == 1
-
-
 MICROBATCHES = 4
 
 

@@ -225,18 +225,6 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
     assert re.search(f"warning: trackers: {service.package} failed .*not logged in", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("service", ["mlflow"], indirect=True)
-def test_refused_settings_leave_no_active_run(service: Service, tmp_path: Path) -> None:
-    def refuse() -> None:
-        raise MlflowException("value too long")
-
-    service.on_settings = refuse
-    with pytest.raises(UserError, match="value too long"):
-        run(service, tmp_path)
-    (seen,) = service.runs.values()
-    assert seen.states == ["FAILED"]
-
-
 @pytest.mark.slow
 def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     due = Loop._due
