@@ -41,8 +41,7 @@ from torchvision.transforms import InterpolationMode
 
 import pycls_fast
 from pycls_fast.network import Network
-from pycls_fast.train.head import fit_logistic
-from pycls_fast.train.tasks.knn import knn_votes, places
+from pycls_fast.train.features import fit_logistic, knn_votes, places
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = (

@@ -1,23 +1,52 @@
-"""Features: what a network's last linear layer gets."""
+"""Features, which are what a network's last linear layer gets; what their neighbours say; a head fitted to them.
+
+Neighbours: Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, 2018, section 3.4; k
+and temperature as Caron et al., Emerging Properties in Self-Supervised Vision Transformers (DINO), 2021, `eval_knn.py`.
+
+The head first: before any other layer is trained, a new head is fitted to the features that the weights give. A random
+head distorts them while it is learned (Kumar et al., Fine-Tuning can Distort Pretrained Features and Underperform
+Out-of-Distribution, ICLR 2022, "LP-FT"). Here it is the optimum of multinomial logistic regression, found by L-BFGS (as
+the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better?, 2019); its accuracy is that of step
+0, the first that can be the best one.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
+from pycls_fast.optim.shards import assign
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import with_progress
 from pycls_fast.train.health import noting_damage, report_damage
+from pycls_fast.train.run import Run
+
+# Images whose votes are counted at a time.
+_CHUNK = 1024
+# Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
+# the class means, to one that separates most sets completely.
+PENALTIES = tuple(10.0 ** (power / 2) for power in range(4, -9, -1))
+# From so many images on one held-out part is enough.
+_FOLDS, _FOLDED_IMAGES = 5, 1_000
+# More would take longer than the first epoch, for a head that is trained further.
+_MOST_IMAGES = 20_000
+_NEIGHBOURS, _TEMPERATURE = 20, 0.07
+# The logit of an output without images, below all others.
+_ABSENT = -20.0
 
 
 @contextmanager
@@ -90,3 +119,203 @@ def collect_features(
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
     return features_ND, labels_N
+
+
+def knn_votes(
+    features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
+) -> Iterator[Tensor]:
+    """Yields the logarithm of each class's votes, (B, K), for 1,024 images at a time: those of all may not fit.
+
+    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images with
+    the highest cosine similarity `s` vote with `exp(s / temperature)`.
+
+    Args:
+        features_ND: features of the images to classify, of any norm.
+        memory_MD: features of the labelled images.
+        labels_M: int64.
+        k: at most M.
+    """
+    memory_DM = F.normalize(memory_MD, dim=1).T
+    for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
+        nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
+        scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
+        # Relative to the class's nearest neighbour: exp(s / temperature) overflows float32 below temperature 0.0113.
+        peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
+        peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
+        rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
+        yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
+
+
+def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """How many classes rank above each image's own, (B,): more votes, or as many and a lower index; K without votes.
+
+    Args:
+        votes_BK: from `knn_votes`.
+        labels_B: int64.
+    """
+    right_B1 = votes_BK.gather(1, labels_B[:, None])
+    classes_K = torch.arange(votes_BK.shape[1], device=votes_BK.device)
+    ahead_BK = (votes_BK > right_B1) | ((votes_BK == right_B1) & (classes_K < labels_B[:, None]))
+    return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
+
+
+def neighbour_places(
+    features_ND: Tensor,
+    labels_N: Tensor,
+    memory_MD: Tensor,
+    labels_M: Tensor,
+    *,
+    classes: int,
+    k: int,
+    temperature: float,
+) -> Tensor:
+    """The `places` of all images by the votes of the labelled ones, (N,)."""
+    votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+    return torch.cat([places(part_BK, part_B) for part_BK, part_B in zip(votes, labels_N.split(_CHUNK), strict=True)])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear classifier of features.
+
+    Attributes:
+        weight_KD, bias_K: float32.
+        penalty: of `PENALTIES`, the one with the highest held-out accuracy.
+        accuracy: that one, as a fraction.
+    """
+
+    weight_KD: Tensor
+    bias_K: Tensor
+    penalty: float
+    accuracy: float
+
+
+def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int) -> Head:
+    """Multinomial logistic regression with the penalty that is best on held-out images.
+
+    Args:
+        features_ND: float32, on the CPU.
+        labels_N: int64; classes may be without images.
+    """
+    labels = labels_N.numpy()
+    mean_D = features_ND.mean(0)
+    centred_ND = features_ND - mean_D
+    scale = float(centred_ND.std()) or 1.0
+    rotated, back = _rotated((centred_ND / scale).double())
+    right, loss = np.zeros(len(PENALTIES)), np.zeros(len(PENALTIES))
+    for fitted, held_out in _parts(labels):
+        for place, (weight, bias) in enumerate(_path(rotated[fitted], labels[fitted], outputs)):
+            logits = rotated[held_out] @ weight.T + bias
+            logits -= logits.max(1, keepdims=True)
+            own = logits[np.arange(len(held_out)), labels[held_out]]
+            right[place] += (logits.argmax(1) == labels[held_out]).sum() / len(labels)
+            loss[place] += (np.log(np.exp(logits).sum(1)) - own).sum()
+    best = min(range(len(PENALTIES)), key=lambda place: (-right[place], loss[place]))
+    *_, (weight, bias) = _path(rotated, labels, outputs, PENALTIES[: best + 1])
+    weight_KD = (torch.from_numpy(weight) @ back / scale).float()
+    # The share that was held out: all images in folds.
+    tried = sum(len(held_out) for _, held_out in _parts(labels)) / len(labels)
+    return Head(weight_KD, torch.from_numpy(bias).float() - weight_KD @ mean_D, PENALTIES[best], right[best] / tried)
+
+
+def _rotated(features_ND: Tensor) -> tuple[np.ndarray, Tensor]:
+    """The features in a basis of as many directions as there are images, if these are fewer; and the basis.
+
+    The penalty is the same in it, and the products are smaller.
+    """
+    if len(features_ND) >= features_ND.shape[1]:
+        return features_ND.numpy(), torch.eye(features_ND.shape[1], dtype=torch.float64)
+    left, singular, basis = torch.linalg.svd(features_ND, full_matrices=False)
+    return (left * singular).numpy(), basis
+
+
+def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Positions to fit and to hold out, with equal shares of each class where it has enough images."""
+    from sklearn.model_selection import StratifiedKFold
+
+    splitter = StratifiedKFold(min(_FOLDS, len(labels)), shuffle=True, random_state=0)
+    with warnings.catch_warnings():
+        # Classes with fewer images than folds are missing from some of them.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            parts = list(splitter.split(np.zeros(len(labels)), labels))
+        except ValueError:
+            # Every class has fewer images than there are folds.
+            order = np.random.default_rng(0).permutation(len(labels))
+            parts = [(np.setdiff1d(order, part), part) for part in np.array_split(order, min(_FOLDS, len(labels)))]
+    parts = [(fitted, held_out) for fitted, held_out in parts if len(np.unique(labels[fitted])) > 1]
+    return parts if len(labels) < _FOLDED_IMAGES else parts[:1]
+
+
+def _path(
+    features: np.ndarray, labels: np.ndarray, outputs: int, penalties: tuple[float, ...] = PENALTIES
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields weights (K, D) and biases (K,) for each penalty, each found from the one before."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True)
+    for penalty in penalties:
+        model.C = 1.0 / (penalty * len(labels))
+        with warnings.catch_warnings():
+            # A nearly converged head is trained further, or judged by what it gets right.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(features, labels)
+        weight, bias = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT)
+        if len(model.classes_) == 2:
+            # One row for both, the difference.
+            weight[model.classes_] = np.concatenate([-model.coef_, model.coef_]) / 2
+            bias[model.classes_] = np.concatenate([-model.intercept_, model.intercept_]) / 2
+        else:
+            weight[model.classes_], bias[model.classes_] = model.coef_, model.intercept_
+        yield weight, bias
+
+
+def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
+    """Fit the head to the training images' features and write it into the network; all ranks call this.
+
+    Args:
+        after_batch: called after each batch; may raise to stop.
+
+    Raises:
+        UserError: images cannot be read (`data.max_damaged`).
+    """
+    last = run.parts.network.last_layer()
+    train, val = _some(run.parts.sources["train"], run.config.seed), run.parts.sources["val"]
+    parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch)
+    features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
+    held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
+    head = None
+    if run.world.is_main and len(labels_N.unique()) > 1:
+        head = fit_logistic(features_ND, labels_N, last.out_features)
+        outputs, k = last.out_features, min(_NEIGHBOURS, len(labels_N))
+        place_N = neighbour_places(
+            held_ND, held_N, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE
+        )
+        knn = 100.0 * (place_N < 1).double().mean().item()
+        held_out = 100.0 * head.accuracy
+        run.display.note(
+            f"head: fitted to the features of {len(labels_N):,} images, {held_out:.2f}% of held-out ones right; "
+            f"{_NEIGHBOURS} nearest neighbours: val top-1 {knn:.2f}%"
+        )
+        numbers = {"penalty": head.penalty, "held_out_top1": held_out, "knn_top1": knn, "images": len(labels_N)}
+        run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
+    head = run.world.from_main(head)
+    if head is None:
+        return
+    weights, name = run.parts.step.weights, run.parts.network.head_name
+    state = weights.state_dict()
+    with torch.no_grad():
+        assign(state[f"{name}.weight"], head.weight_KD)
+        assign(state[f"{name}.bias"], head.bias_K)
+        weights.load_state_dict(state)
+        if run.parts.step.ema is not None:
+            run.parts.step.ema.load(weights.live())
+
+
+def _some(source: Images, seed: int) -> Images:
+    """The source, or a random part of a large one."""
+    if len(source) <= _MOST_IMAGES:
+        return source
+    rows = np.sort(np.random.default_rng(seed).choice(len(source), _MOST_IMAGES, replace=False))
+    return Subset(source, rows)

@@ -18,7 +18,7 @@ from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.train.display import Display
-from pycls_fast.train.head import fit_head
+from pycls_fast.train.features import fit_head
 from pycls_fast.train.health import DamagedImages, DivergenceCheck, enough_to_train, too_many_damaged
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.resume import resume_notes

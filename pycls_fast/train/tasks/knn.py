@@ -1,17 +1,9 @@
-"""Weighted k-nearest-neighbour classification: how well features separate the classes without training.
-
-Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, 2018, section 3.4; k and
-temperature as Caron et al., Emerging Properties in Self-Supervised Vision Transformers (DINO), 2021, `eval_knn.py`.
-"""
+"""Weighted k-nearest-neighbour classification: how well features separate the classes without training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
@@ -19,66 +11,11 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.assemble import load_network
 from pycls_fast.train.environment import device_name, provenance
-from pycls_fast.train.features import collect_features
+from pycls_fast.train.features import collect_features, neighbour_places
 from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
 from pycls_fast.train.pretrained import Loaded
 from pycls_fast.train.tasks.score import Setup, set_up
-
-_CHUNK = 1024
-
-
-def knn_votes(
-    features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
-) -> Iterator[Tensor]:
-    """Yields the logarithm of each class's votes, (B, K), for 1,024 images at a time: those of all may not fit.
-
-    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images with
-    the highest cosine similarity `s` vote with `exp(s / temperature)`.
-
-    Args:
-        features_ND: features of the images to classify, of any norm.
-        memory_MD: features of the labelled images.
-        labels_M: int64.
-        k: at most M.
-    """
-    memory_DM = F.normalize(memory_MD, dim=1).T
-    for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
-        nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
-        scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
-        # Relative to the class's nearest neighbour: exp(s / temperature) overflows float32 below temperature 0.0113.
-        peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
-        peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
-        rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
-        yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
-
-
-def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """How many classes rank above each image's own, (B,): more votes, or as many and a lower index; K without votes.
-
-    Args:
-        votes_BK: from `knn_votes`.
-        labels_B: int64.
-    """
-    right_B1 = votes_BK.gather(1, labels_B[:, None])
-    classes_K = torch.arange(votes_BK.shape[1], device=votes_BK.device)
-    ahead_BK = (votes_BK > right_B1) | ((votes_BK == right_B1) & (classes_K < labels_B[:, None]))
-    return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
-
-
-def neighbour_places(
-    features_ND: Tensor,
-    labels_N: Tensor,
-    memory_MD: Tensor,
-    labels_M: Tensor,
-    *,
-    classes: int,
-    k: int,
-    temperature: float,
-) -> Tensor:
-    """The `places` of all images by the votes of the labelled ones, (N,)."""
-    votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
-    return torch.cat([places(part_BK, part_B) for part_BK, part_B in zip(votes, labels_N.split(_CHUNK), strict=True)])
 
 
 def score_neighbours(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycls_fast.train.head import PENALTIES, fit_logistic
+from pycls_fast.train.features import PENALTIES, fit_logistic
 
 
 def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
