@@ -14,8 +14,7 @@ from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.saved import SAVED, register, saved_in_run
-from pycls_fast.models.pretrained.timm import read_timm_vit
-from pycls_fast.models.pretrained.torchvision import read_resnet, read_torchvision_vit
+from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import split
@@ -81,20 +80,12 @@ State = Mapping[str, Tensor]
 Convert = Callable[[State], dict[str, Tensor]]
 
 
-def _whole(read: Callable[[State], tuple[dict[str, Tensor], list[str]]]) -> Convert:
-    """A conversion in which every name must be known."""
-
-    def convert(state: State) -> dict[str, Tensor]:
-        found, rest = read(state)
-        assert rest == []
-        return found
-
-    return convert
-
-
-from_timm_vit = _whole(read_timm_vit)
-from_torchvision_vit = _whole(read_torchvision_vit)
-from_resnet = _whole(read_resnet)
+def in_our_names(state: State) -> dict[str, Tensor]:
+    """Another project's state in our names, in which every name must be known."""
+    layout, found, rest = read_names(state)
+    assert layout not in ("pycls_fast", "unknown")
+    assert rest == []
+    return found
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], *, implementation: str = "loop", **keys: Any) -> Any:

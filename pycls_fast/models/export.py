@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.pretrained import to_timm_resnet, to_timm_vit
+from pycls_fast.models.pretrained import to_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
@@ -193,7 +193,7 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
     if len(model.stem.deep):
         arguments |= {"stem_type": "deep", "stem_width": 32}
     name = "resnet50" if bottleneck else "resnet18"
-    return name, arguments, to_timm_resnet(state, shortcut=model.shortcut)
+    return name, arguments, to_resnet(state, shortcut=model.shortcut)
 
 
 def to_onnx(model: Network, path: Path, about: About) -> None:

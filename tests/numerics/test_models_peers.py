@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, pretrained
 from pycls_fast.models.layers import SinCos2dPositions
-from pycls_fast.models.pretrained.read import detect_layout
-from pycls_fast.models.pretrained.torchvision import to_torchvision_resnet
-from tests.factories import Convert, from_resnet, from_timm_vit, from_torchvision_vit, randomise
+from pycls_fast.models.pretrained.names import read_names
+from tests.factories import Convert, in_our_names, randomise
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 
@@ -58,7 +57,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, convert: Convert) 
 def test_timm_vit(size: str, attention: str) -> None:
     theirs = randomise(timm.create_model(f"vit_{size}_patch16_224")).eval()
     ours = vit(size, attention=attention).double().eval()
-    ours.load_state_dict(from_timm_vit(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     batch = images(2 if size == "tiny" else 1, 224)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
@@ -77,13 +76,13 @@ def test_timm_vit(size: str, attention: str) -> None:
 def test_timm_vit_gradients_in_training_mode(ours_kwargs: dict[str, str], theirs_kwargs: dict[str, Any]) -> None:
     theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=11, **theirs_kwargs))
     ours = vit("tiny", image_size=64, num_classes=11, **ours_kwargs).double()
-    ours.load_state_dict(from_timm_vit(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     batch, cotangent = images(3, 64), torch.randn(3, 11, dtype=torch.float64)
     found, expected = ours(batch), theirs(batch)
     assert relative_error(found, expected) < 1e-9
     for logits in (found, expected):
         (logits * cotangent).sum().backward()
-    assert_same_gradients(ours, theirs, from_timm_vit)
+    assert_same_gradients(ours, theirs, in_our_names)
 
 
 def test_fixed_positions_equal_learned_ones_of_the_same_values() -> None:
@@ -94,7 +93,7 @@ def test_fixed_positions_equal_learned_ones_of_the_same_values() -> None:
     theirs: Any = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64)).eval()
     theirs.pos_embed.data.copy_(fixed.positions.value)
     assert not fixed.positions.value[0].any()
-    state = from_timm_vit(theirs.state_dict())
+    state = in_our_names(theirs.state_dict())
     del state["positions.value"]
     fixed.load_state_dict(state)
     batch = images(1, 64)
@@ -106,10 +105,9 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
         with torch.device("meta"):
             state = timm.create_model("vit_tiny_patch16_224", **kwargs).state_dict()
             ours = vit("tiny")
-        layout, tensors, rest = detect_layout(state)
-        unknown = {name: tuple(state[name].shape) for name in rest}
+        layout, tensors, rest = read_names(state)
         with pytest.raises(UserError, match=r"does not fit the model: (missing|unexpected)"):
-            pretrained.fit(pretrained.ReadWeights("file", layout, tensors, unknown), ours)
+            pretrained.fit(pretrained.ReadWeights("file", layout, tensors, tuple(rest)), ours)
 
 
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}
@@ -197,7 +195,7 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
     depth = 1 if re.search("large|huge|giant", name) else 2
     theirs: Any = randomise(timm.create_model(name, img_size=3 * side, depth=depth, **theirs_kwargs)).eval()
     ours = like(theirs, **ours_kwargs).double().eval()
-    ours.load_state_dict(from_timm_vit(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     batch = images(2, 3 * side)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
@@ -215,12 +213,12 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
 def test_timm_resnets(name: str, kwargs: dict[str, Any]) -> None:
     theirs = randomise(timm.create_model(name)).eval()
     ours = ResNet(num_classes=1000, **kwargs).double().eval()
-    ours.load_state_dict(from_resnet(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     # An odd size: the mean of ResNet-D has to round as the convolutions do.
     batch = images(2, 75)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = pretrained.to_timm_resnet(ours.state_dict(), shortcut=kwargs.get("shortcut", "conv"))
+    back = pretrained.to_resnet(ours.state_dict(), shortcut=kwargs.get("shortcut", "conv"))
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
@@ -242,7 +240,7 @@ def test_torchvision_vits(patch_size: int, width: int, heads: int) -> None:
         mlp_width=4 * width,
         num_classes=1000,
     )
-    ours.double().eval().load_state_dict(from_torchvision_vit(theirs.state_dict()))
+    ours.double().eval().load_state_dict(in_our_names(theirs.state_dict()))
     batch = images(2, 3 * patch_size)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
@@ -252,7 +250,7 @@ def test_torchvision_vits(patch_size: int, width: int, heads: int) -> None:
 def test_torchvision_vit_b_16() -> None:
     theirs = randomise(torchvision.models.vit_b_16()).eval()
     ours = vit("base").double().eval()
-    ours.load_state_dict(from_torchvision_vit(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     batch = images(1, 224)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
@@ -263,12 +261,12 @@ def test_torchvision_vit_b_16() -> None:
 def test_torchvision_resnet(depth: Any, training: bool) -> None:
     theirs = randomise(getattr(torchvision.models, f"resnet{depth}")()).train(training)
     ours = ResNet(depth=depth, num_classes=1000).double().train(training)
-    ours.load_state_dict(from_resnet(theirs.state_dict()))
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
     batch = images(2, 96) if training else images(1, 224)
     found, expected = ours(batch), theirs(batch)
     assert relative_error(found, expected) < 1e-9
     # Training has moved the statistics; evaluation has not.
-    back = to_torchvision_resnet(ours.state_dict())
+    back = pretrained.to_resnet(ours.state_dict())
     assert back.keys() == theirs.state_dict().keys()
     for key, tensor in theirs.state_dict().items():
         torch.testing.assert_close(back[key], tensor, rtol=1e-9, atol=1e-9)
@@ -276,7 +274,7 @@ def test_torchvision_resnet(depth: Any, training: bool) -> None:
         cotangent = torch.randn(expected.shape, dtype=torch.float64)
         for logits in (found, expected):
             (logits * cotangent).sum().backward()
-        assert_same_gradients(ours, theirs, from_resnet)
+        assert_same_gradients(ours, theirs, in_our_names)
 
 
 @pytest.mark.parametrize("depth", [34, 101, 152])
@@ -285,7 +283,7 @@ def test_other_depths_have_torchvisions_and_timms_tensors(depth: Any) -> None:
         ours = ResNet(depth=depth, num_classes=1000).state_dict()
         peers = [getattr(torchvision.models, f"resnet{depth}")(), timm.create_model(f"resnet{depth}")]
     for peer in peers:
-        expected = from_resnet(peer.state_dict())
+        expected = in_our_names(peer.state_dict())
         assert {key: tensor.shape for key, tensor in ours.items()} == {
             key: tensor.shape for key, tensor in expected.items()
         }

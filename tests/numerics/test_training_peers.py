@@ -26,7 +26,7 @@ from pycls_fast.data.mix import Mixed
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from tests.factories import Convert, from_resnet, from_timm_vit, randomise
+from tests.factories import Convert, in_our_names, randomise
 
 CLASSES, BATCH, EPOCHS, STEPS_PER_EPOCH, STEPS = 7, 8, 4, 2, 5
 COMMON = (
@@ -65,7 +65,7 @@ def from_split_vit(state: Any) -> dict[str, Tensor]:
         if ".parts.0." in name:
             parts = [state[name.replace("parts.0.", f"parts.{part}.")] for part in range(3)]
             joined[name.replace(".parts.0", "")] = torch.cat(parts)
-    return from_timm_vit(joined)
+    return in_our_names(joined)
 
 
 def vit(*, split: bool = False, **kwargs: Any) -> nn.Module:
@@ -155,7 +155,7 @@ def test_steps_are_those_of_timms_loop(name: str) -> None:
     config = load_config(case.experiment, [*COMMON, *case.overrides, "needs_weights=false"])
     is_vit = config.model.kind == "vit"
     theirs = vit(**case.model) if is_vit else randomise(timm.create_model("resnet18", num_classes=CLASSES))
-    convert: Convert = from_resnet if not is_vit else from_split_vit if case.model.get("split") else from_timm_vit
+    convert: Convert = in_our_names if not is_vit else from_split_vit if case.model.get("split") else in_our_names
     switches = build.switches(config, ALONE.device)
     ours = build.model(config, CLASSES, switches).double()
     start = {key: tensor.clone() for key, tensor in convert(theirs.state_dict()).items()}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.pretrained import Fitted
-from pycls_fast.models.pretrained.read import detect_layout
+from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.network import Network
 from tests.factories import randomise
 from tests.numerics.test_models_peers import images, relative_error
@@ -826,7 +826,7 @@ def test_other_models_of_timm_are_not_taken_for_ours(name: str) -> None:
     """Their names, too, begin with `stem.`, `stages.` and `patch_embed.`"""
     with torch.device("meta"):
         state = timm.create_model(name).state_dict()
-        layout, _, unknown = detect_layout(state)
+        layout, _, unknown = read_names(state)
         assert (layout, unknown) == ("unknown", list(state))
         with pytest.raises(pretrained.UnknownKind, match="is of an unknown kind; its first names are "):
             pretrained.fit(pretrained.ReadWeights(name, layout, {}, plain=state), small())
@@ -849,10 +849,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             return print, ("ran",)
 
     torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
-    with pytest.raises(UserError, match=r"code.pth holds more than tensors and plain values, .*print"):
+    with pytest.raises(UserError, match=r"code.pth is not a PyTorch file of only tensors and plain values, .*print"):
         pretrained.read_weights(str(tmp_path / "code.pth"))
     (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
-    with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file; give a file of weights"):
+    with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file of only tensors"):
         pretrained.read_weights(str(tmp_path / "text.pth"))
     for name in ("half.pth", "half.npz", "half.safetensors"):
         (tmp_path / name).write_bytes(b"half a file")

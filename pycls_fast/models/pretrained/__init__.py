@@ -1,12 +1,10 @@
 """Converts other projects' checkpoints to our names, and ours to theirs."""
 
-from pycls_fast.models.pretrained.files import own_metadata
 from pycls_fast.models.pretrained.fit import Fitted, Mismatch, UnknownKind, fit
 from pycls_fast.models.pretrained.hubs import HUGGING_FACE, download, is_hub, local_file, pinned
+from pycls_fast.models.pretrained.names import OURS, to_resnet, to_timm_vit
 from pycls_fast.models.pretrained.preprocessing import Preprocessing, described
-from pycls_fast.models.pretrained.read import OURS, NormPlace, ReadWeights, read_weights
-from pycls_fast.models.pretrained.timm import to_timm_vit
-from pycls_fast.models.pretrained.torchvision import to_timm_resnet
+from pycls_fast.models.pretrained.read import NormPlace, ReadWeights, own_metadata, read_weights
 
 __all__ = [
     "HUGGING_FACE",
@@ -25,6 +23,6 @@ __all__ = [
     "own_metadata",
     "pinned",
     "read_weights",
-    "to_timm_resnet",
+    "to_resnet",
     "to_timm_vit",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,16 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.moe import ExpertsMlp
-from pycls_fast.models.pretrained import pycls, timm
-from pycls_fast.models.pretrained.positions import fit_positions
-from pycls_fast.models.pretrained.read import OTHER, OURS, TRANSFORMERS, ReadWeights
+from pycls_fast.models.pretrained.names import (
+    OTHER,
+    OURS,
+    TIMM_VIT,
+    TRANSFORMERS,
+    VITS,
+    in_timm_names,
+    regnet_in_timm_names,
+)
+from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_kind, check_settings
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_network import TimmNetwork
@@ -112,7 +120,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        fitted.adapted |= fit_positions(tensors, network, shapes)
+        _fit_positions(tensors, network, shapes, fitted)
         _fit_patches(tensors, shapes, fitted)
         _fit_experts(tensors, network, fitted)
     _fit_gray(tensors, network, shapes, fitted)
@@ -149,12 +157,12 @@ def _in_names_of(
     own = {name.removeprefix("network.") for name in shapes}
     rest: dict[str, Tensor] = {}
     unknown: list[str] = []
-    if read.layout in ("Google's vision transformer", "torchvision vision transformer", pycls.VIT):
-        state, unnamed = timm.in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+    if read.layout in VITS and read.layout != TIMM_VIT:
+        state, unnamed = in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
         rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
     elif "s1.b1.f.a.weight" in state:
-        state = pycls.regnet_in_timm_names(state)
+        state = regnet_in_timm_names(state)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         before, state = state, _filtered_by_timm(network, state)
         _note_resized(before, state, shapes, fitted)
@@ -227,6 +235,62 @@ def _fit_norm(
     else:
         wanted = "model.classifier_norm=before_pool, or model.classifier=token where the file has a class token"
     raise UserError(f"weights: {read.source} has its final norm elsewhere than the model; use {wanted}")
+
+
+# In the order of their rows, which precede the patches'.
+_TOKENS = {"class_token.value": "class token", "registers.value": "registers"}
+
+
+def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
+    """Arrange a file's positions as the network has them; anything but a square grid after the tokens is left as it is.
+
+    Rows of tokens that both have are kept. If the network has positions only for the patches, the tokens' rows are
+    added to the tokens themselves, which is equivalent; if the file has none, they are zeros. The patches' rows are
+    interpolated, bicubic and antialiased.
+    """
+    name = "positions.value"
+    if name not in tensors or name not in shapes or tensors[name].shape[1:] != shapes[name][1:]:
+        return
+    rows, (count, width) = tensors[name], shapes[name]
+    in_front = network.position_tokens == "all"
+    theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
+    ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
+    placed = sum(theirs.values())
+    # The rows of a small grid may fit both ways, as 9 do for 3 x 3 patches and for 2 x 2 with five tokens; then they
+    # are taken to be what the network has.
+    if not _is_square(len(rows) - placed) or (_is_square(len(rows)) and not in_front):
+        placed = 0
+    patches = rows[placed:]
+    token_rows = rows[:placed].split(list(theirs.values())) if placed else ()
+    found = dict(zip(theirs, token_rows, strict=False))
+    wanted = count - sum(ours.values()) if in_front else count
+    if not _is_square(len(patches)) or not _is_square(wanted):
+        return
+    front, said = [], []
+    for token, called in _TOKENS.items():
+        if in_front and token in ours:
+            fits = token in found and len(found[token]) == ours[token]
+            front.append(found[token] if fits else rows.new_zeros(ours[token], width))
+            said += [] if fits else [f"zeros in front for the {called}"]
+        elif token in found and token in ours:
+            tensors[token] = tensors[token] + found[token].reshape(tensors[token].shape)
+            fitted.note(token, "its position added")
+            said.append(f"the rows of the {called} moved there")
+        elif token in found:
+            said.append(f"without the rows of the {called}")
+    before, side = math.isqrt(len(patches)), math.isqrt(wanted)
+    if before != side:
+        from timm.layers import resample_abs_pos_embed
+
+        patches = resample_abs_pos_embed(patches[None], [side, side], num_prefix_tokens=0)[0]
+        said.append(f"interpolated from {before} x {before} to {side} x {side}")
+    if said:
+        tensors[name] = torch.cat([*front, patches])
+        fitted.note(name, "; ".join(said))
+
+
+def _is_square(count: int) -> bool:
+    return count > 0 and math.isqrt(count) ** 2 == count
 
 
 def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:

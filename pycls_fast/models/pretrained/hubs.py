@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from torch import Tensor
 
 from pycls_fast.errors import UserError, first_line
-from pycls_fast.models.pretrained.files import Contents
 from pycls_fast.models.pretrained.preprocessing import torchvision_weights
-from pycls_fast.models.pretrained.traits import traits_from_timm, traits_from_torchvision_vit
+from pycls_fast.models.pretrained.traits import Traits, timm_traits, torchvision_vit_traits
 
 Fetched = TypeVar("Fetched")
 
@@ -80,45 +80,29 @@ def _snapshot(source: str, *files: str) -> Path:
     )
 
 
-def from_timm_hub(name: str) -> Contents:
-    """The weights of one of timm's pretrained models.
-
-    Raises:
-        UserError: no such model, or it could not be downloaded.
-    """
-    import timm as library
-
-    if not library.is_model(name):
-        raise UserError(f"weights: timm {library.__version__} has no model {name}")
-    model = _downloaded(f"timm:{name}", lambda: library.create_model(name, pretrained=True))
-    return Contents(model.state_dict(), traits=traits_from_timm(model))
-
-
-def from_torchvision_hub(name: str) -> Contents:
-    """One of torchvision's sets of weights (`resnet50.IMAGENET1K_V2`; without the part after the dot, the default).
+def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
+    """The weights of one of timm's models, or one of torchvision's sets (`resnet50.IMAGENET1K_V2`, `resnet50`).
 
     Raises:
         UserError: no such model or weights, or they could not be downloaded.
     """
-    import torchvision as library
-
-    model, weights = torchvision_weights(name)
-    # The hash is only checked at the download, so what lies in the cache may be anything.
-    state = _downloaded(f"torchvision:{name}", lambda: dict(weights.get_state_dict(check_hash=True, weights_only=True)))
-    if not model.startswith("vit_"):
-        return Contents(state)
-    with torch.device("meta"):
-        return Contents(state, traits=traits_from_torchvision_vit(library.models.get_model(model)))
-
-
-def from_hub(source: str) -> Contents:
-    """The weights of `timm:NAME` or `torchvision:NAME`.
-
-    Raises:
-        UserError: see `from_timm_hub` and `from_torchvision_hub`.
-    """
     project, _, name = source.partition(":")
-    return from_timm_hub(name) if project == "timm" else from_torchvision_hub(name)
+    if project == "timm":
+        import timm
+
+        if not timm.is_model(name):
+            raise UserError(f"weights: timm {timm.__version__} has no model {name}")
+        model = _downloaded(source, lambda: timm.create_model(name, pretrained=True))
+        return model.state_dict(), timm_traits(model)
+    import torchvision
+
+    architecture, weights = torchvision_weights(name)
+    # The hash is only checked at the download, so what lies in the cache may be anything.
+    state = _downloaded(source, lambda: dict(weights.get_state_dict(check_hash=True, weights_only=True)))
+    if not architecture.startswith("vit_"):
+        return state, Traits()
+    with torch.device("meta"):
+        return state, torchvision_vit_traits(torchvision.models.get_model(architecture))
 
 
 def _reachable() -> bool:

@@ -1,28 +1,31 @@
-"""Weights in our names: recognises whose naming scheme they have."""
+"""Reads weights from files and hubs, without running code from them, into our names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import pathlib
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from pycls_fast.errors import UserError
-from pycls_fast.files import user_path
-from pycls_fast.models.pretrained import jax, pycls, timm, torchvision
-from pycls_fast.models.pretrained.files import Contents, read_file
+from pycls_fast.errors import UserError, first_few, first_line
+from pycls_fast.files import our_config, user_path
 from pycls_fast.models.pretrained.hubs import from_hub, is_hub
-from pycls_fast.models.pretrained.traits import Traits
+from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNETS, VITS, read_names, resnet_shortcut
+from pycls_fast.models.pretrained.traits import Traits, jax_traits, pycls_takes_bgr, pycls_traits
 from pycls_fast.models.resnet import ShortcutKind
+from pycls_fast.reading import parse_json
 
 NormPlace = Literal["every_token", "after_pool"]
 
-# Layouts, besides those that the modules of other projects name.
-_JAX = "Google's vision transformer"
-OURS = "pycls_fast"
-TRANSFORMERS = "transformers"
-OTHER = "unknown"
+# Weights hardly shrink; zeros do, a thousandfold.
+_MOST_UNPACKED = 200
+_NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ReadWeights:
         source: as it was named.
         layout: whose naming scheme the file has, such as "timm vision transformer".
         tensors: in our names if the layout is known, else in the file's.
-        unknown: tensors of the file that have no name in ours, and their shapes.
+        unknown: names in the file of tensors that have none in ours.
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
         norm: what a vision transformer's final norm was trained on; None if the file does not say.
         shortcut: how a ResNet's shortcuts downsample; None if the file does not say.
@@ -46,10 +49,10 @@ class ReadWeights:
     """
 
     source: str
-    layout: str
-    tensors: Mapping[str, Tensor]
-    unknown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: str = OTHER
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     norm: NormPlace | None = None
     shortcut: ShortcutKind | None = None
     bgr: bool = False
@@ -72,74 +75,158 @@ def read_weights(source: str) -> ReadWeights:
         UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
     """
     if is_hub(source):
-        contents = from_hub(source)
-    else:
-        path = user_path(source)
-        if not path.is_file():
-            raise UserError(
-                f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or "
-                "hf:ORG/NAME"
-            )
-        contents = read_file(path)
-    return _in_our_names(source, contents)
+        state, traits = from_hub(source)
+        return _in_our_names(ReadWeights(source, plain=state, traits=traits))
+    path = user_path(source)
+    if not path.is_file():
+        raise UserError(
+            f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or hf:ORG/NAME"
+        )
+    if path.suffix == ".safetensors":
+        return _in_our_names(_read_safetensors(source, path))
+    if path.suffix == ".npz":
+        return _in_our_names(ReadWeights(source, plain=_read_npz(path)))
+    return _read_torch(source, path)
 
 
-def _in_our_names(source: str, contents: Contents) -> ReadWeights:
-    state = contents.tensors
-    layout, tensors, unknown = detect_layout(state)
-    unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
+def _in_our_names(read: ReadWeights) -> ReadWeights:
+    state, traits = read.plain, read.traits
+    layout, tensors, unknown = read_names(state)
     norm: NormPlace | None = None
-    if layout in (timm.VIT, torchvision.VIT, pycls.VIT, _JAX) and "norm.weight" in tensors:
+    if layout in VITS and "norm.weight" in tensors:
         norm = "after_pool" if "fc_norm.weight" in state else "every_token"
-    shortcut: ShortcutKind | None = None
-    if layout in (torchvision.RESNET, pycls.RESNET):
-        shortcut = torchvision.resnet_shortcut(state)
-    traits = contents.traits
-    if layout == _JAX:
-        traits = Traits(heads=jax.heads(state), norm_eps=jax.NORM_EPS)
-    elif pycls.is_pycls(state):
-        traits = pycls.traits(contents.settings)
-    if layout in (_JAX, pycls.VIT) and "class_token.value" in tensors:
+    if layout == JAX_VIT:
+        traits = jax_traits(state)
+    if layout in (JAX_VIT, PYCLS_VIT) and "class_token.value" in tensors:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
-    return ReadWeights(
-        source=source,
+    is_unused = {name: name == "mask_token" or name.startswith("decoder_") for name in unknown}
+    return replace(
+        read,
         layout=layout,
         tensors=tensors,
-        unknown={name: tuple(state[name].shape) if name in state else () for name in unknown if name not in unused},
-        unused={name: tuple(state[name].shape) for name in unused},
+        unknown=tuple(name for name in unknown if not is_unused[name]),
+        unused=tuple(name for name in unknown if is_unused[name]),
         norm=norm,
-        shortcut=shortcut,
-        bgr=pycls.is_pycls(state) and pycls.takes_bgr(contents.settings),
+        shortcut=resnet_shortcut(state) if layout in RESNETS else None,
         traits=traits,
-        part=contents.part,
-        classes=contents.classes,
-        step=contents.step,
-        plain=state,
     )
 
 
-def detect_layout(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], list[str]]:
-    """The layout, the tensors in our names, and the names without one of ours (all of them for an unknown layout)."""
-    pycls_resnet = "s1.b1.f.a.weight" in state and "s1.b1.f.se.f_ex.0.weight" not in state
-    readers: tuple[tuple[bool, str, Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str]]]], ...] = (
-        (jax.is_jax_vit(state), _JAX, jax.read_jax_vit),
-        ("encoder.block_0.ln_1.weight" in state, pycls.VIT, pycls.read_pycls_vit),
-        (pycls_resnet, pycls.RESNET, pycls.read_pycls_resnet),
-        ("conv_proj.weight" in state, torchvision.VIT, torchvision.read_torchvision_vit),
-        # Swin's patches have the same names, but not its blocks.
-        ({"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys(), timm.VIT, timm.read_timm_vit),
-        ("bn1.weight" in state and "layer1.0.conv1.weight" in state, torchvision.RESNET, torchvision.read_resnet),
-    )
-    for is_it, layout, read in readers:
-        if is_it:
-            tensors, unknown = read(state)
-            return layout, tensors, unknown
-    # Other projects' names begin with `stem.`, `blocks.` and `stages.`, too.
-    own_block = "stages.0.0.conv1.weight" in state or any(name.startswith("blocks.0.attention.") for name in state)
-    if own_block or any(name.startswith("network.") for name in state):
-        return OURS, dict(state), []
-    parts = {part for name in state for part in name.split(".")}
-    if "embeddings" in parts and parts & {"encoder", "layer"}:
-        return TRANSFORMERS, {}, list(state)
-    return OTHER, {}, list(state)
+def _read_safetensors(source: str, path: Path) -> ReadWeights:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"weights: {path} cannot be read ({error})") from error
+    own = own_metadata(about)
+    return ReadWeights(source, plain=_bare(state), part=about.get("weights", ""), classes=own.classes, step=own.step)
+
+
+@dataclass(frozen=True)
+class OwnMetadata:
+    """What `pycls-fast export` writes into a file's header; None for what is missing."""
+
+    classes: tuple[str, ...] | None
+    step: int | None
+    config: Mapping[str, Any] | None
+    """The run's configuration."""
+
+
+def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
+    """Read the header of a safetensors file; other programs may use the same keys for something else, which is ignored.
+
+    Args:
+        about: the header's texts by key.
+    """
+    classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
+    has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    return OwnMetadata(tuple(classes) if has_names else None, step if type(step) is int else None, our_config(config))
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as opened:
+            archive: Any = opened
+            size = sum(part.file_size for part in archive.zip.infolist())
+            if size > _MOST_UNPACKED * path.stat().st_size:
+                raise ValueError(f"it would unpack to {size:,} bytes")
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
+        raise UserError(f"weights: {path} is not an archive of plain arrays ({error})") from error
+    tensors = {}
+    for name, array in arrays.items():
+        # numpy sees bfloat16 as two bytes of an unknown type.
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+            tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
+        elif array.dtype.kind in "fiu":
+            tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def _read_torch(source: str, path: Path) -> ReadWeights:
+    """The one set of weights to use from what a training script saved."""
+    loaded = _loaded(path)
+    if not isinstance(loaded, Mapping):
+        raise UserError(f"weights: {path} holds a {type(loaded).__name__}, not weights by name")
+    part = _choose_part(loaded)
+    entries = loaded[part] if part else loaded
+    tensors = {str(name): value for name, value in entries.items() if isinstance(value, Tensor)}
+    odd = [name for name, t in tensors.items() if t.layout != torch.strided or t.is_quantized or t.device.type != "cpu"]
+    if odd or not tensors:
+        what = f"{first_few(odd)}: sparse, quantized or without values" if odd else f"only {first_few(list(loaded), 8)}"
+        raise UserError(f"weights: {path} holds no dense weights by name ({what})")
+    state = _bare(tensors)
+    read = ReadWeights(source, plain=state, part=part)
+    if "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state:
+        settings = str(loaded.get("cfg", ""))
+        read = replace(read, traits=pycls_traits(settings), bgr=pycls_takes_bgr(settings))
+    return _in_our_names(read)
+
+
+def _loaded(path: Path) -> Any:
+    # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. All are plain data.
+    import numpy as np
+
+    harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
+    harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
+    harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
+    try:
+        with torch.serialization.safe_globals(harmless):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a file that is not its own
+        reasons = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line)
+        raise UserError(
+            f"weights: {path} is not a PyTorch file of only tensors and plain values, which alone are read because "
+            f"others could run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
+        ) from error
+
+
+def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the (possibly nested) prefixes of torch's wrappers from the names, and the wrappers' own counter."""
+    found = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
+    while prefix := next((p for p in ("module.", "_orig_mod.") if found and all(n.startswith(p) for n in found)), ""):
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
+
+
+def _choose_part(loaded: Mapping[str, Any]) -> str:
+    if "model_state" in loaded:
+        # pycls: the better of the weights and their average, by the errors it has measured.
+        errors = {key: loaded.get(f"{key}_err", 100.0) for key in ("test", "ema")}
+        return "ema_state" if "ema_state" in loaded and errors["ema"] < errors["test"] else "model_state"
+    # The average if there is one, like timm's loader.
+    keys = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
+    return next((key for key in keys if isinstance(loaded.get(key), Mapping) and loaded[key]), "")

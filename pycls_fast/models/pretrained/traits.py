@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.models.pretrained.names import jax_heads
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import Classifier, VisionTransformer
 
@@ -33,7 +35,7 @@ class Traits:
     pools_unlike: str = ""
 
 
-def traits_from_timm(model: Any) -> Traits:
+def timm_traits(model: Any) -> Traits:
     """Traits of a model built by timm."""
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
         return Traits(unlike="smooths maps before it makes them smaller")
@@ -63,10 +65,50 @@ def traits_from_timm(model: Any) -> Traits:
     )
 
 
-def traits_from_torchvision_vit(model: Any) -> Traits:
+def torchvision_vit_traits(model: Any) -> Traits:
     """Traits of a vision transformer built by torchvision."""
     block = model.encoder.layers[0]
     return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
+
+
+def jax_traits(arrays: Mapping[str, Tensor]) -> Traits:
+    """Traits of one of Google's vision transformers; neither project changes flax's epsilon."""
+    return Traits(heads=jax_heads(arrays), norm_eps=1e-6)
+
+
+def pycls_traits(settings: str) -> Traits:
+    """Traits of the model in a run's configuration of pycls."""
+    found = _sections(settings)
+    kind = found.get("MODEL", {}).get("TYPE")
+    if kind == "vit":
+        heads, eps = found.get("VIT", {}).get("NUM_HEADS"), found.get("LN", {}).get("EPS")
+        return Traits(heads=heads if isinstance(heads, int) else None, norm_eps=eps if isinstance(eps, float) else None)
+    resnet = found.get("RESNET", {})
+    if kind == "resnet" and resnet.get("STRIDE_1X1") and resnet.get("TRANS_FUN") == "bottleneck_transform":
+        return Traits(unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
+    return Traits()
+
+
+def pycls_takes_bgr(settings: str) -> bool:
+    """Whether the first layer of a run of pycls takes channels in the order blue, green, red.
+
+    pycls reads ImageNet's images with OpenCV and keeps its channel order (`datasets/imagenet.py`, all versions), also
+    for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
+    """
+    found = _sections(settings)
+    by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
+    return not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10"
+
+
+def _sections(settings: str) -> dict[str, Mapping[str, Any]]:
+    """The sections of a run's configuration, which a checkpoint holds as YAML; empty if it is something else."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(settings)
+    except yaml.YAMLError:
+        return {}
+    return {name: part for name, part in found.items() if isinstance(part, dict)} if isinstance(found, dict) else {}
 
 
 def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
