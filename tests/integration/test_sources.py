@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from pycls_fast import build
 from pycls_fast.commands import prepare as prepare_data
 from pycls_fast.config import load_config
 from pycls_fast.data.pack import PackSettings, pack
@@ -135,36 +134,6 @@ def damaged(tmp_path: Path, digits: Path) -> tuple[Path, dict[str, str], list[Pa
                 shutil.copy(path, root / split / folder.name)
     said, odd = damage(root)
     return root, said, odd
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["one", "a class"])
-def test_files_that_vanish_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, how: str) -> None:
-    """What was not yet read is reported, nothing hangs, and the run goes on as long as the limit allows."""
-    root = tmp_path / "images"
-    shutil.copytree(digits, root / "train")
-    shutil.copytree(digits, root / "val")
-    gone = sorted((root / "train/7").iterdir())[: 1 if how == "one" else None]
-    real = build.train_loader
-
-    def vanishing(*arguments: object, **options: object) -> object:
-        for number, batch in enumerate(real(*arguments, **options)):  # type: ignore[arg-type]
-            if number == 3:
-                for path in gone:
-                    path.unlink()
-            yield batch
-
-    settings = ["data.global_batch_size=64", "data.num_workers=2", "data.max_damaged=100"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "train_loader", vanishing)
-        if how == "one":
-            run(tmp_path / "run", root, *settings)
-            events = records(tmp_path / "run", "event")
-            assert [event["name"] for event in events] == [str(gone[0])]
-            assert "cannot be read: No such file or directory" in events[0]["reason"]
-        else:
-            with pytest.raises(UserError, match=r"(100: *$|images in a row are damaged|more than 100)"):
-                run(tmp_path / "run", root, *settings)
 
 
 def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0) -> str:

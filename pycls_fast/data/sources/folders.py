@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,8 +108,8 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
         root.absolute(),
         "class_folders",
         cache or CachePolicy(),
-        build=lambda: _scan(root),
-        is_fresh=lambda stamp: _is_fresh(root, stamp),
+        build=partial(_scan, root),
+        is_fresh=partial(_is_fresh, root),
     )
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
     return FileImages(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)

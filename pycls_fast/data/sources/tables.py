@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import operator
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,8 @@ def open_manifest(
             path.absolute(),
             "manifest",
             CachePolicy.of(data, how),
-            build=lambda path=path, stamp=stamp, split=split: _read_table(  # type: ignore[misc]
-                path, base, names, stamp, is_test=split == "test"
-            ),
-            is_fresh=lambda kept, stamp=stamp: kept == stamp,  # type: ignore[misc]
+            build=partial(_read_table, path, base, names, stamp, is_test=split == "test"),
+            is_fresh=partial(operator.eq, stamp),
         )
         paths = Texts(index.arrays["names"], index.arrays["name_ends"])
         source = opened[split] = FileImages(base, index.more["classes"], paths, index.arrays["labels"])

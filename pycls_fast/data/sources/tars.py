@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -125,8 +127,8 @@ def open_tars(
             f"tars_{split}",
             # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
             CachePolicy.of(data, how, 0 if is_remote(shards[0]) else _SMALLEST),
-            build=lambda shards=shards, stamp=stamp: _build(root, shards, names, stamp),  # type: ignore[misc]
-            is_fresh=lambda kept, stamp=stamp: kept == stamp,  # type: ignore[misc]
+            build=partial(_build, root, shards, names, stamp),
+            is_fresh=partial(operator.eq, stamp),
         )
         opened[split] = TarImages(root, stamps, index, cache)
     return as_splits(opened, data, how, where=root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import decode, jpeg_orientation
 from pycls_fast.data.decoders import (
     DECODERS,
-    PillowPicture,
     Upright,
     open_scaled_region,
 )
@@ -28,8 +25,6 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
-from pycls_fast.parallel import ALONE
-from tests.unit.data.layouts import LAYOUTS, Sample, open_layout
 
 PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
 ALL_DECODERS = {**DECODERS, "region, dct": open_scaled_region}
@@ -139,39 +134,6 @@ def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
     assert jpeg_orientation(plain[:2] + xmp + plain[2:]) == 1
 
 
-def turned_content(photo: Image.Image) -> dict[str, list[Sample]]:
-    small = photo.resize((24, 16))
-    return {
-        split: [
-            Sample(f"{split}_{label}_{number}.JPEG", label, encode(small.rotate(7 * label), number))
-            for label in range(3)
-            for number in EIGHT
-        ]
-        for split in ("train", "val")
-    }
-
-
-@pytest.mark.parametrize("kind", sorted(LAYOUTS))
-def test_images_of_every_layout_are_turned(photo: Image.Image, tmp_path: Path, kind: str) -> None:
-    """By the decoder of the key; without the key they are not, and a worker gets a copy of the decoder."""
-    content = turned_content(photo)
-    source = open_layout(kind, tmp_path / kind, content)["val"]
-    size = ["data.image_size=16", "augment.eval_crop=squash", "augment.eval_crop_ratio=1.0", "data.num_workers=0"]
-    scored: list[torch.Tensor] = []
-    for keys in ([], ["data.exif_orientation=true"]):
-        config = build.for_scoring(load_config("vit_digits", [*size, *keys, "speed.decode=pillow"]))
-        loader = build.eval_loader(config, source, ALONE, build.switches(config, torch.device("cpu")))
-        dataset = loader.dataset
-        assert isinstance(dataset, ImageDataset)
-        pickle.loads(pickle.dumps(dataset.open_picture))
-        scored.append(torch.cat([batch.images_BHWC for batch in loader]))
-    transform = EvalTransform(Augment(eval_crop="squash", eval_crop_ratio=1.0), image_size=16)
-    for found_BHWC, upright in zip(scored, (False, True), strict=True):
-        for found_HWC, sample in zip(found_BHWC, content["val"], strict=True):
-            image = as_seen(sample.data) if upright else Image.open(io.BytesIO(sample.data))
-            np.testing.assert_array_equal(found_HWC, transform(PillowPicture(image), 0).image_HWC)
-
-
 def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str) -> list[bytes | np.ndarray]:
     """The eight orientations as a class folder, packed."""
     folder = tmp_path / "folders" / "class"
@@ -192,3 +154,11 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
         wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
         assert min(seen.size) == 64
         assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_key_chooses(name: str) -> None:
+    for keys in ([], ["data.exif_orientation=true"]):
+        config = load_config("vit_digits", [f"speed.decode={name}", *keys])
+        found = build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
+        assert found == (Upright(DECODERS[name]) if keys else DECODERS[name])
