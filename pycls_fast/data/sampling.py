@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -76,6 +77,7 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     return np.concatenate([whole, *left_out])
 
 
+@dataclass(eq=False)
 class TrainSampler:
     """One rank's batches of keys for a training run, starting at any step, across epochs.
 
@@ -87,74 +89,61 @@ class TrainSampler:
     nothing.
     """
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        seed: int,
-        global_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-        total_steps: int,
-        accumulation_steps: int = 1,
-        order: Order | None = None,
-        repeats: int = 1,
-    ) -> None:
-        """
-        Args:
-            count: images in the training set.
-            global_batch_size: images per step, over all ranks and microbatches.
-            start_step, total_steps: the first step, counted from the run's beginning, and one past the last.
-            accumulation_steps: batches that this rank gets per step.
-            order: the order of each epoch; by default `epoch_order`.
-            repeats: repeated augmentation (Hoffer et al. 2020; DeiT): each image of an epoch is seen this many times,
-                as the positions index, index + count, index + 2 count ...; an epoch keeps its number of steps. A global
-                batch has all first copies, then all second ones ..., because `Mixer` mixes neighbours: adjacent copies
-                would be mixed with each other. DeiT puts the copies on different ranks.
-        """
-        self.steps_per_epoch = count // global_batch_size
-        self._count = count
-        self._seed = seed
-        self._global_batch_size = global_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._start_step = start_step
-        self._total_steps = total_steps
-        self._accumulation_steps = accumulation_steps
-        self._order = order or self._any_order
-        self._repeats = repeats
+    count: int
+    """Images in the training set."""
+    _: KW_ONLY
+    seed: int
+    global_batch_size: int
+    """Images per step, over all ranks and microbatches."""
+    rank: int = 0
+    world_size: int = 1
+    start_step: int = 0
+    total_steps: int
+    """One past the last step, counted from the run's beginning."""
+    accumulation_steps: int = 1
+    """Batches that this rank gets per step."""
+    order: Order | None = None
+    """The order of each epoch; None: `epoch_order`."""
+    repeats: int = 1
+    """Repeated augmentation (Hoffer et al. 2020; DeiT): each image of an epoch is seen this many times, as the
+    positions index, index + count, index + 2 count ...; an epoch keeps its number of steps. A global batch has all
+    first copies, then all second ones ..., because `Mixer` mixes neighbours: adjacent copies would be mixed with each
+    other. DeiT puts the copies on different ranks."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps whose global batch is whole."""
+        return self.count // self.global_batch_size
 
     def __len__(self) -> int:
         """The number of remaining microbatches, `accumulation_steps` per step."""
-        return (self._total_steps - self._start_step) * self._accumulation_steps
+        return (self.total_steps - self.start_step) * self.accumulation_steps
 
     def __iter__(self) -> Iterator[Keys]:
-        per_batch = self._global_batch_size // self._world_size // self._accumulation_steps
+        per_batch = self.global_batch_size // self.world_size // self.accumulation_steps
         epoch, order = -1, np.empty(0, dtype=np.int64)
-        for step in range(self._start_step, self._total_steps):
+        for step in range(self.start_step, self.total_steps):
             step_epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
             if step_epoch != epoch:
-                epoch, order = step_epoch, self._repeated(self._order(self._seed, step_epoch))
-            first = step_in_epoch * self._global_batch_size + self._rank * per_batch
-            for position in range(self._accumulation_steps):
-                start = first + position * per_batch * self._world_size
-                seed = microbatch_seed(self._seed, step=step, position=position, rank=self._rank)
+                epoch, order = step_epoch, self._order_of(step_epoch)
+            first = step_in_epoch * self.global_batch_size + self.rank * per_batch
+            for position in range(self.accumulation_steps):
+                start = first + position * per_batch * self.world_size
+                seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
                 yield Keys(((epoch, index) for index in order[start : start + per_batch].tolist()), seed)
 
-    def _repeated(self, order: np.ndarray) -> np.ndarray:
-        if self._repeats == 1:
+    def _order_of(self, epoch: int) -> np.ndarray:
+        order = self.order(self.seed, epoch) if self.order else epoch_order(self.seed, epoch, self.count)
+        if self.repeats == 1:
             return order
-        used = self.steps_per_epoch * self._global_batch_size
-        copy = np.arange(used) % self._repeats
-        repeated = np.repeat(order[: -(-used // self._repeats)], self._repeats)[:used] + copy * self._count
-        rows = np.argsort(copy.reshape(-1, self._global_batch_size), axis=1, kind="stable")
-        return np.take_along_axis(repeated.reshape(-1, self._global_batch_size), rows, axis=1).reshape(-1)
-
-    def _any_order(self, seed: int, epoch: int) -> np.ndarray:
-        return epoch_order(seed, epoch, self._count)
+        used = self.steps_per_epoch * self.global_batch_size
+        copy = np.arange(used) % self.repeats
+        repeated = np.repeat(order[: -(-used // self.repeats)], self.repeats)[:used] + copy * self.count
+        rows = np.argsort(copy.reshape(-1, self.global_batch_size), axis=1, kind="stable")
+        return np.take_along_axis(repeated.reshape(-1, self.global_batch_size), rows, axis=1).reshape(-1)
 
 
+@dataclass(eq=False)
 class EvalSampler:
     """Batches of keys (0, index) that visit every image exactly once over all ranks, without padding.
 
@@ -162,25 +151,23 @@ class EvalSampler:
     divided as evenly as possible and may be empty on some ranks.
     """
 
-    def __init__(self, count: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        """
-        Args:
-            count: images in the set.
-            batch_size: the largest number of images in a rank's batch.
-        """
-        self._count = count
-        self._global_batch_size = batch_size * world_size
-        self._rank = rank
-        self._world_size = world_size
+    count: int
+    """Images in the set."""
+    _: KW_ONLY
+    batch_size: int
+    """The largest number of images in a rank's batch."""
+    rank: int = 0
+    world_size: int = 1
 
     def __len__(self) -> int:
-        return -(-self._count // self._global_batch_size)
+        return -(-self.count // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[Key]]:
-        for first in range(0, self._count, self._global_batch_size):
-            size = min(self._global_batch_size, self._count - first)
-            start = first + size * self._rank // self._world_size
-            end = first + size * (self._rank + 1) // self._world_size
+        whole = self.batch_size * self.world_size
+        for first in range(0, self.count, whole):
+            size = min(whole, self.count - first)
+            start = first + size * self.rank // self.world_size
+            end = first + size * (self.rank + 1) // self.world_size
             yield [(0, index) for index in range(start, end)]
 
 
