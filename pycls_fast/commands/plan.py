@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pycls_fast.config import Purpose, RunConfig, Section, command
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.values import PositiveFloat, PositiveInt
 
 
@@ -25,9 +25,17 @@ class PlanOptions(Section):
 
 
 def _calibrate(arguments: Sequence[str]) -> int:
-    from pycls_fast.plan.calibrate import main
+    from pycls_fast.plan.calibrate import calibrate
+    from pycls_fast.train.folder import output_file
 
-    return main(arguments)
+    def run() -> int:
+        words = dict(word.partition("=")[::2] for word in arguments)
+        if set(words) - {"output"}:
+            raise UserError(f"plan calibrate: takes output=FILE.yaml; got {' '.join(arguments)}")
+        print(calibrate(output_file(words.get("output", "here.yaml"))))
+        return DONE
+
+    return reporting(run)
 
 
 @command(options=PlanOptions, default="vit_h16", purpose=Purpose(), needs_data=lambda options: False,
@@ -42,7 +50,8 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
         pycls-fast plan --config-name vit_h16 cluster=h100x64 price=2.5 output=plans
         pycls-fast plan calibrate [output=here.yaml]
     """
-    from pycls_fast.plan import Search, cluster, page
+    from pycls_fast.plan import Report, Search, cluster
+    from pycls_fast.train.display import plain_table, wide_console
     from pycls_fast.train.folder import output_file
 
     # Before the work, so that nothing is lost.
@@ -50,29 +59,24 @@ def plan(config: RunConfig, options: PlanOptions) -> int:
     table = None if options.output is None else output_file(f"{options.output}/plan.json")
     chosen = cluster(options.cluster)
     outcomes = Search(config, chosen, config.model.num_classes or 1000).outcomes()
+    batch, memory = config.data.global_batch_size, chosen.accelerator.memory
     if not outcomes:
-        raise UserError(
-            f"data.global_batch_size: {config.data.global_batch_size} cannot be divided among {chosen.ranks} ranks; "
-            "use a multiple"
-        )
-    epochs = config.schedule.epochs
-    steps = round(epochs * options.images / config.data.global_batch_size)
-    steps = min(steps, config.schedule.max_steps or steps)
-    about = page.Costs(steps, chosen.ranks, options.price)
-    memory = chosen.accelerator.memory
+        raise UserError(f"data.global_batch_size: {batch} cannot be divided among {chosen.ranks} ranks; use a multiple")
     if not outcomes[0].fits:
         raise UserError(
             f"cluster: no layout of {config.config_name} fits into {memory / 1e9:.0f} GB; the smallest needs "
             f"{min(each.memory for each in outcomes) / 1e9:.0f} GB; use more ranks or a smaller model"
         )
-    title = f"{config.config_name} on {options.cluster}"
-    lines = [f"{title}, {steps:,} steps of {config.data.global_batch_size} images", ""]
-    lines += page.table(outcomes[: options.top], about)
-    lines += ["", *page.notes(outcomes[0], outcomes, memory)]
-    print("\n".join(lines))
+    steps = round(config.schedule.epochs * options.images / batch)
+    steps = min(steps, config.schedule.max_steps or steps)
+    report = Report(f"{config.config_name} on {options.cluster}", outcomes, steps, chosen, options.price)
+    console, rows = wide_console(), report.rows(options.top)
+    console.print(f"{report.title}, {steps:,} steps of {batch} images", markup=False)
+    console.print(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+    console.print(*report.notes(), sep="\n", markup=False)
     if table is not None:
-        table.write_text(page.as_json(outcomes, about), encoding="utf-8")
-        page.draw(outcomes, memory, title, table.with_name("plan.png"))
+        report.write(table)
+        report.draw(table.with_name("plan.png"))
     if written is not None:
         overrides = ["--config-name", config.config_name, *outcomes[0].layout.overrides]
         written.write_text("\n".join(overrides) + "\n", encoding="utf-8")

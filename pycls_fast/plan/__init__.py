@@ -5,7 +5,7 @@ has the formulas, `activations.py` the measurement on fake tensors, `auto.py` th
 what is faster on this CPU.
 
 `search.py` compares the layouts of a cluster: `work.py` counts kernels, `time.py` says how long they take, `cluster.py`
-what ranks exchange takes; `page.py` shows it, `calibrate.py` measures the machine at hand.
+what ranks exchange takes; `report.py` shows it, `calibrate.py` measures the machine at hand.
 """
 
 from pycls_fast.plan.activations import Activations, measure
@@ -14,6 +14,7 @@ from pycls_fast.plan.cluster import Cluster, accelerator, cluster, interval
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory import Copies, Sizes, State, divisors, largest, peak, state, update_transient
 from pycls_fast.plan.memory_plan import MemoryPlan, device_memory, gigabytes
+from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Layout, Outcome, Search
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LiveMemory",
     "MemoryPlan",
     "Outcome",
+    "Report",
     "Search",
     "Sizes",
     "State",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ import yaml
 from torch import Tensor, nn
 
 from pycls_fast.build.device import cores
-from pycls_fast.errors import DONE, UserError, reporting
-from pycls_fast.files import user_path
 from pycls_fast.plan.time import Accelerator, Kernels, fitted
 from pycls_fast.plan.work import CountWork
 
@@ -83,15 +82,10 @@ def measured(device: torch.device) -> Accelerator:
             fused=0.54,
             device=device.type,
         )
-        rows = [row for images in (2, 8) for row in _rows(images, device)]
-        return fitted(start, rows)
+        examples = (example for images in (2, 8) for example in _examples(images))
+        return fitted(start, [_timed(layer, features, device) for layer, features in examples])
     finally:
         torch.set_num_threads(threads)
-
-
-def _rows(images: int, device: torch.device) -> Iterator[tuple[Kernels, float]]:
-    for layer, features in _examples(images):
-        yield _timed(layer, features, device)
 
 
 def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> tuple[Kernels, float]:
@@ -134,27 +128,15 @@ def links(folder: Path) -> tuple[float, float]:
     return (_SIZES[1] - _SIZES[0]) / max(large - small, 1e-9), small / 2.0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure this machine and write it: `plan calibrate [output=here.yaml]`; returns the exit status."""
-    return reporting(lambda: _main(arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    words = dict(word.partition("=")[::2] for word in arguments)
-    if set(words) - {"output"}:
-        raise UserError(f"plan calibrate: takes output=FILE.yaml; got {' '.join(arguments)}")
-    path = user_path(words.get("output", "here.yaml"))
-    if not path.parent.is_dir():
-        raise UserError(f"output: {path.parent}: no such folder")
+def calibrate(file: Path) -> str:
+    """Measure this machine and write it; returns what was written."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = measured(device)
-    inside, latency = links(path.absolute().parent)
-    entry = {name: getattr(made, name) for name in Accelerator.__dataclass_fields__}
+    inside, latency = links(file.absolute().parent)
     cluster = {
         "accelerator": "here", "per_node": torch.cuda.device_count() if device.type == "cuda" else 4 * cores(),
         "inside": inside, "network": inside, "latency": [latency, latency], "jitter": 0.0, "cores": cores(),
     }  # fmt: skip
-    text = yaml.safe_dump({"accelerators": {"here": entry}, "clusters": {"here": cluster}}, sort_keys=False)
-    path.write_text(text, encoding="utf-8")
-    print(text + f"\nwritten: {path}; plan with cluster={path}:herex{cores()}")
-    return DONE
+    text = yaml.safe_dump({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}, sort_keys=False)
+    file.write_text(text, encoding="utf-8")
+    return f"{text}\nwritten: {file}; plan with cluster={file}:herex{cores()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
@@ -94,17 +93,12 @@ def cluster(text: str) -> Cluster:
         raise UserError(f"cluster: {file}: no such file; `pycls-fast plan calibrate` writes one")
     known = constants(file)["clusters"]
     if found is None or found[2] not in known or found[3] == "0":
-        near = difflib.get_close_matches(found[2] if found else text, known, n=1)
-        way_out = f"did you mean {near[0]}x8?" if near else f"use one of {', '.join(known)} with a number: h100x64"
-        raise UserError(f"cluster: {text}: no such cluster; {way_out}")
-    settings = dict(known[found[2]])
-    ranks = int(found[3] or 1)
-    name = settings.pop("accelerator")
-    latency = tuple(settings.pop("latency"))
-    per_node = settings.pop("per_node")
-    if ranks > per_node and ranks % per_node:
-        raise UserError(f"cluster: {text}: nodes have {per_node} each; use a multiple of it")
-    return Cluster(accelerator(name, file), ranks, per_node, latency=latency, **settings)
+        raise UserError(f"cluster: {text}: no such cluster; use one of {', '.join(known)} with a number: h100x64")
+    ranks, settings = int(found[3] or 1), known[found[2]]
+    if ranks > settings["per_node"] and ranks % settings["per_node"]:
+        raise UserError(f"cluster: {text}: nodes have {settings['per_node']} each; use a multiple of it")
+    device = accelerator(settings["accelerator"], file)
+    return Cluster(**{**settings, "accelerator": device, "ranks": ranks, "latency": tuple(settings["latency"])})
 
 
 def interval(what: str) -> tuple[float, float]:

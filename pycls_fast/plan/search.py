@@ -5,7 +5,7 @@ Networks run on fake tensors only, once for each way of recomputing, with two nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -13,11 +13,12 @@ from itertools import product
 import torch
 from torch import nn
 
+from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster
-from pycls_fast.plan.memory import Sizes, peak, state
+from pycls_fast.plan.memory import peak, state
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.time import Kernels
 from pycls_fast.plan.work import CountWork
@@ -33,12 +34,11 @@ _BUCKET = 25 * 2**20
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a step: replicate x shard x tensor x pipeline of them, in this order from far to near."""
+    """How ranks share a step: replicate x shard x tensor of them, in this order from far to near."""
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
-    pipeline: int = 1
     accumulation: int = 1
     recompute: str = "off"
     precision: str = "amp_bf16"
@@ -52,11 +52,12 @@ class Layout:
     def values(self) -> dict[str, dict[str, object]]:
         """The settings of the run."""
         parallel: dict[str, object] = {"name": "auto"}
-        if self.shard > 1:
+        if self.shard > 1 or self.tensor > 1:
             parallel = {"name": "fsdp"}
             if self.replicate > 1:
                 parallel = {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
-        parallel |= {name: value for name in ("tensor", "pipeline") if (value := getattr(self, name)) > 1}
+        if self.tensor > 1:
+            parallel["tensor_degree"] = self.tensor
         return {
             "parallel": parallel,
             "optim": {"accumulation_steps": self.accumulation},
@@ -67,14 +68,14 @@ class Layout:
     @property
     def overrides(self) -> list[str]:
         """The same as a command line has them."""
-        found = []
-        for group, values in self.values.items():
-            for key, value in values.items():
-                found.append(f"{group}={value}" if key == "name" else f"{group}.{key}={value}")
-        return found
+        return [
+            f"{group}={value}" if key == "name" else f"{group}.{key}={value}"
+            for group, values in self.values.items()
+            for key, value in values.items()
+        ]
 
     def __str__(self) -> str:
-        degrees = {name: getattr(self, name) for name in ("replicate", "shard", "tensor", "pipeline")}
+        degrees = {name: getattr(self, name) for name in ("replicate", "shard", "tensor")}
         return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
 
 
@@ -84,11 +85,10 @@ class Outcome:
 
     Attributes:
         memory: peak bytes of a rank; `state`: weights, gradients, optimizer state and averages among them.
-        compute, update, exchange, bubble: seconds of a step: kernels of the passes, the optimizer, exchanges that
-            nothing hides, waiting for the pipeline.
+        compute, update, exchange: seconds of a step: kernels of the passes, the optimizer, visible exchanges.
         step: their sum, with the jitter of many nodes, or longer if images come later.
         images: of a step, on all ranks.
-        flops: of a step of a rank's share, without recomputation.
+        flops: of a step on all ranks, without recomputation; peak_flops: a second's most.
         loader: images/s that the hosts' cores prepare; None if nothing is decoded.
     """
 
@@ -98,7 +98,6 @@ class Outcome:
     compute: float
     update: float
     exchange: float
-    bubble: float
     step: float
     images: int
     flops: float
@@ -122,7 +121,6 @@ class Outcome:
             return "does not fit"
         costs = {
             "exchange": self.exchange - best.exchange,
-            "pipeline's bubble": self.bubble - best.bubble,
             "optimizer": self.update - best.update,
             "recomputation" if self.layout.recompute != best.layout.recompute else "smaller kernels": self.compute
             - best.compute,
@@ -155,77 +153,58 @@ class Search:
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, classes: int = 1000) -> None:
-        self.config, self.cluster, self.classes = config, cluster, classes
-        self.device = torch.device(cluster.accelerator.device)
         if config.data.global_batch_size == AUTO:
             raise UserError("data.global_batch_size: auto depends on the data; give a number")
+        self.config, self.cluster, self.classes = config, cluster, classes
+        self.device = torch.device(cluster.accelerator.device)
+        self.batch = config.data.global_batch_size
+        self.image_size = max(config.data.training_image_sizes.values())
+        # `auto` begins with autocast on a GPU.
+        automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
+        self.precision = automatic if config.precision.name == "auto" else config.precision.name
+        self.one = self._plan(Layout(precision=self.precision))
         self._known: dict[tuple[str, str, int], _Traced] = {}
 
     def layouts(self) -> Iterator[Layout]:
         """All that the configuration and the code allow, whether they fit or not."""
         ranks, per_node = self.cluster.ranks, self.cluster.per_node
-        keys = type(self.config.parallel).model_fields
-        blocks = len(self._trace(Layout(precision=self.precision), _FEW).activations.blocks)
         heads = getattr(self.config.model, "heads", 1)
-        tensors = [t for t in (1, 2, 4, 8) if t == 1 or ("tensor" in keys and heads % t == 0 and t <= per_node)]
-        pipelines = [p for p in (1, 2, 4, 8) if p == 1 or ("pipeline" in keys and p <= blocks)]
-        for tensor, pipeline in product(tensors, pipelines):
-            data, rest = divmod(ranks, tensor * pipeline)
-            if rest:
+        blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
+        for tensor in (1, 2, 4, 8):
+            if heads % tensor or ranks % tensor or tensor > per_node:
                 continue
-            whole = {1, data, max(per_node // (tensor * pipeline), 1)} if self.config.optim.shardable else {1}
-            for shard in sorted(shard for shard in whole if data % shard == 0):
-                yield from self._steps(Layout(data // shard, shard, tensor, pipeline, precision=self.precision))
-
-    @property
-    def precision(self) -> str:
-        """The run's; for `auto` autocast on a GPU, which it begins with."""
-        name = self.config.precision.name
-        if name == "auto":
-            name = "amp_bf16" if self.device.type == "cuda" else "fp32"
-        return name
-
-    def _steps(self, layout: Layout) -> Iterator[Layout]:
-        batch = self.config.data.global_batch_size
-        if batch % layout.data:
-            return
-        plan = self._plan(layout)
-        ways = ("off", "full") if self._trace(layout, _FEW).activations.blocks else ("off",)
-        for parts, recompute in product(plan.parts(), ways):
-            if parts >= layout.pipeline:
-                yield replace(layout, accumulation=parts, recompute=recompute)
+            data = ranks // tensor
+            shards = {1, data, max(per_node // tensor, 1)} if self.config.optim.shardable else {1}
+            if tensor > 1:
+                # Such copies are FSDP's.
+                shards -= {1} - {data}
+            for shard in sorted(shard for shard in shards if data % shard == 0):
+                layout = Layout(data // shard, shard, tensor, precision=self.precision)
+                refused = tensor > 1 and any(problems(self.config.with_values(**layout.values), Purpose()))
+                if self.batch % data or refused:
+                    continue
+                for parts, recompute in product(self._plan(layout).parts(), ("off", "full") if blocks else ("off",)):
+                    yield replace(layout, accumulation=parts, recompute=recompute)
 
     def _plan(self, layout: Layout) -> MemoryPlan:
-        values = layout.values
-        parallel = {key: value for key, value in values["parallel"].items() if key not in ("tensor", "pipeline")}
-        config = self.config.with_values(**{**values, "parallel": parallel})
+        # Whole blocks are measured, and divided by `outcome`.
+        config = self.config.with_values(**replace(layout, tensor=1).values)
         return MemoryPlan(config, self.device, layout.data, self.classes)
 
     def _trace(self, layout: Layout, images: int) -> _Traced:
-        plan = self._plan(layout)
         key = (layout.recompute, layout.precision, images)
         if key not in self._known:
-            size = max(self.config.data.training_image_sizes.values())
             # With gradients that exist a rank needs less, at most by those of one block.
-            self._known[key] = _Traced(plan.activations(images, size, gradients_exist=False))
+            found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
+            self._known[key] = _Traced(found)
         return self._known[key]
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The network's."""
-        return self._plan(Layout(precision=self.precision)).sizes
-
-    @cached_property
-    def transient(self) -> tuple[float, float]:
-        """See `update_transient`."""
-        return self._plan(Layout(precision=self.precision)).update
 
     @cached_property
     def _update(self) -> float:
         """Bytes that the optimizer, clipping and the average move for each byte of a float32 parameter."""
-        plan, side = self._plan(Layout(precision=self.precision)), 64
+        side = 64
         parameter = nn.Parameter(torch.zeros(side, side))
-        optimizer = self.config.optim.build([{"params": [parameter], "hidden": True}], plan.switches.optimizer)
+        optimizer = self.config.optim.build([{"params": [parameter], "hidden": True}], self.one.switches.optimizer)
         for _ in range(2):
             # The first step allocates the state.
             parameter.grad = torch.ones_like(parameter)
@@ -237,7 +216,7 @@ class Search:
     def outcome(self, layout: Layout) -> Outcome:
         """What a layout needs and takes."""
         cluster, device, plan = self.cluster, self.cluster.accelerator, self._plan(layout)
-        images = self.config.data.global_batch_size // (layout.data * layout.accumulation)
+        images, parts = self.batch // (layout.data * layout.accumulation), layout.accumulation
         few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
         share = (images - _FEW) / (_MANY - _FEW)
         activations = few.activations.between(many.activations, share)
@@ -247,79 +226,58 @@ class Search:
         # Ranks of a CPU compute with one core each, or share it.
         late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
         forward, backward, *ends = (late * device.seconds(table, compiled=compiled) for table in divided)
-        # Stages have as many blocks as the largest one.
-        blocks = max(len(activations.blocks), 1)
-        stage = -(-blocks // layout.pipeline) / blocks
-        forward, backward = stage * forward, stage * backward
-        slot = forward + backward + sum(ends) / layout.pipeline
-        parts = layout.accumulation
-        owned = 4.0 * self.sizes.trained / (layout.shard * layout.tensor * layout.pipeline)
+        compute = parts * (forward + backward + sum(ends))
+        owned = 4.0 * self.one.sizes.trained / (layout.shard * layout.tensor)
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = self.exchange(layout, plan, activations, forward, backward)
-        bubble = (layout.pipeline - 1) * slot
-        step = (parts * slot + bubble + update + exchange) / cluster.efficiency()
+        exchange = self.exchange(layout, activations, forward, backward)
+        step = (compute + update + exchange) / cluster.efficiency()
         loader = None
         if self.config.data.source != "synthetic":
             loader = cluster.cores * cluster.ranks / cluster.per_node * device.images_per_core
-            step = max(step, self.config.data.global_batch_size / loader)
-        memory, held = self.memory(layout, plan, activations)
-        kinds = {2: 2, 4: 4}
-        size = min(kinds, key=lambda each: abs(each - (2 if layout.precision not in ("fp32", "tf32") else 4)))
+            step = max(step, self.batch / loader)
+        memory, held = self.memory(layout, activations)
+        itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
         plain = self._trace(replace(layout, recompute="off"), _FEW)
-        flops = sum(table.flops for table in plain.tables) / _FEW * self.config.data.global_batch_size
+        flops = sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
-            layout, memory, held, parts * slot, update, exchange, bubble, step, self.config.data.global_batch_size,
-            flops, device.flops[size] * cluster.ranks, loader, memory <= USABLE * device.memory,
+            layout, memory, held, compute, update, exchange, step, self.batch, flops,
+            device.flops[itemsize] * cluster.ranks, loader, memory <= USABLE * device.memory,
         )  # fmt: skip
 
-    def memory(self, layout: Layout, plan: MemoryPlan, activations: Activations) -> tuple[float, float]:
+    def memory(self, layout: Layout, activations: Activations) -> tuple[float, float]:
         """Peak bytes of a rank, and those of weights, gradients and state."""
-        copies = plan.copies(layout.accumulation)
-        size = max(self.config.data.training_image_sizes.values())
-        images = self.config.data.global_batch_size // (layout.data * layout.accumulation)
+        plan = self._plan(layout)
+        copies, images = plan.copies(layout.accumulation), self.batch // (layout.data * layout.accumulation)
         # Two more batches are on their way to a GPU, in bytes; see `MemoryPlan`.
-        waiting = (3.0 if plan.switches.input_copy == "prefetch" else 1.0) * images * size * size * 3
-        whole = peak(activations, self.sizes, copies, inputs=waiting, update=self.transient)
-        held = state(self.sizes, copies).updating
-        if layout.tensor * layout.pipeline == 1:
-            return whole, held
-        blocks = activations.held(len(activations.blocks))
-        # 1F1B: the first stage keeps as many microbatches as there are stages.
-        kept = blocks * min(layout.accumulation, layout.pipeline) / layout.pipeline
-        parts = layout.tensor * layout.pipeline
-        return held / parts + (max(whole - held - blocks, 0.0) + kept) / layout.tensor, held / parts
+        waiting = (3.0 if plan.switches.input_copy == "prefetch" else 1.0) * images * self.image_size**2 * 3
+        whole = peak(activations, self.one.sizes, copies, inputs=waiting, update=self.one.update)
+        return whole / layout.tensor, state(self.one.sizes, copies).updating / layout.tensor
 
     def exchanged(self, layout: Layout) -> dict[str, float]:
         """Bytes of a step's exchanges of weights and gradients, whole ones, by the collective's name."""
-        plan, parts = self._plan(layout), layout.accumulation
-        copies, trained = plan.copies(parts), self.sizes.trained / (layout.tensor * layout.pipeline)
-        found = {}
+        copies, sizes, parts = self._plan(layout).copies(layout.accumulation), self.one.sizes, layout.accumulation
+        trained, found = sizes.trained / layout.tensor, {}
         if layout.shard > 1:
-            found = {"all_gather": 0.0, "reduce_scatter": 4.0 * trained * parts}
             blocks = sum(block.parameters for block in self._trace(layout, _FEW).activations.blocks)
-            around = self.sizes.parameters - blocks
             # What surrounds the blocks is kept from its forward to its backward pass.
-            gathers = around + blocks * (2 if copies.reshard_after_forward else 1)
-            found["all_gather"] = float(copies.compute_bytes * gathers * parts) / (layout.tensor * layout.pipeline)
+            gathers = sizes.parameters - blocks + blocks * (2 if copies.reshard_after_forward else 1)
+            found["all_gather"] = copies.compute_bytes * gathers * parts / layout.tensor
+            found["reduce_scatter"] = 4.0 * trained * parts
         if layout.replicate > 1:
             own = copies.compute_bytes if copies.has_buckets else 4
             found["all_reduce"] = own * trained / layout.shard * (parts if layout.shard > 1 else 1)
         return found
 
-    def exchange(
-        self, layout: Layout, plan: MemoryPlan, activations: Activations, forward: float, backward: float
-    ) -> float:
+    def exchange(self, layout: Layout, activations: Activations, forward: float, backward: float) -> float:
         """Seconds of exchanges that no arithmetic hides, of a step."""
         cluster, parts, near = self.cluster, layout.accumulation, layout.tensor
-        found = self.exchanged(layout)
-        gathered, scattered = found.get("all_gather", 0.0) / parts, found.get("reduce_scatter", 0.0) / parts
-        count = max(len(activations.blocks) // layout.pipeline, 1)
-        exposed = 0.0
+        found, blocks = self.exchanged(layout), activations.blocks
+        count, exposed = max(len(blocks), 1), 0.0
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
-            passes = 2 if plan.copies(parts).reshard_after_forward else 1
-            gather = cluster.gather(gathered / passes / count, layout.shard, apart=near)
-            scatter = cluster.gather(scattered / count, layout.shard, apart=near)
+            passes = 2 if self.config.parallel.reshard_after_forward else 1
+            gather = cluster.gather(found["all_gather"] / parts / passes / count, layout.shard, apart=near)
+            scatter = cluster.gather(found["reduce_scatter"] / parts / count, layout.shard, apart=near)
             if layout.replicate > 1:
                 size = found["all_reduce"] / parts / count
                 scatter += cluster.reduce(size, layout.replicate, apart=near * layout.shard)
@@ -330,26 +288,12 @@ class Search:
             whole = cluster.reduce(found["all_reduce"], layout.replicate, apart=near)
             last = cluster.reduce(min(_BUCKET, found["all_reduce"]), layout.replicate, apart=near)
             exposed += max(last, whole - _OVERLAP * backward)
-        block = activations.blocks[0].output if activations.blocks else 0
         if layout.tensor > 1:
             # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
-            once = cluster.gather(block, layout.tensor)
-            exposed += parts * 8 * once * count
-        if layout.pipeline > 1:
-            bandwidth = min(cluster.inside, cluster.network / cluster.per_node)
-            exposed += 2 * (parts + layout.pipeline - 1) * (block / bandwidth + cluster.latency[1])
+            exposed += parts * 8 * count * cluster.gather(blocks[0].output, layout.tensor)
         return exposed
 
     def outcomes(self) -> list[Outcome]:
         """All layouts, those that fit first, the fastest first."""
         found = [self.outcome(layout) for layout in self.layouts()]
         return sorted(found, key=lambda each: (not each.fits, each.step))
-
-
-def frontier(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those for which no other needs less memory and is faster, by their memory."""
-    best: list[Outcome] = []
-    for each in sorted(outcomes, key=lambda each: (each.memory, each.step)):
-        if not best or each.step < best[-1].step:
-            best.append(each)
-    return best

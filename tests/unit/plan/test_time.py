@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast import plan
 from pycls_fast.config import load_config
-from pycls_fast.errors import UserError
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 
@@ -118,17 +117,3 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
     # Neighbours in other nodes share the network with seven more groups.
     assert cluster.gather(8e9, 2, apart=8) == pytest.approx(4e9 / (cluster.network / 8) + cluster.latency[1])
     assert cluster.gather(8e9, 1) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("h10x8", "did you mean h100x8?"),
-        ("moon", "use one of"),
-        ("h100x12", "nodes have 8 each"),
-        ("here.yaml:cpux2", "calibrate"),
-    ],
-)
-def test_a_cluster_that_is_not_there(text: str, says: str) -> None:
-    with pytest.raises(UserError, match=says.replace("?", r"\?")):
-        plan.cluster(text)

@@ -1,0 +1,114 @@
+"""What `pycls-fast plan` prints and writes: a table, JSON, a picture of memory against speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.plan.cluster import Cluster, interval
+from pycls_fast.plan.memory_plan import gigabytes
+from pycls_fast.plan.search import Outcome
+
+
+@dataclass(frozen=True)
+class Report:
+    """The layouts of a run of so many steps, the best first.
+
+    Attributes:
+        price: of an accelerator for an hour.
+    """
+
+    title: str
+    outcomes: Sequence[Outcome]
+    steps: int
+    cluster: Cluster
+    price: float | None = None
+
+    def hours(self, outcome: Outcome) -> float:
+        """The schedule's hours, without evaluation and checkpoints."""
+        return outcome.step * self.steps / 3600.0
+
+    def cost(self, outcome: Outcome) -> float | None:
+        """The price of all ranks for these hours, None without a price."""
+        return None if self.price is None else self.hours(outcome) * self.cluster.ranks * self.price
+
+    def rows(self, top: int) -> list[dict[str, str]]:
+        """The first layouts as a table's rows, with the interval of 90% of the cases compared with measurements."""
+        (low, high), rows = interval("seconds"), []
+        for each in self.outcomes[:top]:
+            layout, speed, cost = each.layout, each.images_per_second, self.cost(each)
+            cells = {
+                "layout": str(layout),
+                "micro x images": f"{layout.accumulation} x {each.images // (layout.data * layout.accumulation)}",
+                "recompute": layout.recompute,
+                "GB (state)": f"{each.memory / 1e9:.1f} ({each.state / 1e9:.1f})",
+                "images/s (90%)": f"{speed:,.0f} ({speed / high:,.0f}-{speed / low:,.0f})",
+                "hours": f"{self.hours(each):.3g}",
+                "of peak": f"{each.share_of_peak:.1%}",
+                "waits": f"{each.exchange / each.step:.1%}",
+            }
+            if cost is not None:
+                cells["cost"] = f"{cost:,.0f}"
+            rows.append({**cells, "loses by": each.loses(self.outcomes[0])})
+        return rows
+
+    def notes(self) -> list[str]:
+        """What the table does not say."""
+        best, (low, high) = self.outcomes[0], interval("memory")
+        found = [
+            f"memory of the first: {gigabytes(low * best.memory)} to {gigabytes(high * best.memory)} in 90% of the "
+            f"cases, of {gigabytes(self.cluster.accelerator.memory)}"
+        ]
+        if best.loader is not None:
+            late = "; the GPUs wait for them" if best.loader <= best.images_per_second * 1.001 else ""
+            found.append(f"the hosts' cores prepare about {best.loader:,.0f} images/s{late}")
+        if unfit := sum(not each.fits for each in self.outcomes):
+            found.append(f"{unfit} of {len(self.outcomes)} layouts do not fit")
+        return found
+
+    def write(self, file: Path) -> None:
+        """Write all layouts as JSON."""
+        (low, high), (least, most) = interval("seconds"), interval("memory")
+
+        def entry(each: Outcome) -> dict[str, Any]:
+            return {
+                "overrides": each.layout.overrides,
+                "fits": each.fits,
+                "memory_bytes": each.memory,
+                "memory_interval": [least * each.memory, most * each.memory],
+                "state_bytes": each.state,
+                "images_per_second": each.images_per_second,
+                "images_per_second_interval": [each.images_per_second / high, each.images_per_second / low],
+                "step_seconds": each.step,
+                "seconds": {name: getattr(each, name) for name in ("compute", "update", "exchange")},
+                "share_of_peak": each.share_of_peak,
+                "hours": self.hours(each),
+                "cost": self.cost(each),
+                "loses_by": each.loses(self.outcomes[0]),
+            }
+
+        file.write_text(json.dumps([entry(each) for each in self.outcomes], indent=2) + "\n", encoding="utf-8")
+
+    def draw(self, file: Path) -> None:
+        """Draw the memory of a rank against the images/s of all; the device's memory is a dashed line."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.0, 5.5), layout="constrained")
+        axes = figure.subplots()
+        points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for each in self.outcomes:
+            place = (each.memory / 1e9, each.images_per_second)
+            points.setdefault((str(each.layout), each.layout.recompute), []).append(place)
+        for position, ((name, recompute), line) in enumerate(sorted(points.items())):
+            label, marker = (name, "o") if recompute == "off" else (f"{name}, recompute={recompute}", "^")
+            axes.plot(*zip(*line, strict=True), marker, color=f"C{position % 10}", label=label, alpha=0.8)
+        axes.axvline(self.cluster.accelerator.memory / 1e9, color="grey", linestyle="--", linewidth=1)
+        axes.set_xscale("log")
+        axes.set(xlabel="peak memory of a rank, GB", ylabel="images/s of all ranks", title=self.title)
+        axes.set_ylim(bottom=0.0)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        figure.savefig(file, dpi=120)
