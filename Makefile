@@ -43,7 +43,7 @@ faults: $(READY)
 # A small ladder, compared with a stored baseline; see docs/ledger.md. Only ratios of speeds, and only losses of more than
 # half, because test machines are shared. The baseline is from a CPU, so a GPU is hidden.
 GATE := --config-name vit_digits ladder=tests/gate/ladder.yaml schedule.epochs=20 data.num_workers=0 \
-	trackers=[] seeds=3 rounds=4 steps=5 warmup_steps=2 seconds=0 numerics_steps=5 gradients=false jobs=2
+	trackers=[] runs_at_most=16 margin=2 rounds=4 steps=5 warmup_steps=2 seconds=0 numerics_steps=5 gradients=false jobs=2
 
 gate: $(READY)
 	rm -rf runs/gate

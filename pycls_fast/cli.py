@@ -18,7 +18,7 @@ VERBS = {
     "export": ("predict", "weights=RUN output=model.onnx format=onnx"),
     "prepare": ("prepare", "verify data.root=my_images"),
     "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
-    "ledger": ("measure", "--config-name vit_digits ladder=modern seeds=3"),
+    "ledger": ("measure", "--config-name vit_digits ladder=modern"),
     "compare": ("runs", "RUN OTHER_RUN"),
     "runs": ("runs", "runs/finetune"),
     "knn": ("score", "data.root=my_images weights=timm:resnet50.a1_in1k"),

@@ -105,9 +105,9 @@ class Named(Section):
 class LedgerOptions(Repeats):
     """Keys of `pycls-fast ledger`."""
 
-    mode: Literal["crossed", "cumulative", "one_at_a_time", "leave_one_out", "gradients", "numerics"] | None = None
-    """How variants are combined (crossed, cumulative, one_at_a_time, leave_one_out), or a single measurement
-    (gradients, numerics); null: the ladder's own."""
+    mode: Literal["crossed", "cumulative", "gradients", "numerics"] | None = None
+    """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); or a single
+    measurement (gradients, numerics); null: the ladder's own."""
     ladder: Named = Named()
     """The variants: a ladder of configs/ladder/, or a file."""
     switches: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ TAKEN = {
 
 def refuse_unread(options: LedgerOptions) -> None:
     """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
-    mode = options.mode or "cumulative"
+    mode = options.mode or "crossed"
     taken = TAKEN.get(mode)
     given = [key for key in LedgerOptions.model_fields if key in options.model_fields_set and key != "mode"]
     if taken is None:
@@ -174,24 +174,24 @@ def _simulate(arguments: Sequence[str]) -> int:
 def ledger(config: RunConfig, options: LedgerOptions) -> int:
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT ladder=NAME [key=value ...]`.
 
-    Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others, compared with float64, and
-    trained with several seeds; a page and `ledger.json` are written to `output`. Started again, it resumes.
+    Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others and compared with float64.
+    In every training about half of them are on, until each is known to cost accuracy or not. A page and `ledger.json`
+    are written to `output`. Started again, it resumes.
 
-    mode=crossed         each by itself; in every training about half of them, which decides with the fewest runs
-    mode=cumulative      each variant on top of those before it
-    mode=one_at_a_time   each variant by itself on the baseline
-    mode=leave_one_out   all variants but one
-    mode=gradients       a short training: how many gradients float16 cannot hold, and how many updates it loses
-    mode=numerics        logit and gradient errors of one setting against float64, as JSON in `output`
+    mode=crossed      each variant is timed by itself
+    mode=cumulative   each variant is timed on top of those before it
+    mode=gradients    a short training: how many gradients float16 cannot hold, and how many updates it loses
+    mode=numerics     logit and gradient errors of one setting against float64, as JSON in `output`
 
-        pycls-fast ledger --config-name vit_digits ladder=modern seeds=3 switches=[attention,optimizer] dry_run=true
-        pycls-fast ledger --config-name vit_digits ladder=modern mode=crossed margin=0.5
+        pycls-fast ledger --config-name vit_digits ladder=modern switches=[attention,optimizer] dry_run=true
+        pycls-fast ledger --config-name vit_digits ladder=modern margin=0.5
+        pycls-fast ledger --config-name vit_s16 ladder=cpu runs_at_most=0
         pycls-fast ledger report LEDGER.json [output=FOLDER]
         pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
         pycls-fast ledger simulate [ladders=2000]
 
     `report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost
-    speed or accuracy; absolute=false compares only speed-ups. `simulate` prints the error rates of mode=crossed.
+    speed or accuracy; absolute=false compares only speed-ups. `simulate` prints the error rates of the verdicts.
     """
     refuse_unread(options)
     if options.mode == "gradients":
@@ -213,11 +213,8 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     from pycls_fast.ledger.ladder.run import run_ladder
 
     ladder = read_ladder(options.ladder.name, config_folders())
-    mode = options.mode or ladder.mode or ladder.default_mode
+    mode = options.mode or ladder.mode
     own = {key: getattr(options, key) for key in Repeats.model_fields}
-    if mode == "crossed":
-        # It has a number of trainings in all.
-        own["seeds"] = 0
     timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(options, key)) is not None}
     settings = LadderSettings(mode=mode, **own, **timed)
     purpose = Purpose(needs_data=False, trains=settings.trains)

@@ -20,7 +20,7 @@ from pycls_fast.files import user_path
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 Overrides = tuple[Text, ...]
-Mode = Literal["crossed", "cumulative", "one_at_a_time", "leave_one_out"]
+Mode = Literal["crossed", "cumulative"]
 
 
 class Variant(Section):
@@ -28,9 +28,9 @@ class Variant(Section):
 
     `ranks` is the number of processes of this variant and, in a cumulative ladder, of those after it. `needs` names the
     only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches, and
-    `batch_ratio` the global batch. `against` names the variant that this one is one change away from, if that is not
-    the baseline: in mode one_at_a_time the two are compared, and selecting this one also selects the other. `tree` is
-    the folder of another checkout (a git worktree, say) whose code this variant runs, in mode one_at_a_time.
+    `batch_ratio` the global batch. `against` names the variant that this one is a change of, if that is not the
+    baseline: the two are compared, and selecting this one also selects the other. `tree` is the folder of another
+    checkout (a git worktree, say) whose code this variant runs.
 
     In the plan of a ladder (`ledger.ladder.plan`): `overrides` are all that are appended to the experiment's, `ranks`
     is set, and `against` is the variant that this one is one step away from; None for the first.
@@ -50,14 +50,13 @@ class Variant(Section):
 class Ladder(Section):
     """A baseline and the changes to it, in order.
 
-    `mode` is the only mode that its variants can run in (None: any), `default_mode` the one that they run in without
-    `mode=`. `variants: switches` in a file stands for every value of every switch (`speed.rungs`).
+    `mode` is that of its timings without `mode=`. `variants: switches` in a file stands for every value of every switch
+    (`speed.rungs`).
     """
 
     description: Text
     source: str = ""
-    mode: Literal["one_at_a_time"] | None = None
-    default_mode: Mode = "cumulative"
+    mode: Mode = "crossed"
     baseline: Variant
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
 
@@ -65,10 +64,12 @@ class Ladder(Section):
 class Repeats(Section):
     """How often each variant of a ladder is measured; options of the command line, too."""
 
-    seeds: NonNegativeInt = 3
-    """Training runs of each variant."""
+    runs_at_most: NonNegativeInt | None = None
+    """The most trainings of all variants together; null: 64, with more than 8 variants 96 and more; 0: none."""
+    margin: PositiveFloat = 0.25
+    """The loss of top-1 that does not matter, in points."""
     first_seed: NonNegativeInt = 0
-    """The seed of the first of them."""
+    """The seed of the first training."""
     rounds: PositiveInt = 3
     """Timings of each variant, in turns."""
     seconds: NonNegativeFloat = 2.0
@@ -79,10 +80,6 @@ class Repeats(Section):
     """Training runs at a time; on CUDA each has GPUs of its own."""
     ranks: PositiveInt = 1
     """Processes of each timing and training, unless the ladder says how many."""
-    runs_at_most: NonNegativeInt | None = None
-    """mode=crossed: the most trainings of all variants together; null: 64, with more than 8 variants 96 and more."""
-    margin: PositiveFloat = 0.2
-    """The loss of top-1 that is accepted, in points."""
     gradients: bool = True
     """Count the first variant's gradients against float16's limits."""
 
@@ -90,8 +87,8 @@ class Repeats(Section):
 class LadderSettings(Repeats):
     """What a ladder measures."""
 
-    mode: Mode = "cumulative"
-    """How variants are combined."""
+    mode: Mode = "crossed"
+    """What is timed: each variant by itself, or on top of those before it."""
     steps: PositiveInt = 10
     """The least number of steps in a timing."""
     warmup_steps: NonNegativeInt = 5
@@ -100,7 +97,7 @@ class LadderSettings(Repeats):
     @property
     def trains(self) -> bool:
         """Whether anything is trained."""
-        return self.runs_at_most != 0 if self.mode == "crossed" else self.seeds > 0
+        return self.runs_at_most != 0
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:

@@ -24,8 +24,7 @@ from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import checkpoints, user_path
-from pycls_fast.ledger.report.comparison import comparison_page, print_comparison, shown_images
-from pycls_fast.ledger.report.record import curve
+from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison, shown_images
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
 from pycls_fast.speed import SWITCHES
@@ -241,7 +240,7 @@ def _run(run: RunFiles) -> Record:
             k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
         },
         "changes": _changes(run.records),
-        "curve": curve(train).model_dump(),
+        "curve": curve(train),
         "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
     }
 

@@ -1,4 +1,4 @@
-"""mode=crossed at work: which trainings start, when a look is due, and what the trainings that have ended say.
+"""The trainings of a ladder at work: which start, when a look is due, and what those that have ended say.
 
 All of it follows from the plan and the files of the runs, so that a ledger that was interrupted and resumed ends with
 the same runs and the same words.
@@ -42,7 +42,7 @@ _MOST_FAILURES = 2
 
 
 class CrossedTrainings:
-    """The trainings of a ladder in mode=crossed.
+    """The trainings of a ladder.
 
     Args:
         ladder: the changes.
@@ -105,7 +105,8 @@ class CrossedTrainings:
                 continue
             self.known.looked = [self._settings.runs_at_most, self._settings.margin]
             self._folder.keep_crossing(asdict(self.known))
-            if all(effect.word not in (None, "undecided") for effect in self._effects(group)[0]):
+            effects = self._effects(group)[0]
+            if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
         return True
 

@@ -14,25 +14,16 @@ from pycls_fast.ledger.ladder.folder import read_measurement
 from pycls_fast.ledger.ladder.plan import tree_path
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import (
-    EvaluationPoint,
     GradientCounts,
-    Paired,
     Record,
     Rounding,
-    SeedRun,
     Timing,
-    Training,
     Unfinished,
     VariantRecord,
     compare_speed,
-    curve,
-    over_seeds,
 )
-from pycls_fast.ledger.report.statistics import Comparison, ImagePair, judge, pair_images
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
-from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.folder import RunFolder
 
 _MODEL = (
     "model", "parameters", "forward_flops_per_image", "image_size", "train_forward_flops_per_image",
@@ -45,7 +36,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
     variants, stopwatch = ledger.selection.variants(), ledger.folder.stopwatch
     records = [_variant(ledger, variant) for variant in variants]
     of_different_starts = compare_speed(records, stopwatch.starts if stopwatch else [])
-    _compare_accuracy(ledger, variants, records)
+    accuracy = ledger.crossed.record() if ledger.crossed else None
     timed = next((record for variant in variants for record in _timings(ledger, variant)), None)
     # Device and ranks of this process, which measures nothing, are not the variants'.
     here = environment(torch.device("cpu"), 1)
@@ -57,7 +48,6 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         ladder=ledger.ladder,
         settings=ledger.settings,
         base=[*ledger.flags, *ledger.typed],
-        looks=ledger.folder.looks,
         model=timed and {key: timed[key] for key in _MODEL if key in timed},
         device=timed["device"] if timed else None,
         versions=versions(),
@@ -65,24 +55,21 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         environment={key: value for key, value in here.items() if key not in ("device", "world_size")},
         gradients=_gradients(ledger),
         unmeasured=ledger.unmeasured | of_different_starts,
-        unfinished=None if finished else _unfinished(ledger, records),
-        accuracy=ledger.crossed.record() if ledger.crossed else None,
+        unfinished=None if finished else _unfinished(ledger, records, len(accuracy.runs) if accuracy else 0),
+        accuracy=accuracy,
         variants=records,
     )
 
 
-def _unfinished(ledger: Ledger, records: Sequence[VariantRecord]) -> Unfinished:
+def _unfinished(ledger: Ledger, records: Sequence[VariantRecord], trained: int) -> Unfinished:
     """How many of the measurements of the variants that run here exist."""
     s, run = ledger.settings, [record for record in records if record.status == "measured"]
-    done = sum(
-        (len(v.timing.rounds) if v.timing else 0) + bool(v.numerics) + (len(v.training.runs) if v.training else 0)
-        for v in run
-    )
+    done = sum((len(v.timing.rounds) if v.timing else 0) + bool(v.numerics) for v in run)
     gradients = ledger.folder.gradients_file(ledger.selection.variants()[0]).is_file()
     rounding = 0 if s.numerics_steps is None else len(ledger.with_rounding())
     return Unfinished(
-        done=done + (s.gradients and gradients),
-        of=len(run) * (s.rounds + s.seeds) + rounding + s.gradients,
+        done=done + trained + (s.gradients and gradients),
+        of=len(run) * s.rounds + ledger.trainings() + rounding + s.gradients,
     )
 
 
@@ -101,8 +88,6 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         status = "failed"
     elif variant.name in selection.impossible:
         status = "cannot run"
-    elif selection.overridden(variant) is not None:
-        status = "overridden"
     reason, name = selection.why_not(variant), variant.name
     git = None if variant.tree is None else git_state(tree_path(variant.tree))
     return VariantRecord(
@@ -113,13 +98,12 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         tree=variant.tree,
         git=git,
         before=variant.against,
-        status=status,  # type: ignore[arg-type]  # one of the four
+        status=status,  # type: ignore[arg-type]  # one of the three
         reason=reason,
         # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
         timing=_timing(ledger, variant),
         numerics=_numerics(ledger, variant),
-        training=_training(ledger, variant),
     )
 
 
@@ -170,67 +154,3 @@ def _timing(ledger: Ledger, variant: Variant) -> Timing | None:
 def _numerics(ledger: Ledger, variant: Variant) -> list[Rounding] | None:
     file = ledger.folder.numerics_file(variant)
     return [Rounding(**each) for each in read_measurement(file)["errors"]] if file.is_file() else None
-
-
-def _training(ledger: Ledger, variant: Variant) -> Training | None:
-    runs = [run for seed in ledger.seeds if (run := _run(ledger, variant, seed)) is not None]
-    reason = ledger.untrained.get(variant.name)
-    if not runs and reason is None:
-        return None
-    top1, top5 = over_seeds([run.top1 for run in runs]), over_seeds([run.top5 for run in runs])
-    return Training(reason=reason, runs=runs, top1=top1, top5=top5)
-
-
-def _run(ledger: Ledger, variant: Variant, seed: int) -> SeedRun | None:
-    folder = RunFolder(ledger.folder.run_dir(variant, seed))
-    file = folder.path / "summary.json"
-    if not file.is_file():
-        return None
-    summary = read_measurement(file)
-    final, records = summary["final"], list(folder.records())
-    return SeedRun(
-        seed=seed,
-        **{key: final[key] for key in ("top1", "top5", "loss", "count", "weights", "split")},
-        best_top1=summary["best"]["top1"],
-        **{key: summary[key] for key in ("steps", "epochs", "wall_seconds", "images_per_second", "memory_peak_bytes")},
-        curve=curve(r for r in records if r["kind"] == "train"),
-        evaluations=[
-            EvaluationPoint(**{key: r[key] for key in EvaluationPoint.model_fields})
-            for r in records
-            if r["kind"] == "eval" and r["weights"] == final["weights"]
-        ],
-    )
-
-
-def _compare_accuracy(ledger: Ledger, variants: Sequence[Variant], records: Sequence[VariantRecord]) -> None:
-    """Add `against_reference` and `against_before` to the trainings."""
-    trainings = {record.name: record.training for record in records if record.training is not None}
-    by_name, first = {variant.name: variant for variant in variants}, variants[0].name
-    columns = {
-        key: [
-            Comparison(other, name, _pairs(ledger, by_name[other], by_name[name]))
-            for name in trainings
-            if (other := first if key == "against_reference" else by_name[name].against) is not None and other != name
-        ]
-        for key in ("against_reference", "against_before")
-    }
-    verdicts = judge(list(columns.values()), margin=ledger.settings.margin, look=len(ledger.folder.looks))
-    for (key, column), found in zip(columns.items(), verdicts, strict=True):
-        for comparison, verdict in zip(column, found, strict=True):
-            pairs = dict(comparison.pairs)
-            setattr(
-                trainings[comparison.second], key, Paired(reference=comparison.first, verdict=verdict, images=pairs)
-            )
-
-
-def _pairs(ledger: Ledger, first: Variant, second: Variant) -> dict[int, ImagePair]:
-    pairs = {}
-    for seed in ledger.seeds:
-        files = [ledger.folder.run_dir(variant, seed) for variant in (first, second)]
-        if not all((file / name).is_file() for file in files for name in ("summary.json", "predictions.npz")):
-            continue
-        one, two = (Predictions.load(RunFolder(file).predictions) for file in files)
-        # Images that one of the two could not read are left out of both.
-        _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
-        pairs[seed] = pair_images(one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two])
-    return pairs

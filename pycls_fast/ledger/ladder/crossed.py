@@ -75,7 +75,7 @@ def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant]
         names: those that run here.
         refused: whether a combination is refused.
     """
-    chosen = [variant for variant in ladder.variants if variant.name in names]
+    chosen = [v for v in ladder.variants if v.name in names and not refused(together(ladder, closed(ladder, [v.name])))]
     alone = [v.name for v in chosen if v.tree is not None or v.ranks not in (None, ladder.baseline.ranks)]
     known = {v.name: v for v in chosen}
     # What needs one that is compared alone, or that does not run, is compared alone as well.

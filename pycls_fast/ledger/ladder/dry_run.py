@@ -54,14 +54,8 @@ def show_plan(ledger: Ledger, display: Display) -> None:
         UserError: the reference does not run.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        folder, alone = Path(temporary), ledger.selection.alone()
-        if alone:
-            display.note("trying each variant by itself, to find those that cannot be part of 'everything' here")
-        for variant in alone:
-            finished, _ = _few_steps(ledger, variant, folder, "train")
-            if finished.status != 0:
-                ledger.selection.exclude(variant, finished)
-        if ledger.settings.mode == "crossed" and ledger.settings.trains:
+        folder = Path(temporary)
+        if ledger.settings.trains:
             ledger.plan_trainings()
         for variant in ledger.selection.variants():
             display.note(f"{variant.name}: {_what(ledger, variant)}")
@@ -123,13 +117,13 @@ def estimate(ledger: Ledger, pace: Pace) -> dict[str, float]:
     """Seconds by kind of measurement for what the folder does not have yet."""
     s, selection, folder = ledger.settings, ledger.selection, ledger.folder
     timings = [folder.timing_file(variant, number) for variant in selection.runnable() for number in range(s.rounds)]
-    timings += [folder.timing_file(variant, 0) for variant in selection.alone()]
     rounding = [folder.numerics_file(v) for v in ledger.with_rounding()] if s.numerics_steps is not None else []
     gradients = [folder.gradients_file(selection.variants()[0])] if s.gradients else []
     turn = max(s.steps * pace.step, s.seconds) + max(s.warmup_steps * pace.step, s.seconds / 2)
     # On a CPU, concurrent runs share the cores.
     jobs = s.jobs if ledger.device == "cuda" else 1
-    runs = math.ceil(sum(not run.is_done for run in ledger.training_runs()) / jobs)
+    planned = ledger.crossed.planned() if ledger.crossed is not None else []
+    runs = math.ceil(sum(not run.is_done for run in planned) / jobs)
     return {
         "timings": _missing(timings) * (pace.start + turn),
         "rounding": _missing(rounding) * (pace.start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * pace.fed_step),

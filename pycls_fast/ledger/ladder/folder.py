@@ -39,7 +39,7 @@ class LedgerFolder:
     Attributes:
         stopwatch: the wall time of all starts, once the folder is open.
         codes: digests of all code that the folder was measured with, once it is open.
-        crossing: what mode=crossed knows of its variants, once it trains.
+        crossing: what is known of its variants as factors of the trainings, once it trains.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class LedgerFolder:
         self.stopwatch: Stopwatch | None = None
         self.codes: list[str] = []
         self.crossing: dict[str, Any] = {}
-        self._looks: list[int] = []
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
         self._lock: FolderLock | None = None
@@ -73,9 +72,6 @@ class LedgerFolder:
                 self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
             else:
                 self.codes = [self._code()]
-            # A single seed has no interval, and is not tested.
-            if self._seeds > 1 and self._seeds not in self._looks:
-                self._looks.append(self._seeds)
             self._write_plan()
             self.stopwatch = Stopwatch(self.path / "took.json")
             # Saved before any timing, so that each round can be assigned to its start.
@@ -117,7 +113,7 @@ class LedgerFolder:
         return () if self._lock is None else (self._lock.inherited,)
 
     def _resume(self, before: Mapping[str, Any]) -> None:
-        # More seeds or rounds extend the same plan.
+        # More trainings or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
         other = changed(before, asked)
         if other:
@@ -125,7 +121,7 @@ class LedgerFolder:
                 f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
                 "remove it"
             )
-        self.codes, self._looks, self.crossing = before["code"], before["looks"], before.get("crossing", {})
+        self.codes, self.crossing = before["code"], before["crossing"]
         if self._code() not in self.codes and not self._accept_code:
             raise UserError(
                 f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
@@ -133,26 +129,14 @@ class LedgerFolder:
             )
 
     @property
-    def looks(self) -> list[int]:
-        """Numbers of seeds of the reports on this folder up to the present one; empty if nothing can be tested.
-
-        A start with a new number of seeds is another look at the results (`statistics.level_of_tests`).
-        """
-        return self._looks[: self._looks.index(self._seeds) + 1] if self._seeds in self._looks else []
-
-    @property
-    def _seeds(self) -> int:
-        return int(self._plan.get("seeds", 0))
-
-    @property
     def _plan_file(self) -> Path:
         return self.path / "plan.json"
 
     def _write_plan(self) -> None:
-        write_json(self._plan_file, {**self._plan, "code": self.codes, "looks": self._looks, "crossing": self.crossing})
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": self.crossing})
 
     def keep_crossing(self, known: dict[str, Any]) -> None:
-        """Save what mode=crossed knows of its variants, so that a later start has the same design."""
+        """Save what is known of its variants as factors of the trainings, so that a later start has the same design."""
         self.crossing = known
         self._write_plan()
 
@@ -209,7 +193,7 @@ def read_measurement(file: Path) -> dict[str, Any]:
 
 
 # What may change when a ledger is resumed.
-_MAY_GROW = ("seeds", "rounds", "jobs", "margin", "runs_at_most", "gradients")
+_MAY_GROW = ("rounds", "jobs", "margin", "runs_at_most", "gradients")
 
 
 def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:

@@ -15,8 +15,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.ledger.ladder.processes import ProcessResult
 
-EVERYTHING = "everything"
-
 # Longest name in a path, in characters; file systems allow about 250.
 _LONGEST = 60
 
@@ -88,27 +86,24 @@ def _key(override: str) -> str:
 
 
 def plan(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[str] = ()) -> list[Variant]:
-    """The variants in the order of the ladder, after the reference.
+    """The variants that are timed, after the reference, in the order of the ladder.
 
     Args:
         ladder: has at least one variant.
-        mode: "cumulative": each on top of those before it. "one_at_a_time", "crossed": only it on the baseline,
-            compared with the baseline or with the variant that it is against. "leave_one_out": all together, then all
-            but one.
+        mode: "cumulative": each on top of those before it. "crossed": each by itself on the baseline, compared with the
+            baseline or with the variant that it is against.
         ranks: processes of each, unless the ladder sets them.
         impossible: those that cannot run here. They are still listed, so that the report shows them as missing, but
             others do not include their change.
     """
     base = _completed(ladder.baseline, (), ranks, None)
-    if mode in ("one_at_a_time", "crossed"):
-        return [base, *(_alone(variant, base) for variant in ladder.variants)]
-    if mode == "leave_one_out":
-        return _leave_one_out(ladder, base, impossible)
-    made = [base]
-    last = base
+    made, below = [base], base
     for variant in ladder.variants:
-        made.append(_completed(variant, last.overrides, last.ranks, last.name))
-        last = last if variant.name in impossible else made[-1]
+        if mode == "crossed":
+            made.append(_completed(variant, base.overrides, base.ranks, variant.against or base.name))
+        else:
+            made.append(_completed(variant, below.overrides, below.ranks, below.name))
+            below = below if variant.name in impossible else made[-1]
     return made
 
 
@@ -118,41 +113,12 @@ def _completed(variant: Variant, below: Sequence[str], ranks: int | None, before
     return variant.model_copy(update={"overrides": overrides, "ranks": variant.ranks or ranks, "against": before})
 
 
-def _alone(variant: Variant, base: Variant) -> Variant:
-    """Only this change on the baseline; its note names the variant that it is against."""
-    made = _completed(variant, base.overrides, base.ranks, variant.against or base.name)
-    if variant.against is None:
-        return made
-    told = f"the one before is '{variant.against}'"
-    return made.model_copy(update={"note": f"{told}; {made.note}" if made.note else told})
-
-
-def _leave_one_out(ladder: Ladder, base: Variant, impossible: Collection[str]) -> list[Variant]:
-    possible = [variant for variant in ladder.variants if variant.name not in impossible]
-
-    def made(name: str, together: Sequence[Variant], before: str | None, note: str = "") -> Variant:
-        overrides = merged(base.overrides, *(variant.overrides for variant in together))
-        ranks = next((variant.ranks for variant in reversed(together) if variant.ranks), base.ranks)
-        return Variant(name=name, overrides=overrides, ranks=ranks, against=before, note=note)
-
-    # One that cannot run is in none of them, and is shown by itself on the baseline.
-    return [
-        made(EVERYTHING, possible, None),
-        *(
-            _completed(variant, base.overrides, base.ranks, EVERYTHING)
-            if variant.name in impossible
-            else made(f"without {variant.name}", [v for v in possible if v != variant], EVERYTHING, variant.note)
-            for variant in ladder.variants
-        ),
-    ]
-
-
 class Selection:
     """The variants of a ladder, which change as it becomes known what cannot run.
 
     Args:
         ladder: the changes to the experiment.
-        mode: how they become variants.
+        mode: what is timed.
         ranks: processes of each, unless the ladder sets them.
         device: "cpu" or "cuda": where they run.
 
@@ -173,51 +139,34 @@ class Selection:
         self._untried: set[str] = set()
         for variant in (ladder.baseline, *ladder.variants):
             if variant.needs not in (None, device):
-                self.impossible[variant.name] = f"needs {str(variant.needs).upper()}"
-                self._excluded.add(variant.name)
-                self._untried.add(variant.name)
+                self._refuse(variant.name, f"needs {str(variant.needs).upper()}")
         if ladder.baseline.name in self.impossible:
             why = self.impossible[ladder.baseline.name]
             raise UserError(f"ladder: the baseline '{ladder.baseline.name}' {why}")
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.impossible[name] = why
+        self._excluded.add(name)
+        self._untried.add(name)
 
     def variants(self) -> list[Variant]:
         """The variants, given what is known so far about which can run here."""
         return plan(self._ladder, self._mode, ranks=self._ranks, impossible=self._excluded)
 
     def runnable(self) -> list[Variant]:
-        """The variants that are not known to fail and are not overridden."""
+        """The variants that are not known to fail."""
         return [variant for variant in self.variants() if self.why_not(variant) is None]
 
     def why_not(self, variant: Variant) -> str | None:
         """Why a variant is not run; None if it is."""
-        return self.impossible.get(variant.name) or self.failed.get(variant.name) or self.overridden(variant)
-
-    def overridden(self, variant: Variant) -> str | None:
-        """Why leaving out a variant makes no difference, in mode leave_one_out; None if it makes one."""
-        left_out = variant.name.removeprefix("without ")
-        if self._mode != "leave_one_out" or left_out == variant.name:
-            return None
-        everything = self.variants()[0]
-        if (sorted(variant.overrides), variant.ranks) != (sorted(everything.overrides), everything.ranks):
-            return None
-        possible = [each for each in self._ladder.variants if each.name not in self._excluded]
-        place = [each.name for each in possible].index(left_out)
-        keys = set(map(_key, possible[place].overrides))
-        later = [each.name for each in possible[place + 1 :] if keys & set(map(_key, each.overrides))]
-        why = f"{left_out} is overridden by {', '.join(later)}" if later else f"{left_out} changes nothing"
-        return f"{why}: the same settings as '{EVERYTHING}'"
-
-    def alone(self) -> list[Variant]:
-        """Each by itself, in mode leave_one_out only: shows which cannot be part of "everything"."""
-        if self._mode != "leave_one_out":
-            return []
-        made = plan(self._ladder, "one_at_a_time", ranks=self._ranks)[1:]
-        return [variant for variant in made if self.why_not(variant) is None]
+        return self.impossible.get(variant.name) or self.failed.get(variant.name)
 
     def in_order(self) -> Iterator[Variant]:
-        """The variants, recomputed after each one: leaving one out changes those after it, but not their number."""
-        for position in range(len(self.variants())):
-            yield self.variants()[position]
+        """Those that are not known to fail, recomputed after each one: leaving one out changes those after it."""
+        for position in range(1 + len(self._ladder.variants)):
+            variant = self.variants()[position]
+            if self.why_not(variant) is None:
+                yield variant
 
     def tried_in_vain(self) -> int:
         """Number of variants whose process was started and did not measure anything."""
@@ -226,21 +175,17 @@ class Selection:
     def rule_out(self, refusal: Callable[[Variant], str | None]) -> dict[str, str]:
         """Leave out, in the ladder's order, the variants for which `refusal` gives a reason; returns these by name.
 
-        In mode leave_one_out only the single changes are checked.
-
         Raises:
             UserError: the reference is refused.
         """
         refused: dict[str, str] = {}
-        for variant in self.alone() or self.in_order():
-            why = refusal(variant) if self.why_not(variant) is None else None
-            if why is None:
-                continue
-            if variant.against is None:
+        for variant in self.in_order():
+            why = refusal(variant)
+            if why is not None and variant.against is None:
                 raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
-            refused[variant.name] = self.impossible[variant.name] = why
-            self._excluded.add(variant.name)
-            self._untried.add(variant.name)
+            if why is not None:
+                self._refuse(variant.name, why)
+                refused[variant.name] = why
         return refused
 
     def exclude(self, variant: Variant, finished: ProcessResult) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.ladder import Ladder, LadderSettings, Mode, Variant, for_experiment
-from pycls_fast.errors import DONE, FAULT, STOPPED, UserError
+from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
+from pycls_fast.errors import DONE, STOPPED, UserError
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.dry_run import show_plan
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
@@ -43,7 +43,7 @@ def run_ladder(
 ) -> int:
     """Run a ladder, or print what would be run.
 
-    Returns the exit status: 1 if the reference's training failed, 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
+    Returns the exit status: 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
 
     Args:
         config: the checked experiment.
@@ -64,7 +64,7 @@ def run_ladder(
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(pick(ladder, switches), config)
-    code = partial(code_digest, configs, _trees(chosen, settings.mode))
+    code = partial(code_digest, configs, _trees(chosen))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note)
     ledger.refused = lambda variant: refusal(variant, compose, torch.device(device)) is not None
@@ -85,8 +85,7 @@ def run_ladder(
         return STOPPED
     print_table(record)
     display.note(f"report: {folder / 'index.html'}")
-    # The report exists, but a script that asked for accuracies must not take it for complete.
-    return FAULT if record.reference.ended else DONE
+    return DONE
 
 
 def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> Sequence[str]:
@@ -95,12 +94,10 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     Raises:
         UserError: it cannot be carried out.
     """
-    if ladder.mode not in (None, settings.mode) and settings.mode != "crossed":
-        raise UserError(
-            f"mode: the variants of this ladder are alternatives, which {settings.mode} would combine; use "
-            f"mode={ladder.mode}"
-        )
-    for key, instead in (("run_dir", "output="), ("seed", "first_seed= and seeds=")):
+    apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
+    if settings.mode == "cumulative" and apart:
+        raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
+    for key, instead in (("run_dir", "output="), ("seed", "first_seed=")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in typed):
             raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
     if config.resume != "auto":
@@ -135,15 +132,13 @@ def _divide_devices(ledger: Ledger) -> None:
 _IN_A_CHECKOUT = "pycls_fast/__main__.py"
 
 
-def _trees(ladder: Ladder, mode: Mode) -> list[Path]:
+def _trees(ladder: Ladder) -> list[Path]:
     """The checkouts of the variants that have one of their own.
 
     Raises:
-        UserError: a folder is not a checkout, or the mode combines variants.
+        UserError: a folder is not a checkout.
     """
     trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
-    if trees and mode not in ("one_at_a_time", "crossed"):
-        raise UserError(f"mode: '{next(iter(trees))}' runs other code, which {mode} cannot combine; use one_at_a_time")
     wrong = [(name, why) for name, tree in trees.items() if (why := _not_a_checkout(tree))]
     if wrong:
         raise UserError(*(f"ladder: '{name}': {why}; give the folder of a checkout as its tree" for name, why in wrong))

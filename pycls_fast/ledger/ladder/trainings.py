@@ -19,7 +19,7 @@ _EVERY_SECONDS = 60.0
 _TAIL_BYTES = 1 << 16
 
 FAILED = "failed.json"
-"""Why a crossed training failed, in its folder: a result, which is not tried again."""
+"""Why a training failed, in its folder: a result, which is not tried again."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,18 @@ class _Running:
 
 
 class Trainings:
-    """All training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
+    """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
 
-    A run that lacked memory while others ran is started once more without them, after all others. If a run of a variant
-    ends early, no more of its runs start; if it is one of the first variant, none of any.
+    A run that lacked memory while others ran is started once more without them, after all others.
 
     Args:
-        runs: in order; the first is one of the variant that all others are compared with.
+        runs: those that are not done, in order.
         jobs: runs at a time.
         devices: the CUDA devices to divide among them; empty if there is no need to.
         start: starts a run, which sees only these devices if there are any.
         finished: how a process ended, or None while it runs.
-        done: called with a run that is done, and with how its process ended if this start did it.
+        done: called with a run that has ended, and how.
         say: called with a message.
-        independent: whether a failure stops no other run.
-
-    Attributes:
-        untrained: variants of which a run ended early, and why.
     """
 
     def __init__(
@@ -77,13 +72,10 @@ class Trainings:
         devices: Sequence[str],
         start: Callable[[TrainingRun, Sequence[str]], Process],
         finished: Callable[[Process], ProcessResult | None],
-        done: Callable[[TrainingRun, ProcessResult | None], None],
+        done: Callable[[TrainingRun, ProcessResult], None],
         say: Callable[[str], None],
-        independent: bool = False,
     ) -> None:
-        self.untrained: dict[str, str] = {}
         self._start_run, self._finished, self._done, self._say = start, finished, done, say
-        self._reference, self._independent = runs[0].variant.name, independent
         self._jobs, self._has_devices = jobs, bool(devices)
         self._waiting, self._running, self._free = deque(runs), list[_Running](), list(devices)
         self._watch_due = time.monotonic() + _EVERY_SECONDS
@@ -117,26 +109,19 @@ class Trainings:
         return len(self._running) < self._jobs and has_devices
 
     def _start(self, run: TrainingRun) -> None:
-        if run.is_done:
-            self._done(run, None)
-        elif self._independent or not {run.variant.name, self._reference} & set(self.untrained):
-            ranks = run.variant.ranks or 1
-            devices, self._free = self._free[:ranks], self._free[ranks:]
-            self._running.append(_Running(run, self._start_run(run, devices), devices, shared=False))
-            for running in self._running:
-                running.shared |= len(self._running) > 1
+        ranks = run.variant.ranks or 1
+        devices, self._free = self._free[:ranks], self._free[ranks:]
+        self._running.append(_Running(run, self._start_run(run, devices), devices, shared=False))
+        for running in self._running:
+            running.shared |= len(self._running) > 1
 
     def _end(self, running: _Running, finished: ProcessResult) -> None:
         run = running.run
         if finished.lacked_memory and running.shared:
             self._say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
             self._waiting.append(TrainingRun(run.variant, run.seed, run.folder, alone=True))
-            return
-        self._done(run, finished)
-        if finished.status != 0:
-            self.untrained[run.variant.name] = f"seed {run.seed}: {finished.reason()}"
-            if run.variant.name == self._reference and not self._independent:
-                self._say(f"nothing to compare with: no training is started without '{self._reference}'")
+        else:
+            self._done(run, finished)
 
 
 def reached(metrics: Path) -> str:

@@ -1,4 +1,4 @@
-"""A ladder at work: time every variant in turns, measure its rounding, train it with several seeds.
+"""A ladder at work: time every variant in turns, measure its rounding, train with and without it.
 
 Each measurement is a separate process that writes a file. Measurements whose file exists are not repeated, so that a
 killed ledger resumes where it was.
@@ -15,6 +15,7 @@ from typing import Any
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder import processes
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
+from pycls_fast.ledger.ladder.crossed import default_runs
 from pycls_fast.ledger.ladder.folder import LedgerFolder
 from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
 from pycls_fast.ledger.ladder.processes import Process, ProcessResult
@@ -37,10 +38,9 @@ class Ledger:
             need to.
         conditions: what else must be the same at every start, by name (`folder.conditions`).
         selection: the variants, and which of them run.
-        untrained: variants that were timed and whose training ended early, and why.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
         refused: whether the settings of a combination are refused.
-        crossed: the trainings of mode=crossed, once they start.
+        crossed: the trainings, once they start.
         stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
@@ -57,7 +57,6 @@ class Ledger:
     cuda_devices: Sequence[str] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
     selection: Selection = field(init=False)
-    untrained: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     refused: Callable[[Variant], bool] = lambda variant: False
     crossed: CrossedTrainings | None = None
@@ -90,7 +89,7 @@ class Ledger:
     def _plan(self) -> dict[str, Any]:
         # The mode is in the settings, `tree` in the variants' paths, and `against` does not affect any measurement.
         unmeasured = {"against", "tree"}
-        left_out = {"mode": True, "default_mode": True, "baseline": unmeasured, "variants": {"__all__": unmeasured}}
+        left_out = {"mode": True, "baseline": unmeasured, "variants": {"__all__": unmeasured}}
         return {
             "ladder": self.ladder.model_dump(mode="json", exclude=left_out),  # type: ignore[arg-type]  # nested
             "base": [*self.flags, *self.typed],
@@ -129,13 +128,10 @@ class Ledger:
         if not s.trains:
             return
         after_phase()
-        if s.mode == "crossed":
-            self.plan_trainings().run()
-        else:
-            self.train(self.training_runs())
+        self.plan_trainings().run()
 
     def plan_trainings(self) -> CrossedTrainings:
-        """The trainings of mode=crossed, of what is known to run."""
+        """The trainings of what is known to run."""
         names = [variant.name for variant in self.selection.runnable()[1:]]
         self.crossed = CrossedTrainings(
             self.ladder, self.settings, self.folder, names, refused=self.refused, train=self.train, say=self.say
@@ -147,27 +143,19 @@ class Ledger:
         s, count = self.settings, len(self.selection.runnable())
         pieces = count * s.rounds + self.trainings()
         rounding = 0 if s.numerics_steps is None else len(self.with_rounding())
-        return pieces + rounding + self.selection.tried_in_vain() + len(self.selection.alone()) + s.gradients
+        return pieces + rounding + self.selection.tried_in_vain() + s.gradients
 
     def trainings(self) -> int:
-        """Number of trainings in the whole plan; of a crossed one, the most that it may take."""
-        return len(self.training_runs())
+        """The most trainings that the plan may take, as far as it is known."""
+        if self.crossed is not None:
+            return len(self.crossed.planned())
+        count = len(self.selection.runnable()) - 1
+        most = default_runs(count) if self.settings.runs_at_most is None else self.settings.runs_at_most
+        return most if count else 0
 
     def with_rounding(self) -> list[Variant]:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
         return processes.with_own_rounding(self.selection.runnable(), self.typed)
-
-    def training_runs(self) -> list[TrainingRun]:
-        """All training runs, seed by seed; of mode=crossed the most that there may be."""
-        if self.crossed is not None:
-            return self.crossed.planned()
-        variants = self.selection.runnable()
-        return [TrainingRun(v, seed, self.folder.run_dir(v, seed)) for seed in self.seeds for v in variants]
-
-    @property
-    def seeds(self) -> range:
-        """Seeds of the training runs."""
-        return range(self.settings.first_seed, self.settings.first_seed + self.settings.seeds)
 
     def _try_out(self) -> None:
         """Time the first round, in the ladder's order, which finds what cannot run here; later variants go without it.
@@ -175,16 +163,10 @@ class Ledger:
         If a variant fails in a later round, only that one is left out: those after it include its change and already
         have timings.
         """
-        for variant in self.selection.alone():
-            self._try(variant)
         for variant in self.selection.in_order():
-            if self.selection.why_not(variant) is None:
-                self._try(variant)
-
-    def _try(self, variant: Variant) -> None:
-        finished = self._time(variant, 0)
-        if finished is not None and finished.status != 0:
-            self.selection.exclude(variant, finished)
+            finished = self._time(variant, 0)
+            if finished is not None and finished.status != 0:
+                self.selection.exclude(variant, finished)
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s = self.settings
@@ -267,11 +249,8 @@ class Ledger:
 
     def train(self, runs: Sequence[TrainingRun]) -> None:
         """Start those of the runs that are not done, and wait for them."""
-        crossed = self.settings.mode == "crossed"
-        # Two families may share a run; what earlier looks have trained is counted already.
-        waiting = list({run.folder: run for run in runs if not (crossed and run.is_done)}.values())
-        if not waiting:
-            return
+        # Two families may share a run.
+        waiting = list({run.folder: run for run in runs if not run.is_done}.values())
         trainings = Trainings(
             waiting,
             jobs=self.settings.jobs,
@@ -280,9 +259,7 @@ class Ledger:
             finished=self._finished,
             done=self._training_done,
             say=self.say,
-            independent=crossed,
         )
-        self.untrained = {} if crossed else trainings.untrained
         try:
             while trainings.advance():
                 time.sleep(_POLLING_SECONDS)
@@ -295,13 +272,10 @@ class Ledger:
         ranks, log = run.variant.ranks or 1, self.folder.log_file(run.folder)
         return self._start(str(run), "train", run.variant, arguments, ranks=ranks, log=log, devices=devices)
 
-    def _training_done(self, run: TrainingRun, finished: ProcessResult | None) -> None:
-        if finished is None:
-            self.progress.note(training=True)
-        else:
-            self._report(str(run), finished, training=True)
-            if finished.status != 0 and self.settings.mode == "crossed":
-                write_json(run.folder / FAILED, {"reason": finished.reason()})
+    def _training_done(self, run: TrainingRun, finished: ProcessResult) -> None:
+        self._report(str(run), finished, training=True)
+        if finished.status != 0:
+            write_json(run.folder / FAILED, {"reason": finished.reason()})
 
     def _start(
         self,

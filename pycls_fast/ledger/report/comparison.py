@@ -6,7 +6,7 @@ import base64
 import io
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -25,6 +25,15 @@ Row = dict[str, str]
 _MACHINE = {"processor", "cpu_count", "threads"}
 # Pixels of a picture on the page, and classes in a table.
 _SIDE, _CLASSES = 176, 50
+# At most so many points per loss curve; more could not be told apart.
+_MOST_POINTS = 400
+
+
+def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Epochs and losses of training's metrics lines for a chart: at most 400 points, those with a finite loss."""
+    known = [record for record in records if record["loss"] is not None]
+    every = -(-len(known) // _MOST_POINTS) or 1
+    return {key: [each[key] for each in known[::every]] for key in ("epoch", "loss")}
 
 
 def shown_images(record: Record, kind: str) -> Sequence[Record]:

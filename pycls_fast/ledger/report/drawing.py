@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -18,7 +16,7 @@ from pycls_fast.ledger.report.record import VariantRecord
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 # Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
-GOOD, BAD, UNKNOWN = "#1b7a3d", "#d1495b", "#8a8a8a"
+COLORS = {"good": "#1b7a3d", "bad": "#d1495b", "open": "#8a8a8a"}
 STROKES = ("-", "--", "-.", ":")
 SIGNS = "osD^vP*X<>"
 # Inches; on a phone 5 inches shrink to 3.5, and the text stays readable.
@@ -67,15 +65,6 @@ def literal(text: str, most: int = 26) -> str:
     """
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
     return f"{' ' if cut.startswith('_') else ''}{cut}".replace("$", r"\$")
-
-
-def legend(figure: Figure, axes: Axes, entries: int, **place: Any) -> None:
-    """Put a short legend where `place` says, and a long one below the plot, in a taller figure."""
-    if entries <= len(SIGNS):
-        axes.legend(fontsize=7.5, frameon=False, **place)
-        return
-    figure.set_figheight(figure.get_figheight() + 0.17 * math.ceil(entries / 2))
-    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
 
 
 @dataclass(frozen=True)

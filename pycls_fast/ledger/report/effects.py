@@ -270,3 +270,16 @@ def breaks(failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], 
     p_values: Mapping[str, float] = {name: p_value(name) for name in names}
     worst = min(p_values, key=lambda name: p_values[name], default=None)
     return worst if worst is not None and p_values[worst] * len(names) <= 0.05 else None
+
+
+def p_less_accurate(before: Effect, now: Effect) -> float:
+    """p-value of the one-sided test that an effect of another ledger is lower now (Welch-Satterthwaite).
+
+    An effect without an error is that of a variant whose predictions are the reference's.
+    """
+    squares = before.error**2 + now.error**2
+    difference = now.difference - before.difference
+    if not squares:
+        return 0.5 if not difference else float(difference > 0)
+    freedom = squares**2 / sum(each.error**4 / each.freedom for each in (before, now) if each.error)
+    return float(special.stdtr(freedom, difference / math.sqrt(squares)))

@@ -9,19 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.files import user_path
+from pycls_fast.ledger.report.effects import Effect, p_less_accurate
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
-from pycls_fast.ledger.report.statistics import (
-    CONFIDENCE,
-    Speedup,
-    geometric_mean,
-    p_less_accurate,
-    p_slower,
-    two_sided,
-)
+from pycls_fast.ledger.report.statistics import CONFIDENCE, Speedup, geometric_mean, p_slower, two_sided
 from pycls_fast.train.display import plain_table, wide_console
 
 LEVEL = (1 - CONFIDENCE) / 2
@@ -108,9 +100,8 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
     measured = [variant for variant in before.variants if variant.status == "measured"]
     speeds = [_speeds(old, by_name.get(old.name), before, now, absolute) for old in measured]
     p_speeds = two_sided([p_slower(found[-1].before, found[-1].now) if found else None for found in speeds])
-    p_accuracies = two_sided([_p_accuracy(old, by_name.get(old.name)) for old in measured])
     changes: list[Change] = []
-    for old, found, p_speed, p_accuracy in zip(measured, speeds, p_speeds, p_accuracies, strict=True):
+    for old, found, p_speed in zip(measured, speeds, p_speeds, strict=True):
         new = by_name.get(old.name)
         if new is None or new.status != "measured":
             reason = "variant is missing" if new is None else (new.reason or new.status)
@@ -126,8 +117,7 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
             changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old.timing and new.timing:
             changes.append(Change(old.name, "images/s", "", "", False, "different machine: not compared"))
-        accuracy = _accuracy_change(old, new, now, p_accuracy)
-        changes += [accuracy] if accuracy is not None else []
+    changes += _accuracy_changes(before, now)
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
     return [*_different_machine(before, now), *_different_plans(before, now), *changes]
@@ -212,47 +202,32 @@ def _interval(values: Speedup) -> str:
     return f"{text} ({' - '.join(ends)})" if ends else text
 
 
-def _p_accuracy(old: VariantRecord, new: VariantRecord | None) -> float | None:
-    before, now = _top1(old), _top1(new)
-    if not before or not now:
-        return None
-    counts = [each.training.runs[0].count for each in (old, new) if each and each.training]
-    return p_less_accurate(before, now, (counts[0], counts[1]))
+def _accuracy_changes(before: Record, now: Record) -> list[Change]:
+    """Whether what a variant does to accuracy has become worse: Welch's test of two effects, Holm's over variants."""
+    old, new = (_effects(record) for record in (before, now))
+    p_values = two_sided([p_less_accurate(effect, new[name]) if name in new else None for name, effect in old.items()])
+    broken = now.accuracy.broken if now.accuracy else {}
+    made = []
+    for (name, effect), p_value in zip(old.items(), p_values, strict=True):
+        if name not in new:
+            text = f"LOST: {'breaks training: ' + broken[name] if name in broken else 'not trained'}"
+            made.append(Change(name, "top-1 gained", _effect(effect), "-", True, text))
+            continue
+        change = new[name].difference - effect.difference
+        lost = p_value <= LEVEL and change < 0
+        text = f"{change:+.2f}" + ("" if p_value <= LEVEL else ", within the intervals")
+        made.append(
+            Change(name, "top-1 gained", _effect(effect), _effect(new[name]), lost, f"LOST: {text}" if lost else text)
+        )
+    return made
 
 
-def _accuracy_change(old: VariantRecord, new: VariantRecord, record: Record, p_value: float) -> Change | None:
-    """Whether the accuracy is lost; None if the variant was not trained before.
-
-    Args:
-        old, new: the variant before and now.
-        record: the ledger now.
-        p_value: after Holm's correction.
-    """
-    before, now, settings = _top1(old), _top1(new), record.settings
-    if not before:
-        return None
-    first, second = (f"{np.mean(v):.2f} ({len(v)} seed{'s' * (len(v) > 1)})" if v else "-" for v in (before, now))
-
-    def made(lost: bool, text: str) -> Change:
-        return Change(old.name, "top-1", first, second, lost, f"LOST: {text}" if lost else text)
-
-    if new.ended and (not now or not old.ended):
-        return made(True, f"training ended early: {new.ended}")
-    if not now:
-        return made(True, "no run finished")
-    if len(now) < min(settings.seeds, len(before)):
-        return made(True, f"{len(now)} of {settings.seeds} runs finished")
-    if sorted(before) == sorted(now):
-        return made(False, "the same")
-    difference = float(np.mean(now) - np.mean(before))
-    if p_value <= LEVEL:
-        return made(difference < 0, f"{difference:+.2f}")
-    doubt = "too few seeds to say" if difference < -settings.margin else "within the intervals"
-    return made(False, f"{difference:+.2f}, {doubt}")
+def _effects(record: Record) -> dict[str, Effect]:
+    return {effect.variant: effect for effect in record.accuracy.effects} if record.accuracy else {}
 
 
-def _top1(variant: VariantRecord | None) -> list[float]:
-    return [run.top1 for run in variant.training.runs] if variant and variant.training else []
+def _effect(effect: Effect) -> str:
+    return f"{effect.difference:+.2f} ({effect.low:+.2f} - {effect.high:+.2f})"
 
 
 def _machine(record: Record) -> dict[str, object]:

@@ -10,7 +10,6 @@ from jinja2 import Environment, StrictUndefined
 
 from pycls_fast.errors import DONE, UserError, reporting
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report import verdicts
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
@@ -20,18 +19,17 @@ from pycls_fast.ledger.report.text import (
     print_table,
     remarks,
     rows,
-    seed_rows,
     speed_text,
     state,
     title,
     unfinished,
-    verdict,
+    verdicts,
 )
 
 
 @dataclass(frozen=True)
 class Card:
-    """A variant at a glance; `kind` is "", "open", "loss" or "missing"."""
+    """A variant at a glance; `kind` is "", "good", "bad", "open" or "missing"."""
 
     name: str
     kind: str
@@ -85,14 +83,13 @@ class Page:
 
 def ledger_page(record: Record) -> Page:
     """The page of a ledger."""
-    named, ladder, against = title(record), record.ladder, ("accuracy", "against the first", "against the one before")
+    named, ladder = title(record), record.ladder
     notes = [f"{variant.name}: {variant.note}" for variant in record.variants if variant.note]
     missing = [f"{variant.name}: {variant.reason}" for variant in record.variants if variant.reason]
     unmeasured = [f"{what}: {why}" for what, why in record.unmeasured.items()]
     settings = [f"{v.name}: {' '.join(v.overrides) or 'as the experiment'}" for v in record.variants]
     parts = [
-        PagePart("All numbers", rows(record), words=against, notes=remarks(record)),
-        PagePart("Each seed", seed_rows(record), folded=True),
+        PagePart("All numbers", rows(record), words=("accuracy",), notes=remarks(record)),
         PagePart("Notes", notes=notes),
         PagePart("Not measured", notes=unmeasured),
         PagePart("Not run here", notes=missing),
@@ -113,24 +110,15 @@ def ledger_page(record: Record) -> Page:
 
 
 def _card(variant: VariantRecord, record: Record) -> Card:
-    timing, training, first = variant.timing, variant.training, variant is record.reference
+    timing = variant.timing
     if variant.status != "measured":
         return Card(variant.name, "missing", "", [state(variant)])
     ranks = f"{variant.ranks} ranks" if variant.ranks != record.reference.ranks or variant.ranks > 1 else ""
-    ended = f"training ended early: {variant.ended}" if variant.ended else ""
-    if first:
-        rate = f"{timing.images_per_second:,.0f} images/s" if timing else ""
-        top1 = f"top-1 {training.top1.mean:.2f}%" if training and training.top1 else ""
-        return Card(variant.name, "open", "1x", [ranks, rate, top1, ended])
+    if variant is record.reference:
+        return Card(variant.name, "", "1x", [ranks, f"{timing.images_per_second:,.0f} images/s" if timing else ""])
     ratio, _, interval = speed_text(timing.speedup if timing else None).partition(" ")
-    crossed = verdicts.sentences(record).get(variant.name)
-    if crossed is not None:
-        kind = "open" if crossed.startswith("undecided") else "loss" if crossed.startswith(("costs", "breaks")) else ""
-        return Card(variant.name, kind, ratio, [interval.strip("()"), ranks, crossed])
-    paired = training and training.against_reference
-    kinds = {"loss": "loss", "small loss": "loss", "not enough runs": "open"}
-    kind = kinds.get(paired.verdict.finding, "") if paired else ""
-    return Card(variant.name, kind, ratio, [interval.strip("()"), ranks, verdict(variant, "against_reference"), ended])
+    kind, said = verdicts(record).get(variant.name, ("", ""))
+    return Card(variant.name, kind, ratio, [interval.strip("()"), ranks, said])
 
 
 def write_page(record: Record, folder: Path) -> None:

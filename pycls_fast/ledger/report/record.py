@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,21 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import Effect, Look
-from pycls_fast.ledger.report.statistics import (
-    ImagePair,
-    Speedup,
-    Verdict,
-    geometric_mean,
-    mean_interval,
-    speedup,
-)
+from pycls_fast.ledger.report.statistics import Speedup, geometric_mean, speedup
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-# At most so many points per loss curve; more could not be told apart.
-_MOST_POINTS = 400
 
 
 class _Part(BaseModel):
@@ -88,68 +78,6 @@ class Rounding(_Part):
     gradient_error: Finite | Literal["not finite"] | None
 
 
-class Curve(_Part):
-    """A loss curve, thinned."""
-
-    epoch: list[Finite]
-    loss: list[Finite]
-
-
-class EvaluationPoint(_Part):
-    """An evaluation during training."""
-
-    epoch: float
-    top1: Finite
-    loss: float | None
-
-
-class SeedRun(_Part):
-    """One training run; top-1 and top-5 in percent, of its last evaluation."""
-
-    seed: int
-    top1: Finite
-    top5: Finite
-    loss: float | None
-    count: Annotated[int, Field(gt=0)]
-    weights: str
-    split: str
-    best_top1: Finite
-    steps: int
-    epochs: float
-    wall_seconds: float
-    images_per_second: float | None
-    memory_peak_bytes: int | None
-    curve: Curve
-    evaluations: list[EvaluationPoint]
-
-
-class SeedMean(_Part):
-    """Mean over the seeds, and half its 95% interval (Student's t)."""
-
-    mean: Finite
-    half: Finite | None
-    seeds: int
-
-
-class Paired(_Part):
-    """A variant's accuracy compared with another's: the verdict, and the images of each pair of runs by seed."""
-
-    reference: str
-    verdict: Verdict
-    images: dict[int, ImagePair]
-
-
-class Training(_Part):
-    """A variant's training runs; `reason` if one ended early."""
-
-    reason: str | None
-    runs: list[SeedRun]
-    top1: SeedMean | None
-    top5: SeedMean | None
-    against_reference: Paired | None = None
-    against_before: Paired | None = None
-
-
 class TrainedRun(_Part):
     """One crossed training: the variants that were on, top-1 in percent of so many images, or why it failed."""
 
@@ -188,17 +116,11 @@ class VariantRecord(_Part):
     tree: str | None
     git: dict[str, Any] | None
     before: str | None
-    status: Literal["measured", "cannot run", "failed", "overridden"]
+    status: Literal["measured", "cannot run", "failed"]
     reason: str | None
     needs: str | None
     timing: Timing | None
     numerics: list[Rounding] | None
-    training: Training | None
-
-    @property
-    def ended(self) -> str | None:
-        """Why a training ended early; None if none did."""
-        return self.training.reason if self.training else None
 
 
 class GradientCounts(_Part):
@@ -228,7 +150,6 @@ class Record(_Part):
     ladder: Ladder
     settings: LadderSettings
     base: list[str]
-    looks: list[int]
     model: dict[str, Any] | None
     device: str | None
     versions: dict[str, str]
@@ -250,11 +171,6 @@ class Record(_Part):
         """The variants that were timed."""
         return [(variant, variant.timing) for variant in self.variants if variant.timing is not None]
 
-    @property
-    def trained(self) -> list[tuple[VariantRecord, Training]]:
-        """The variants that were trained."""
-        return [(variant, variant.training) for variant in self.variants if variant.training is not None]
-
 
 def read_record(file: Path) -> Record:
     """The record of a `ledger.json`.
@@ -270,21 +186,6 @@ def read_record(file: Path) -> Record:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: not a ledger.json ({where and f'{where}: '}{first['msg']}); give another") from error
-
-
-def over_seeds(values: Sequence[float]) -> SeedMean | None:
-    """Mean over the seeds with its interval; None without any."""
-    if not values:
-        return None
-    mean, half = mean_interval(values)
-    return SeedMean(mean=mean, half=half, seeds=len(values))
-
-
-def curve(records: Iterable[Mapping[str, Any]]) -> Curve:
-    """Epochs and losses of training's metrics lines for a chart: at most 400 points, those with a finite loss."""
-    known = [record for record in records if record["loss"] is not None]
-    every = -(-len(known) // _MOST_POINTS) or 1
-    return Curve(epoch=[each["epoch"] for each in known[::every]], loss=[each["loss"] for each in known[::every]])
 
 
 def compare_speed(variants: Sequence[VariantRecord], starts: Sequence[float]) -> dict[str, str]:

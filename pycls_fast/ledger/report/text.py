@@ -1,20 +1,25 @@
-"""A ledger in words and tables: its title, one line per verdict, the table of its variants and that of its seeds."""
+"""A ledger in words and tables: its title and headline, a sentence per variant, the table."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from typing import Literal
 
-from pycls_fast.ledger.report import verdicts
-from pycls_fast.ledger.report.record import Record, SeedMean, Timing, VariantRecord
-from pycls_fast.ledger.report.statistics import Speedup, level_of_tests
+from rich.text import Text
+
+from pycls_fast.ledger.report.effects import CHANCE, Effect, more_runs, resolution
+from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
+from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.train.display import human, plain_table, wide_console
 
 # Images below this size say nothing about an epoch of ImageNet at the measured rate.
 SMALLEST_IMAGENET_SIZE = 64
+# Words of variants that do not cost what matters.
+_FREE = ("free", "identical", "gains", "costs a little")
 
 Row = dict[str, str]
+Kind = Literal["good", "bad", "open"]
 
 
 def title(record: Record) -> str:
@@ -22,7 +27,7 @@ def title(record: Record) -> str:
     found, device = record.model, record.device
     what = f" ({found['model']}, {human(found['parameters'])} parameters, {pixels(record)})" if found else ""
     # Variants that cannot run here say nothing of the hardware.
-    most = max((v.ranks for v in record.variants if v.timing or v.training), default=1)
+    most = max((variant.ranks for variant, _ in record.timed), default=1)
     chips = f"{f'up to {most} x ' if most > 1 else ''}{device}"
     return f"{record.config_name}{what} on {_cpu(record) if device in (None, 'cpu') else chips}"
 
@@ -43,26 +48,15 @@ def facts(record: Record) -> list[str]:
     s, git, memory = record.settings, record.environment.get("git"), record.environment.get("memory_bytes")
     commit = f"commit {git['commit'][:10]}{' with changes' if git['changed'] else ''}" if git else "commit unknown"
     size = f", {memory / 1e9:.0f} GB of memory" if memory else ""
-    looks = record.looks
+    trainings = len(record.accuracy.runs) if record.accuracy else 0
     found = [
         f"{time.strftime('%Y-%m-%d', time.gmtime(record.time))}, {commit}",
         f"{_cpu(record)}{size}, device {record.device or 'unknown'}",
-        f"{s.mode.replace('_', ' ')}, {_trainings(record)}, {s.rounds} round{'s' * (s.rounds != 1)}",
+        f"{s.mode}, {trainings} trainings, {s.rounds} round{'s' * (s.rounds != 1)}",
         *([f"{record.wall_seconds / 60:.0f} min with jobs={s.jobs}"] if record.wall_seconds is not None else []),
         ", ".join(f"{name} {version}" for name, version in record.versions.items()),
     ]
-    if len(record.code) > 1:
-        found.append(f"measured with {len(record.code)} states of the code")
-    if len(looks) > 1:
-        found.append(
-            f"report {len(looks)} (seeds: {', '.join(map(str, looks))}), level {level_of_tests(len(looks)):.2%}"
-        )
-    return found
-
-
-def _trainings(record: Record) -> str:
-    seeds, found = record.settings.seeds, record.accuracy
-    return f"{len(found.runs)} trainings" if found else f"{seeds} seed{'s' * (seeds != 1)}"
+    return [*found, *([f"measured with {len(record.code)} states of the code"] if len(record.code) > 1 else [])]
 
 
 def unfinished(record: Record) -> str | None:
@@ -72,37 +66,84 @@ def unfinished(record: Record) -> str | None:
 
 
 def headline(record: Record) -> str:
-    """The result: how many variants are free, or the fastest one without a shown loss of top-1."""
-    crossed = verdicts.headline(record)
-    if crossed is not None:
-        return crossed
+    """How many variants are free, cost accuracy or are undecided; without trainings, the fastest one."""
+    found = record.accuracy
+    if found is None or not (found.effects or found.broken):
+        return _fastest(record)
+    words: Counter[str] = Counter(effect.word or "undecided" for effect in found.effects)
+    of, free = len(found.effects) + len(found.broken), sum(words[word] for word in _FREE)
+    parts = [f"{free} of {of} {'is' if free == 1 else 'are'} free"]
+    costs = [f"{effect.variant}: {-effect.difference:.2f} points" for effect in found.effects if effect.word == "costs"]
+    if costs:
+        parts.append(f"{len(costs)} cost{'s' * (len(costs) == 1)} accuracy ({', '.join(costs)})")
+    if found.broken:
+        parts.append(f"{len(found.broken)} break{'s' * (len(found.broken) == 1)} training ({', '.join(found.broken)})")
+    if words["undecided"]:
+        parts.append(f"{words['undecided']} undecided")
+    return f"{', '.join(parts)}: a loss of {record.settings.margin:g} points matters, on {record.config_name}."
+
+
+def _fastest(record: Record) -> str:
     first = record.reference.name
     faster = [
         (variant, timing.speedup)
         for variant, timing in record.timed[1:]
-        if timing.speedup and speed_finding(timing.speedup) == "faster" and variant.status == "measured"
+        if variant.status == "measured" and timing.speedup and (timing.speedup.low or 0.0) > 1
     ]
-    good = [(variant, speedup) for variant, speedup in faster if not _loses(variant) and not variant.ended]
-    if not good:
-        loss = " without a loss of top-1" if faster else ""
-        return f"No variant is shown to be faster than '{first}'{loss}."
-    variant, speedup = max(good, key=lambda each: each[1].ratio)
+    if not faster:
+        return f"No variant is shown to be faster than '{first}'; accuracy not measured."
+    variant, speedup = max(faster, key=lambda each: each[1].ratio)
     ranks = f" on {variant.ranks} ranks" if variant.ranks != record.reference.ranks else ""
     below = ", on top of those before it" if record.settings.mode == "cumulative" else ""
-    cost = verdict(variant, "against_reference") or "accuracy not measured"
-    return f"{speed_text(speedup)}{ranks} over '{first}' with '{variant.name}'{below}; top-1: {cost}."
+    return f"{speed_text(speedup)}{ranks} over '{first}' with '{variant.name}'{below}; accuracy not measured."
 
 
-def speed_finding(speedup: Speedup) -> str:
-    """Which side of 1 the interval of a speed-up is on: "faster", "slower" or "open"."""
-    if speedup.low is None or speedup.high is None or speedup.low <= 1 <= speedup.high:
+def verdicts(record: Record) -> dict[str, tuple[Kind, str]]:
+    """For each trained variant, by its name, whether it costs accuracy, and the sentence."""
+    found = record.accuracy
+    if found is None:
+        return {}
+    made = {effect.variant: (kind(effect), sentence(effect, found, record.settings.margin)) for effect in found.effects}
+    return {**made, **{name: ("bad", f"breaks training: {text}") for name, text in found.broken.items()}}
+
+
+def kind(effect: Effect) -> Kind:
+    """Whether it costs accuracy; "open" without a verdict."""
+    if effect.word in (None, "undecided"):
         return "open"
-    return "faster" if speedup.low > 1 else "slower"
+    return "bad" if effect.word == "costs" else "good"
 
 
-def _loses(variant: VariantRecord) -> bool:
-    paired = variant.training and variant.training.against_reference
-    return bool(paired and paired.verdict.finding in ("loss", "small loss"))
+def sentence(effect: Effect, found: Accuracy, margin: float) -> str:
+    """One variant's verdict with its numbers, losses as positive numbers of points of top-1."""
+    loss, low, high = -effect.difference, -effect.high, -effect.low
+    if effect.word == "identical":
+        return "identical: every prediction is the same"
+    if effect.word == "costs":
+        return f"costs {loss:.2f} points ({low:.2f} to {high:.2f})"
+    if effect.word == "costs a little":
+        return f"costs a little: {loss:.2f} ({low:.2f} to {high:.2f}), less than the {margin:g} that matter"
+    if effect.word == "gains":
+        return f"gains {effect.difference:.2f} points ({effect.low:.2f} to {effect.high:.2f})"
+    if effect.word == "free":
+        return f"free: at most {min(max(-effect.least, 0.0), margin):.2f} points lost (95%)"
+    ends = " to ".join(f"{abs(end):.2f} {'lost' if end < 0 else 'gained'}" for end in (effect.low, effect.high))
+    if effect.word is None:
+        return f"{effect.difference:+.2f} ({ends}), not at a planned look"
+    return f"undecided: {ends}; {_way_out(effect, found, margin)}"
+
+
+def _way_out(effect: Effect, found: Accuracy, margin: float) -> str:
+    runs = sum(run.failed is None for run in found.runs)
+    # The error of an effect is twice a run's deviation over the root of the runs.
+    finest = resolution(effect.error / 2, 1)
+    more = more_runs(effect, runs, margin, len(found.effects))
+    if more is None or runs >= sum(found.runs_at_most):
+        way = "" if more is None else f"; in a new folder, runs_at_most={runs + more} would probably decide"
+        return f"this workload resolves {finest:.2f} points, not {margin:g}{way}"
+    seconds = [run.seconds for run in found.runs if run.seconds is not None]
+    minutes = more * sum(seconds) / len(seconds) / 60 if seconds else 0.0
+    return f"about {more} more trainings ({minutes:.0f} min) would decide with {CHANCE:.0%} chance"
 
 
 def speed_text(speedup: Speedup | None) -> str:
@@ -114,12 +155,6 @@ def speed_text(speedup: Speedup | None) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def verdict(variant: VariantRecord, against: str) -> str:
-    """The verdict's text, or "" without one."""
-    paired = variant.training and getattr(variant.training, against)
-    return paired.verdict.text if paired else ""
-
-
 def state(variant: VariantRecord) -> str:
     """Why a variant has no numbers, in a few words; the full reason is in the notes."""
     if variant.needs:
@@ -129,41 +164,33 @@ def state(variant: VariantRecord) -> str:
 
 def rows(record: Record) -> list[Row]:
     """One row per variant (column -> text), without the columns that are empty for all of them."""
-    made = [_row(variant, record) for variant in record.variants]
+    accuracy = {name: text for name, (_, text) in verdicts(record).items()}
+    made = [
+        {
+            "variant": variant.name + (f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""),
+            "accuracy": state(variant) or accuracy.get(variant.name, ""),
+            **_timing_cells(variant, record),
+            "gradient error": " / ".join(_error(each.gradient_error) for each in variant.numerics or []),
+        }
+        for variant in record.variants
+    ]
     filled = [column for column in made[0] if any(row[column] for row in made)]
     return [{column: row[column] or "-" for column in filled} for row in made]
 
 
-def _row(variant: VariantRecord, record: Record) -> Row:
-    timing, training, first = variant.timing, variant.training, variant is record.reference
-    compared = "the reference" if first and training else verdict(variant, "against_reference")
-    if variant.status != "measured":
-        compared = state(variant)
-    elif variant.ended:
-        compared = f"training ended early: {variant.ended}"
-    return {
-        "variant": variant.name + (f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""),
-        "accuracy": verdicts.sentences(record).get(variant.name, ""),
-        **_timing_cells(timing, record, first),
-        "gradient error": " / ".join(_error(each.gradient_error) for each in variant.numerics or []),
-        "top-1": _mean(training.top1) if training else "",
-        "against the first": compared,
-        "against the one before": "" if first else verdict(variant, "against_before"),
-    }
-
-
-def _timing_cells(timing: Timing | None, record: Record, first: bool) -> Row:
+def _timing_cells(variant: VariantRecord, record: Record) -> Row:
     columns = (
         "images/s", "speed-up (95%)", "over the one before", "ms a step (p90)", "FLOP/s", "of matmul", "memory",
         "ImageNet epoch",
     )  # fmt: skip
+    timing, first = variant.timing, variant is record.reference
     if timing is None:
         return dict.fromkeys(columns, "")
     flops, share = timing.flops_per_second, timing.share_of_matmul
     cells = (
         f"{timing.images_per_second:,.1f}",
         "1" if first else speed_text(timing.speedup),
-        speed_text(timing.speedup_before),
+        "" if variant.before == record.reference.name else speed_text(timing.speedup_before),
         f"{timing.step_seconds_p50 * 1e3:.1f} ({timing.step_seconds_p90 * 1e3:.1f})",
         "" if flops is None else human(flops),
         "" if share is None else f"{share:.0%}",
@@ -192,12 +219,6 @@ def has_imagenet_size(record: Record) -> bool:
     return any(timing.image_size >= SMALLEST_IMAGENET_SIZE for _, timing in record.timed)
 
 
-def _mean(values: SeedMean | None) -> str:
-    if not values:
-        return ""
-    return f"{values.mean:.2f}" + (f" ± {values.half:.2f}" if values.half is not None else "")
-
-
 def _error(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
 
@@ -212,51 +233,34 @@ def duration(seconds: float) -> str:
 
 def remarks(record: Record) -> list[str]:
     """What the columns are, and what they cannot say."""
-    first, steps, margin = record.reference.name, record.settings.numerics_steps, record.settings.margin
+    first, steps, found = record.reference.name, record.settings.numerics_steps, record.accuracy
     live = "tensors alive in a step (of compiled variants and several ranks: of the process)"
     where = live if record.device == "cpu" else "device"
-    together = verdicts.all_together(record)
-    found = [
-        *([together] if together else []),
+    made = [
         f"images/s and speed-up: geometric means of the rounds that are paired with those of '{first}', all ranks "
         f"together. of matmul: share of what one large matrix product reaches here. memory: peak of the {where}, per "
         "rank; in brackets the difference from the first.",
     ]
     if steps is not None:
-        found.append(f"gradient error: relative, against float64, before training and after {steps} steps.")
-    counts = [run.count for _, training in record.trained for run in training.runs]
-    counts += [run.count for run in (record.accuracy.runs if record.accuracy else []) if run.count]
-    if counts and margin < (image := 100 / min(counts)):
-        found.append(
-            f"The margin of {margin:g} points is smaller than one of the {min(counts):,} validation images "
-            f"({image:.2g} points); use margin={math.ceil(10 * image) / 10:g}, or more images."
-        )
-    return found
-
-
-def seed_rows(record: Record) -> list[Row]:
-    """One row per variant and seed; images are lost and won against the first variant's run of that seed."""
-    made = []
-    for variant, training in record.trained:
-        pairs = training.against_reference.images if training.against_reference else {}
-        for run in training.runs:
-            pair = pairs.get(run.seed)
-            row = {
-                "variant": variant.name,
-                "seed": f"{run.seed}",
-                "top-1": f"{run.top1:.2f}",
-                "top-5": f"{run.top5:.2f}",
-            }
-            row["difference"] = "-" if pair is None else f"{pair.difference:+.2f}"
-            row["images lost"] = "-" if pair is None else f"{pair.only_first}"
-            row["images won"] = "-" if pair is None else f"{pair.only_second}"
-            row["McNemar p"] = "-" if pair is None else f"{pair.p_value:.2g}"
-            made.append(row)
+        made.append(f"gradient error: relative, against float64, before training and after {steps} steps.")
+    total = found.total[0] if found is not None and found.total else None
+    if total is not None:
+        made.insert(0, f"All together: {total[0]:+.2f} ± {2 * total[1]:.2f} points, the sum of the effects.")
     return made
 
 
 def print_table(record: Record) -> None:
-    """Print the table on the terminal."""
-    made = rows(record)
-    numbers: Sequence[str] = [column for column in made[0] if not column.startswith(("variant", "against"))]
-    wide_console().print(plain_table(list(made[0]), [list(row.values()) for row in made], right=numbers))
+    """Print the table on the terminal, and then the headline with a sentence per variant."""
+    made, console = rows(record), wide_console()
+    for row in made:
+        row.pop("accuracy", None)
+    numbers = [column for column in made[0] if column != "variant"]
+    console.print(plain_table(list(made[0]), [list(row.values()) for row in made], right=numbers))
+    colors: dict[Kind, str] = {"good": "green", "bad": "red", "open": "bright_black"}
+    console.print(f"\n{headline(record)}", markup=False, highlight=False)
+    found = verdicts(record)
+    for variant in record.variants:
+        which, said = found.get(variant.name, ("open", state(variant)))
+        speed = speed_text(variant.timing.speedup_before if variant.timing else None)
+        if said:
+            console.print(Text(f"{variant.name}: {'; '.join(filter(None, (speed, said)))}", style=colors[which]))

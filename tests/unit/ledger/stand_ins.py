@@ -19,7 +19,8 @@ from pycls_fast.ledger.ladder.plan import plan, slug
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import run_ladder
 from pycls_fast.ledger.ladder.work import Ledger
-from pycls_fast.ledger.report.record import Record
+from pycls_fast.ledger.report.effects import Effect, Word
+from pycls_fast.ledger.report.record import Accuracy, Record, TrainedRun
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -29,7 +30,13 @@ LADDER = Ladder(
     baseline=Variant(name="base"),
     variants=(Variant(name="B", overrides=("b=1",)), Variant(name="C", overrides=("c=1",))),
 )
-SETTINGS: Mapping[str, Any] = {"seeds": 0, "rounds": 2, "numerics_steps": None, "gradients": False}
+SETTINGS: Mapping[str, Any] = {
+    "runs_at_most": 0,
+    "mode": "cumulative",
+    "rounds": 2,
+    "numerics_steps": None,
+    "gradients": False,
+}
 
 
 def ladder_of(*variants: Variant, **changed: Any) -> Ladder:
@@ -162,28 +169,28 @@ def timing(rounds: Sequence[float], speedup: Speedup | None = None, **changed: A
     }  # fmt: skip
 
 
-def training(*top1: float, count: int = 50_000, **changed: Any) -> dict[str, Any]:
-    """The values of trainings that ended with these scores, one per seed."""
-    curve = {"epoch": [1.0, 2.0, 3.0], "loss": [2.0, 1.0, 0.5]}
-    runs = [
-        {
-            "seed": seed, "top1": score, "top5": 99.5, "loss": 0.5, "count": count, "weights": "model", "split": "val",
-            "best_top1": score, "steps": 9, "epochs": 3.0, "wall_seconds": 1.0, "images_per_second": 1.0,
-            "memory_peak_bytes": None, "curve": curve, "evaluations": [],
-        }
-        for seed, score in enumerate(top1)
-    ]  # fmt: skip
-    mean = {"mean": float(np.mean(top1)), "half": 0.3, "seeds": len(top1)} if top1 else None
-    return {"reason": None, "runs": runs, "top1": mean, "top5": None, **changed}
-
-
 def variant(name: str, before: str | None, **values: Any) -> dict[str, Any]:
     """The values of a variant."""
     empty = {
         "note": "", "overrides": [f"{name}=1"], "ranks": 1, "tree": None, "git": None, "status": "measured",
-        "reason": None, "needs": None, "timing": None, "numerics": None, "training": None,
+        "reason": None, "needs": None, "timing": None, "numerics": None,
     }  # fmt: skip
     return {"name": name, "before": before, **empty, **values}
+
+
+def accuracy(*effects: Effect, broken: Mapping[str, str] | None = None, count: int = 64) -> Accuracy:
+    """What so many trainings of 1,000 images each said."""
+    run = TrainedRun(seed=0, on=[], top1=90.0, count=1000, seconds=60.0, failed=None)
+    return Accuracy(
+        runs=[run] * count, effects=list(effects), looks=[], total=[(-0.1, 0.1)], broken=dict(broken or {}),
+        runs_at_most=[64], deviation=0.2,
+    )  # fmt: skip
+
+
+def effect(name: str, word: Word | None, difference: float = 0.0, error: float = 0.1) -> Effect:
+    """What trainings said about a variant."""
+    low, high = difference - 2 * error, difference + 2 * error
+    return Effect(name, difference, error, 24, low, high, low, 0.5, 0.01, word)
 
 
 def record_of(*variants: Mapping[str, Any], **changed: Any) -> Record:
@@ -192,7 +199,7 @@ def record_of(*variants: Mapping[str, Any], **changed: Any) -> Record:
         {
             "config_name": "vit", "time": 1.8e9, "wall_seconds": 60.0, "command": "python tools/ledger.py",
             "ladder": LADDER, "settings": LadderSettings(), "base": ["--config-name", "vit", "optim.lr=1"],
-            "looks": [3], "model": None, "device": "cpu", "versions": {"torch": "2"}, "code": ["a"],
+            "model": None, "device": "cpu", "versions": {"torch": "2"}, "code": ["a"],
             "environment": {"processor": "P", "cpu_count": 2, "git": None}, "gradients": None, "unmeasured": {},
             "unfinished": None, "variants": list(variants), **changed,
         }

@@ -1,4 +1,4 @@
-"""mode=crossed from its plan to its words: the design, interruptions, failures, what is refused, the page."""
+"""Trainings from their plan to its words: the design, interruptions, failures, what is refused, the page."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def trained(fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> type[Tr
 
 
 def crossed(folder: Path, **settings: Any) -> Ledger:
-    """A ledger in mode=crossed that is not open."""
-    return made(folder, LADDER, **{"mode": "crossed", "margin": 0.25, "rounds": 1, **settings})
+    """A ledger that is not open."""
+    return made(folder, LADDER, **{"mode": "crossed", "runs_at_most": None, "rounds": 1, **settings})
 
 
 def work(ledger: Ledger) -> Record:
@@ -148,7 +148,7 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 
     page = ledger_page(whole)
     assert page.lead == (
-        "7 of 8 variants are free, 1 costs accuracy (a: 2.00 points): a loss of 0.25 points matters, on x."
+        "7 of 8 are free, 1 costs accuracy (a: 2.00 points): a loss of 0.25 points matters, on x."
     ).replace("2.00", f"{-whole.accuracy.effects[0].difference:.2f}")
     assert page.charts[0].name == "decision"
     assert "free: at most" in page.html()

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from pycls_fast.config.ladder import LadderSettings, read_ladder
+from pycls_fast.config.ladder import read_ladder
+from pycls_fast.ledger.report.effects import p_less_accurate
 from pycls_fast.ledger.report.gate import check, compare_ledgers
-from pycls_fast.ledger.report.record import Record, Timing, Training, VariantRecord, read_record
+from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
-from tests.unit.ledger.stand_ins import record_of, timing, training, variant
+from tests.unit.ledger.stand_ins import accuracy, effect, record_of, timing, variant
 
 GATE = Path(__file__).parents[2] / "gate"
 
 
 def ledger() -> Record:
     return record_of(
-        variant("base", None, timing=timing([100.0, 102.0, 98.0]), training=training(90.0, 90.4, 90.2)),
-        variant(
-            "fast", "base", timing=timing([200.0, 204.0, 196.0], Speedup(2.0, 1.9, 2.1, 3)),
-            training=training(90.1, 90.3, 90.2),
-        ),
-    )  # fmt: skip
+        variant("base", None, timing=timing([100.0, 102.0, 98.0])),
+        variant("fast", "base", timing=timing([200.0, 204.0, 196.0], Speedup(2.0, 1.9, 2.1, 3))),
+        accuracy=accuracy(effect("fast", "free")),
+    )
 
 
 def timed(variant: VariantRecord) -> Timing:
@@ -48,11 +49,19 @@ def with_rounds(*rounds: float) -> Callable[[Record], None]:
     return change
 
 
-def with_top1(*top1: float, reason: str | None = None, count: int = 50_000) -> Callable[[Record], None]:
+def with_effect(difference: float, error: float = 0.1) -> Callable[[Record], None]:
     def change(record: Record) -> None:
-        record.variants[1].training = Training.model_validate(training(*top1, reason=reason, count=count))
+        record.accuracy = accuracy(effect("fast", "undecided", difference, error))
 
     return change
+
+
+def breaking(record: Record) -> None:
+    record.accuracy = accuracy(broken={"fast": "5 of 16 failed"})
+
+
+def untrained(record: Record) -> None:
+    record.accuracy = None
 
 
 all_slower = with_rounds(80.0, 81.0, 79.0)
@@ -69,7 +78,7 @@ def gone(record: Record) -> None:
 
 def broken(record: Record) -> None:
     fast = record.variants[1]
-    fast.status, fast.reason, fast.timing, fast.training = "failed", "it burns [here]", None, None
+    fast.status, fast.reason, fast.timing = "failed", "it burns [here]", None
 
 
 def not_timed(record: Record) -> None:
@@ -79,14 +88,6 @@ def not_timed(record: Record) -> None:
 def first_not_timed(record: Record) -> None:
     record.variants[0].timing = None
     timed(record.variants[1]).speedup = None
-
-
-def fewer_seeds(record: Record) -> None:
-    """As many as were asked for."""
-    record.settings = LadderSettings(seeds=1)
-    for each in record.variants:
-        assert each.training is not None
-        del each.training.runs[1:]
 
 
 CASES: dict[str, tuple[Callable[[Record], object], int]] = {
@@ -102,14 +103,12 @@ CASES: dict[str, tuple[Callable[[Record], object], int]] = {
     "all slower elsewhere": (all_slower_elsewhere, 0),
     "not timed": (not_timed, 1),
     "first not timed": (first_not_timed, 1),
-    "less accurate": (with_top1(88.0, 88.2, 88.1), 1),
-    "less accurate by chance": (with_top1(90.0, 90.4, 90.0), 0),
-    "more accurate": (with_top1(93.0, 93.2, 93.1), 0),
-    "untrained": (with_top1(), 1),
-    "trained once": (with_top1(90.2, reason="seed 1: the loss is not finite"), 1),
-    "trained twice": (with_top1(90.2, 60.0, reason="seed 2: out of memory"), 1),
-    "ended by hand": (with_top1(90.2), 1),
-    "fewer seeds": (fewer_seeds, 0),
+    "less accurate": (with_effect(-0.5), 1),
+    "less accurate by chance": (with_effect(-0.2), 0),
+    "less accurate with a large error": (with_effect(-0.5, 0.4), 0),
+    "more accurate": (with_effect(0.5), 0),
+    "breaks training": (breaking, 1),
+    "untrained": (untrained, 1),
     "gone": (gone, 1),
     "broken": (broken, 1),
 }
@@ -152,23 +151,33 @@ def test_the_first_variants_rate_may_be_left_out() -> None:
     assert lost(ledger(), changed(all_slower), absolute=False) == []
 
 
-@pytest.mark.parametrize("change", [with_top1(89.7, 89.9, 89.8), with_speed(1.84, 1.74, 1.94)])
+@pytest.mark.parametrize("change", [with_effect(-0.35), with_speed(1.84, 1.74, 1.94)])
 def test_a_loss_by_chance_in_one_of_many_variants_is_none(change: Callable[[Record], None]) -> None:
     """Alone the variant has lost (p below 0.01); as one of twelve it has not."""
     before, now = ledger(), changed(change)
     assert lost(before, now) == ["fast"]
     for i in range(10):
         fast = Speedup(2.0, 1.9, 2.1, 3)
-        for record, shift in ((before, 0.0), (now, 0.01)):
-            scores = training(90.0 + 0.1 * i + shift, 90.1, 90.3)
-            other = variant(f"variant {i}", "base", timing=timing([200.0, 204.0, 196.0], fast), training=scores)
+        for record in (before, now):
+            other = variant(f"variant {i}", "base", timing=timing([200.0, 204.0, 196.0], fast))
             record.variants.append(VariantRecord.model_validate(other))
+            assert record.accuracy is not None
+            record.accuracy.effects.append(effect(f"variant {i}", "free"))
     assert lost(before, now) == []
 
 
-def test_what_could_not_run_or_never_finished_before_is_not_lost() -> None:
-    unfinished = with_top1(90.2, 60.0, reason="seed 2: out of memory")
-    assert lost(changed(broken), ledger()) == lost(changed(unfinished), changed(unfinished)) == []
+def test_what_could_not_run_or_was_not_trained_before_is_not_lost() -> None:
+    assert lost(changed(broken, untrained), ledger()) == lost(changed(untrained), changed(untrained)) == []
+
+
+def test_effects_are_compared_by_welchs_test() -> None:
+    """Against scipy's, from two samples with these means and errors."""
+    before, now = effect("a", "free", 0.1, 0.1), effect("a", "free", -0.2, 0.3)
+    samples = [(each.difference, each.error * math.sqrt(25), 25) for each in (now, before)]
+    expected = stats.ttest_ind_from_stats(*samples[0], *samples[1], equal_var=False, alternative="less").pvalue
+    assert p_less_accurate(before, now) == pytest.approx(expected)
+    same = effect("a", "identical", 0.0, 0.0)
+    assert (p_less_accurate(same, same), p_less_accurate(same, effect("a", "free", -0.5)) < 0.001) == (0.5, True)
 
 
 def texts(before: Record, now: Record, name: str = "fast") -> dict[str, str]:
@@ -204,27 +213,6 @@ def test_a_different_machine_is_named_and_its_rate_not_compared() -> None:
     torch = changed(all_slower, lambda record: record.versions.update(torch="3"))
     assert compare_ledgers(ledger(), torch, tolerance=0.05)[0].quantity == "torch"
     assert texts(ledger(), torch, "base")["images/s"] == "LOST: -20.0%"
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "images", "text"),
-    [
-        ((95.0,), (5.0,), 359, "LOST: -90.00"),
-        ((95.0,), (94.0,), 359, "-1.00, too few seeds to say"),
-        ((95.0,), (94.9,), 359, "-0.10, within the intervals"),
-        ((95.0,), (94.0,), 50_000, "LOST: -1.00"),
-        ((95.0,), (96.0,), 50_000, "+1.00"),
-        ((95.0, 95.2, 95.4), (94.0,), 50_000, "LOST: -1.20"),
-        ((95.0, 95.4), (93.4, 94.2), 50_000, "-1.40, too few seeds to say"),
-        # Seeds that agree by chance: one image is no loss.
-        ((99.44,) * 3, (99.16,) * 3, 359, "-0.28, too few seeds to say"),
-        ((99.44,) * 3, (96.0,) * 3, 359, "LOST: -3.44"),
-    ],
-)
-def test_seeds(before: tuple[float, ...], now: tuple[float, ...], images: int, text: str) -> None:
-    records = [changed(with_top1(*top1, count=images)) for top1 in (before, now)]
-    records[1].settings = LadderSettings(seeds=len(now))
-    assert texts(*records)["top-1"] == text
 
 
 def test_speeds() -> None:
@@ -284,7 +272,8 @@ def test_the_baseline_is_that_of_the_gates_ladder() -> None:
     kept = read_record(GATE / "baseline.json")
     assert kept.ladder == ladder
     assert [each.name for each in kept.variants] == [ladder.baseline.name, *(each.name for each in ladder.variants)]
-    assert [len(each.runs) for _, each in kept.trained] == [3] * len(kept.variants)
+    assert kept.accuracy is not None
+    assert [each.variant for each in kept.accuracy.effects] == [each.name for each in ladder.variants]
     assert lost(kept, kept, 0.5, absolute=False) == []
 
 

@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
 
 GIVEN: dict[str, Any] = {
-    "ladder": Named(name="modern"), "switches": ("sdpa",), "seeds": 1, "first_seed": 1, "rounds": 1, "steps": 1,
+    "ladder": Named(name="modern"), "switches": ("sdpa",), "first_seed": 1, "rounds": 1, "steps": 1,
     "warmup_steps": 1, "seconds": 1.0, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
     "runs_at_most": 16,
     "dry_run": True, "accept_code": True, "loss_scale": 8.0, "output": "x.json",
@@ -30,7 +30,7 @@ def test_every_key_is_tried() -> None:
 
 
 @pytest.mark.parametrize("key", list(GIVEN))
-@pytest.mark.parametrize("mode", ["gradients", "numerics", "cumulative", "one_at_a_time", "leave_one_out"])
+@pytest.mark.parametrize("mode", ["gradients", "numerics", "cumulative", "crossed"])
 def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
     options = Options(mode=mode, **{key: GIVEN[key]})
     read = key in TAKEN[mode] if mode in TAKEN else key != "loss_scale"
@@ -47,10 +47,8 @@ def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
     ("ladder", "given", "expected"),
     [
         ("modern", {}, "cumulative"),
-        ("switches", {}, "one_at_a_time"),
-        ("apex", {}, "one_at_a_time"),
-        ("modern", {"mode": "leave_one_out"}, None),
-        ("apex", {"mode": "cumulative"}, None),
+        ("apex", {}, "crossed"),
+        ("modern", {"mode": "crossed"}, None),
     ],
 )
 def test_a_ladder_may_bring_its_mode(
@@ -76,7 +74,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
-        "mode": "leave_one_out", "seeds": 2, "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
+        "mode": "crossed", "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
         "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
             "runs_at_most": 16,
     }  # fmt: skip
@@ -88,9 +86,9 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
 
 
-@pytest.mark.parametrize(("seeds", "refused"), [(1, ["model.init"]), (0, [])])
+@pytest.mark.parametrize(("runs", "refused"), [(32, ["model.init"]), (0, [])])
 def test_variants_are_checked_as_what_is_trained(
-    seeds: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is trained, they are timed: LAMB's steps take the same time whatever the head begins with."""
     lines: list[str] = []
@@ -104,7 +102,7 @@ def test_variants_are_checked_as_what_is_trained(
 
     monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"seeds={seeds}"])
+    monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"runs_at_most={runs}"])
     try:
         with pytest.raises(SystemExit) as stopped:
             command_line(main, options=Options, purpose=Purpose(trains=True))

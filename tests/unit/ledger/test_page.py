@@ -14,45 +14,14 @@ from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart
 from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
-from pycls_fast.ledger.report.record import (
-    Record,
-    SeedMean,
-    SeedRun,
-    Timing,
-    Training,
-    Unfinished,
-    VariantRecord,
-    compare_speed,
-    curve,
-    read_record,
-)
+from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
-from pycls_fast.ledger.report.text import duration, headline, print_table, remarks, rows, seed_rows, title
+from pycls_fast.ledger.report.text import duration, headline, print_table, remarks, rows, title, verdicts
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
-from tests.unit.ledger.stand_ins import LADDER, record_of, timing, training, variant
+from tests.unit.ledger.stand_ins import LADDER, accuracy, effect, record_of, timing, variant
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 LEDGERS = sorted(RESULTS.glob("*/ledger.json"))
-
-
-def paired(finding: str, text: str = "loses 1 ± 0.1") -> dict[str, Any]:
-    verdict = {
-        "finding": finding, "text": text, "difference": -1.0, "low": -1.1, "high": -0.9, "p_loss": 0.0,
-        "more_seeds": None, "seeds": 2,
-    }  # fmt: skip
-    images = {
-        seed: {
-            "difference": -0.95 - 0.1 * seed, "low": -1.0, "high": -0.9, "standard_error": 0.1, "only_first": 12,
-            "only_second": 2, "p_value": 0.0129, "changed": 20, "images": 1000,
-        }
-        for seed in range(2)
-    }  # fmt: skip
-    return {"reference": "plain", "verdict": verdict, "images": images}
-
-
-def trained(top1: float, finding: str | None, **more: Any) -> dict[str, Any]:
-    against = None if finding is None else paired(finding)
-    return training(top1, top1 + 1, count=1000, against_reference=against, against_before=against, **more)
 
 
 def timed(rate: float, ratio: float, **more: Any) -> dict[str, Any]:
@@ -65,16 +34,14 @@ def record() -> Record:
     total = {"exponents": {"-30": 5, "-10": 9}, "below_subnormal": 0.3, "below_subnormal_scaled": 0.0,
              "updates_lost_float16": 0.2, "updates_lost_bfloat16": 0.4}  # fmt: skip
     return record_of(
-        variant("plain", None, timing=timed(100, 1.0), numerics=numerics, training=trained(90.0, None)),
-        variant(
-            "quick", "plain", timing=timed(187, 1.87, memory_peak_bytes=1_500_000_000), numerics=numerics,
-            training=trained(89.0, "loss"),
-        ),
+        variant("plain", None, timing=timed(100, 1.0), numerics=numerics),
+        variant("quick", "plain", timing=timed(187, 1.87, memory_peak_bytes=1_500_000_000), numerics=numerics),
         variant("two", "plain", timing=timed(150, 1.5), ranks=2),
         variant("far", "plain", status="cannot run", reason="it needs CUDA", needs="CUDA"),
         config_name="vit <digits>",
         ladder=LADDER.model_copy(update={"description": "a & b", "source": "someone, 2022"}),
         model={"model": "vit", "parameters": 1000, "image_size": 224},
+        accuracy=accuracy(effect("quick", "costs", -0.52), effect("two", "free")),
         gradients={"total": total, "steps": 1, "warmup_steps": 0, "loss_scale": 65536.0},
     )  # fmt: skip
 
@@ -126,13 +93,14 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
     assert len(parser.ids) == len(set(parser.ids))
     assert parser.references
     assert set(parser.references) <= set(parser.ids)
-    assert parser.seen.count("svg") == 11
+    assert parser.seen.count("svg") == 6
     for words in (
-        "vit <digits>", "a & b", "someone, 2022", "1.87x", "1.68 to 2.06", "loses 1 ± 0.1", "it needs CUDA", "2 ranks",
-        "2027-01-15", "McNemar p", "python tools/ledger.py", "quick=1",
+        "vit <digits>", "a & b", "someone, 2022", "1.87x", "1.68 to 2.06", "costs 0.52 points (0.32 to 0.72)",
+        "1 of 2 is free", "it needs CUDA", "2 ranks",
+        "2027-01-15", "python tools/ledger.py", "quick=1",
     ):  # fmt: skip
         assert words in parser.text, words
-    assert len(list((tmp_path / "charts").glob("*.png"))) == 11
+    assert len(list((tmp_path / "charts").glob("*.png"))) == 6
     # The same record gives the same page.
     (tmp_path / "again").mkdir()
     write_page(record, tmp_path / "again")
@@ -147,14 +115,10 @@ def html(record: Record) -> str:
 def test_the_page_says_what_is_missing(record: Record) -> None:
     record.unfinished = Unfinished(done=1, of=9)
     record.unmeasured = {"lean: rounding": "killed by signal 9 <(>"}
-    first = record.reference.training
-    assert first is not None
-    first.reason, first.runs, first.top1 = "loss is <nan>", [], None
     shown = html(record)
     for words in (
         "unfinished: 1 of 9 measurements",
         "killed by signal 9 &lt;(&gt;",
-        "ended early: loss is &lt;nan&gt;",
     ):
         assert words in shown
     assert title(record) == "vit <digits> (vit, 1.00 k parameters, 224 pixels) on P, 2 cores"
@@ -168,26 +132,22 @@ def test_the_table(record: Record) -> None:
     made = {row["variant"]: row for row in rows(record)}
     assert list(made) == ["plain", "quick", "two (2 ranks)", "far"]
     assert made["quick"]["speed-up (95%)"] == "1.87x (1.68 to 2.06)"
-    assert made["quick"]["top-1"] == "89.50 ± 0.30"
+    assert made["quick"]["accuracy"] == "costs 0.52 points (0.32 to 0.72)"
     assert made["quick"]["gradient error"] == "2.0e-06 / 2.0e-06"
     assert made["quick"]["memory"] == "1,500 MB (-500 MB)"
-    assert made["far"]["against the first"] == "needs CUDA"
-    each = seed_rows(record)
-    assert list(each[1].values()) == ["plain", "1", "91.00", "99.50", "-", "-", "-", "-"]
-    assert list(each[2].values()) == ["quick", "0", "89.00", "99.50", "-0.95", "12", "2", "0.013"]
+    assert made["far"]["accuracy"] == "needs CUDA"
 
 
 def test_what_was_not_measured_has_no_column_and_no_chart(record: Record) -> None:
     for each in record.variants:
-        each.training = each.numerics = None
-        each.ranks = 1
+        each.numerics, each.ranks = None, 1
     for _, one in record.timed:
         one.image_size, one.memory_peak_bytes, one.flops_per_second = 16, None, None
-    record.gradients = None
-    record.settings = LadderSettings(seeds=0, numerics_steps=None)
-    assert {chart.name for chart in charts(record)} == {"throughput", "rates"}
-    gone = {"ImageNet epoch", "memory", "FLOP/s", "gradient error", "top-1"}
-    assert not gone & set(rows(record)[0])
+    record.gradients = record.accuracy = None
+    record.settings = LadderSettings(runs_at_most=0, numerics_steps=None)
+    del record.variants[3]
+    assert {chart.name for chart in charts(record)} == {"throughput"}
+    assert not {"ImageNet epoch", "memory", "FLOP/s", "gradient error", "accuracy"} & set(rows(record)[0])
     assert len(remarks(record)) == 1
 
 
@@ -199,43 +159,50 @@ def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("ratios", "finding", "changed", "said"),
+    ("ratios", "changed", "said"),
     [
-        ((1.5, 1.4, 1.6), "no loss", {}, "1.50x (1.40 to 1.60) over 'plain' with 'a'; top-1: the verdict."),
-        ((1.5, 1.4, 1.6), None, {}, "1.50x (1.40 to 1.60) over 'plain' with 'a'; top-1: accuracy not measured."),
-        ((1.5, 1.4, 1.6), "gain", {"ranks": 4}, "1.50x (1.40 to 1.60) on 4 ranks over 'plain' with 'a'; top-1: the "),
-        ((1.5, 0.9, 2.6), None, {}, "No variant is shown to be faster than 'plain'."),
-        ((1.5, None, None), None, {}, "No variant is shown to be faster than 'plain'."),
-        ((1.5, 1.4, 1.6), "loss", {}, "No variant is shown to be faster than 'plain' without a loss of top-1."),
-        ((1.5, 1.4, 1.6), "small loss", {}, "No variant is shown to be faster than 'plain' without a loss of top-1."),
-        ((1.5, 1.4, 1.6), "no loss", {"status": "failed"}, "No variant is shown to be faster than 'plain'."),
+        ((1.5, 1.4, 1.6), {}, "1.50x (1.40 to 1.60) over 'plain' with 'a'; accuracy not measured."),
+        ((1.5, 1.4, 1.6), {"ranks": 4}, "1.50x (1.40 to 1.60) on 4 ranks over 'plain' with 'a'; accuracy not "),
+        ((1.5, 0.9, 2.6), {}, "No variant is shown to be faster than 'plain'"),
+        ((1.5, None, None), {}, "No variant is shown to be faster than 'plain'"),
+        ((1.5, 1.4, 1.6), {"status": "failed"}, "No variant is shown to be faster than 'plain'"),
     ],
 )
-def test_the_headline(
-    ratios: tuple[float, float | None, float | None], finding: str | None, changed: dict[str, Any], said: str
+def test_without_trainings_the_headline_is_the_fastest(
+    ratios: tuple[float, float | None, float | None], changed: dict[str, Any], said: str
 ) -> None:
-    scores = finding and training(90.0, against_reference=paired(finding, "the verdict"))
     first = variant("plain", None, timing=timing([100.0] * 6))
-    other = variant("a", "plain", timing=timing([150.0] * 6, Speedup(*ratios, 6)), training=scores, **changed)
-    settings = LadderSettings(mode="one_at_a_time")
-    assert headline(record_of(first, other, settings=settings)).startswith(said)
+    other = variant("a", "plain", timing=timing([150.0] * 6, Speedup(*ratios, 6)), **changed)
+    assert headline(record_of(first, other)).startswith(said)
 
 
-def test_a_variant_whose_training_ended_is_not_recommended(record: Record) -> None:
-    quick = record.variants[1].training
-    assert quick is not None
-    assert quick.against_reference is not None
-    quick.reason = "seed 0: the loss is not finite"
-    assert "'two'" in headline(record)
-
-
-def test_a_margin_below_one_image_is_noted(record: Record) -> None:
-    words = "The margin of 0.2 points is smaller than one of the 359 validation images (0.28 points); use margin=0.3"
-    assert not any(words in remark for remark in remarks(record))
-    for _, each in record.trained:
-        for run in each.runs:
-            run.count = 359
-    assert any(words in remark for remark in remarks(record))
+def test_the_words_of_verdicts() -> None:
+    found = accuracy(
+        effect("a", "free"), effect("b", "costs", -0.5), effect("c", "costs a little", -0.1, 0.02),
+        effect("d", "gains", 0.3), effect("e", "identical", 0.0, 0.0), effect("f", "undecided", -0.1),
+        effect("g", None, -0.1), broken={"h": "5 of 16 trainings failed with it, 0 of 16 without"}, count=48,
+    )  # fmt: skip
+    record = record_of(variant("plain", None), accuracy=found)
+    found_open = "undecided: 0.30 lost to 0.10 gained; about 74 more trainings (74 min) would decide with 90% chance"
+    assert {name: (kind, said) for name, (kind, said) in verdicts(record).items()} == {
+        "a": ("good", "free: at most 0.20 points lost (95%)"),
+        "b": ("bad", "costs 0.50 points (0.30 to 0.70)"),
+        "c": ("good", "costs a little: 0.10 (0.06 to 0.14), less than the 0.25 that matter"),
+        "d": ("good", "gains 0.30 points (0.10 to 0.50)"),
+        "e": ("good", "identical: every prediction is the same"),
+        "f": (
+            "open",
+            found_open,
+        ),
+        "g": ("open", "-0.10 (0.30 lost to 0.10 gained), not at a planned look"),
+        "h": ("bad", "breaks training: 5 of 16 trainings failed with it, 0 of 16 without"),
+    }
+    assert headline(record) == (
+        "4 of 8 are free, 1 costs accuracy (b: 0.50 points), 1 breaks training (h), 2 undecided: a loss of 0.25 points "
+        "matters, on vit."
+    )
+    found.runs *= 2
+    assert "this workload resolves 0.30 points, not 0.25" in verdicts(record)["f"][1]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.0, "3.0 s"), (600, "10.0 min"), (9000, "2.5 h"), (1e6, "11.6 d")])
@@ -258,67 +225,19 @@ def test_names_are_shown_as_they_are(record: Record) -> None:
     for chart in charts(record):
         parser = Tags()
         parser.feed(chart.svg())
-        # The first variant does not differ from itself, and with one rank it is only the beginning of a line.
-        shown = names[1:] if "difference" in chart.name else ("two",) if chart.name == "ranks" else names
-        assert all(name in parser.text for name in shown), chart.name
+        # With one rank it is only the beginning of a line.
+        shown = ("two",) if chart.name == "ranks" else names
+        assert chart.name == "decision" or all(name in parser.text for name in shown), chart.name
         assert set(parser.references) <= set(parser.ids)
         assert all(identifier.startswith(f"{chart.name}-") for identifier in parser.ids)
 
 
-def test_loss_is_averaged_at_the_same_epochs(record: Record) -> None:
-    """Seeds whose runs have different lengths, and steps without a loss."""
-    del record.variants[1:]
-    ((_, each),) = record.trained
-    runs = []
-    for steps, gone in ((390, ()), (410, range(100, 150)), (1000, (999,)), (0, ())):
-        lines = [{"epoch": step / 100, "loss": None if step in gone else step / 100} for step in range(steps)]
-        runs.append(each.runs[0].model_copy(update={"seed": steps, "curve": curve(lines)}))
-    each.runs = runs
-    (line,) = drawn(record, "loss").figure.axes[0].lines
-    epochs, losses = line.get_data()
-    assert (epochs[0], epochs[-1], len(epochs)) == (0.0, 3.89, 390)
-    assert losses == pytest.approx(epochs)
-
-
-def test_losses_are_compared_with_those_of_the_same_seed(record: Record) -> None:
-    for (_, each), offset in zip(record.trained, (0.0, 0.25), strict=True):
-        for run in each.runs:
-            run.curve.loss = [2.0 + offset, 1.0 + offset + run.seed, 0.5 + offset]
-    # A seed that only one of them has.
-    quick = record.trained[1][1]
-    quick.runs.append(SeedRun.model_validate(training(0.0)["runs"][0] | {"seed": 7}))
-    (axes,) = drawn(record, "loss_difference").figure.axes
-    line = next(line for line in axes.lines if line.get_label() == "quick")
-    assert list(line.get_ydata()) == pytest.approx([0.25] * 3)
-    assert axes.collections, "the band of the first variant's seeds"
-
-
-def test_differences_show_interval_margin_and_seeds(record: Record) -> None:
-    (axes,) = drawn(record, "difference").figure.axes
-    (band,) = axes.patches
-    assert (band.get_x(), band.get_x() + band.get_width()) == pytest.approx((-0.2, 0.0))
-    across = [sorted(map(float, line.get_xdata())) for line in axes.lines]
-    assert [-1.1, -0.9] in across
-    assert [-1.0] in across
-    circles = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
-    assert circles == pytest.approx([-0.95, -1.05])
-    (label,) = axes.get_yticklabels()
-    assert label.get_text() == "quick\n-1.00 (-1.10 to -0.90)"
-    assert "difference_before" not in {chart.name for chart in charts(record)}
-    record.variants[2].before, record.variants[2].training = "quick", Training.model_validate(trained(88.0, "loss"))
-    assert drawn(record, "difference_before")
-
-
-def test_the_front_of_accuracy_and_throughput(record: Record) -> None:
-    for _, each in record.trained:
-        each.top1 = SeedMean(mean=99.9, half=1.0, seeds=2)
-    (axes,) = drawn(record, "accuracy").figure.axes
-    # No interval makes a score above 100 possible.
-    assert axes.get_ylim()[1] < 100.1
-    bars = [each for each in axes.containers if each.has_xerr][-1]
-    # From the speed-up: 187 images/s, times 0.9 and 1.1.
-    ends = [path.vertices[:, 0] for line in bars.lines[2] for path in line.get_paths()]
-    assert sorted(ends[0]) == pytest.approx([168.3, 205.7])
+def test_the_picture_of_the_decision(record: Record) -> None:
+    """A point per variant at its speed and its effect, and the margin as a line."""
+    (axes,) = drawn(record, "decision").figure.axes
+    points = {(each.lines[0].get_xdata()[0], each.lines[0].get_ydata()[0]) for each in axes.containers}
+    assert points == {(1.87, -0.52), (1.5, 0.0)}
+    assert [-0.25, -0.25] in [list(line.get_ydata()) for line in axes.lines]
 
 
 def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
@@ -346,8 +265,6 @@ def test_what_float16_rounds_up_is_kept(record: Record) -> None:
 
 
 def test_a_speedup_names_its_ranks(record: Record) -> None:
-    labels = [text.get_text() for text in drawn(record, "rates").figure.axes[0].texts]
-    assert labels == ["100", "187", "150, 2 ranks"]
     per_rank = [text.get_text() for text in drawn(record, "throughput").figure.axes[0].texts]
     assert per_rank == ["1.00x", "1.87x", "0.75x", "needs CUDA"]
     (axes,) = drawn(record, "ranks").figure.axes
@@ -363,24 +280,6 @@ def test_memory_that_libraries_hide_has_no_chart(record: Record) -> None:
     # On a device, the allocator's numbers are exact.
     record.device = "NVIDIA H200"
     assert "memory" in {chart.name for chart in charts(record)}
-
-
-@pytest.mark.slow
-def test_many_variants_leave_room_for_what_is_drawn(record: Record) -> None:
-    """Signs run out, and names are longer than the plot is high; what squeezes it to nothing is a warning."""
-    many = [
-        variant(f"a switch of the catalogue, {n}", "plain", timing=timed(90 + n, 1.0), training=trained(90, "loss"))
-        for n in range(40)
-    ]
-    record.variants[1:] = [VariantRecord.model_validate(each) for each in many]
-    for name, entries in (("accuracy", 41), ("loss", 41), ("loss_difference", 40)):
-        figure = drawn(record, name).figure
-        figure.draw_without_rendering()
-        (axes,) = figure.axes
-        assert axes.get_window_extent().height > 2.5 * figure.dpi
-        (legend,) = figure.legends
-        assert legend.get_window_extent().ymax <= axes.get_window_extent().ymin
-        assert len(legend.get_texts()) == entries
 
 
 def test_rates_agree_with_the_speedups() -> None:

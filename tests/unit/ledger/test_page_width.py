@@ -47,7 +47,7 @@ def overflow(text: str, width: int, folder: Path) -> int:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_does_not_scroll_sideways(width: int, tmp_path: Path) -> None:
-    text = ledger_page(read_record(RESULTS / "ledger_modern" / "ledger.json")).html()
+    text = ledger_page(read_record(RESULTS / "ledger_cpu" / "ledger.json")).html()
     assert overflow(text, width, tmp_path) == 0
     wide = f"<p style='width:{width + 100}px;max-width:none'>wide</p></body>"
     assert overflow(text.replace("</body>", wide), width, tmp_path) > 0

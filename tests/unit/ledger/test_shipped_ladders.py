@@ -35,7 +35,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
         *("parallel.prefetch_units=2", "parallel.powersgd_rank=4", "parallel.powersgd_start_step=8"),
     ]
-    modes: dict[str, tuple[Mode, ...]] = {"parallel": ("one_at_a_time", "cumulative"), "switches": ("one_at_a_time",)}
+    modes: dict[str, tuple[Mode, ...]] = {"parallel": ("crossed", "cumulative"), "switches": ("crossed",)}
     for mode in modes.get(file.stem, ("cumulative",)):
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         with closing(ledger):
@@ -60,7 +60,7 @@ REFUSED = {"switches": {"convolution products"}}
 def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path) -> None:
     """What a dry run lists and counts; it starts none of the variants."""
     cpu = torch.device("cpu")
-    ledger = shipped(file, "one_at_a_time", "cpu", tmp_path)
+    ledger = shipped(file, "crossed", "cpu", tmp_path)
     before = set(ledger.selection.impossible)
     ledger.selection.rule_out(
         lambda variant: refusal(variant, lambda overrides: load_config("vit_digits", overrides), cpu)

@@ -15,12 +15,11 @@ from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import collect as collecting
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.plan import EVERYTHING, plan
+from pycls_fast.ledger.ladder.plan import plan
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
-from pycls_fast.ledger.report.text import rows
 from tests.unit.ledger.stand_ins import LADDER, FakeProcess, given, ladder_of, slug_of, start, work
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -36,7 +35,6 @@ def assert_each_measured_its_variant(ledger: Ledger) -> None:
     found = 0
     for variant in ledger.selection.runnable():
         files = [ledger.folder.timing_file(variant, number) for number in range(ledger.settings.rounds)]
-        files += [ledger.folder.run_dir(variant, seed) / "summary.json" for seed in ledger.seeds]
         assert {own(file) for file in files} == {variant.overrides}
         found += len(files)
     assert found
@@ -46,16 +44,16 @@ def test_a_variant_that_can_run_later_is_below_the_others_from_the_beginning(
     tmp_path: Path, fake: type[FakeProcess]
 ) -> None:
     fake.broken = {"timings-b-": (2, "error: b needs a package")}
-    first = start(tmp_path, seeds=1)
+    first = start(tmp_path)
     assert {v.name: v.overrides for v in first.selection.runnable()} == {"base": (), "C": ("c=1",)}
     assert_each_measured_its_variant(first)
     fake.broken = {}
     fake.started.clear()
-    second = start(tmp_path, seeds=1)
+    second = start(tmp_path)
     assert {v.name: v.overrides for v in second.selection.runnable()}["C"] == ("b=1", "c=1")
     assert_each_measured_its_variant(second)
-    # Two rounds and a training of B and of C; the base's are there.
-    assert len(fake.started) == 6
+    # Two rounds of B and of C; the base's are there.
+    assert len(fake.started) == 4
 
 
 def test_rounds_of_different_starts_are_not_paired(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -132,7 +130,7 @@ def test_there_is_a_page_after_the_timings(
 
 def test_a_variant_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{slug_of('B')}-round_1": (1, "RuntimeError: broken")}
-    ledger = start(tmp_path, rounds=3, seeds=1)
+    ledger = start(tmp_path, rounds=3)
     assert ledger.selection.failed == {"B": "RuntimeError: broken"}
     assert [variant.overrides for variant in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
     assert_each_measured_its_variant(ledger)
@@ -159,25 +157,16 @@ def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
     assert ledger.total() == ledger.progress.done == 9
 
 
-def test_without_the_references_training_no_other_one_starts(
-    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.broken = {f"runs-{slug_of('base')}-seed_0": (1, "RuntimeError: broken")}
-    assert work(tmp_path, seeds=2) == 1
-    assert sum(any(a.startswith("run_dir=") for a in arguments) for arguments in fake.started) == 1
-    assert "no training is started without 'base'" in capsys.readouterr().out
-    assert read_record(tmp_path / "ledger.json").reference.ended == "seed 0: RuntimeError: broken"
-
-
 def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
     """`time_net` refuses them, and an experiment that fine-tunes is refused without them."""
     weights = "weights=timm:vit"
-    ledger = start(tmp_path, typed=[weights], seeds=1, numerics_steps=2, gradients=True)
+    ledger = start(tmp_path, typed=[weights], runs_at_most=8, margin=50, numerics_steps=2, gradients=True)
     for variant in ledger.selection.runnable():
         timed = given(ledger.folder.timing_file(variant, 0))
         assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
-        for file in (ledger.folder.numerics_file(variant), ledger.folder.run_dir(variant, 0) / "summary.json"):
-            assert weights in given(file)
+        assert weights in given(ledger.folder.numerics_file(variant))
+    assert ledger.crossed is not None
+    assert weights in given(ledger.crossed.planned()[0].folder / "summary.json")
     assert weights in given(ledger.folder.gradients_file(ledger.selection.variants()[0]))
 
 
@@ -188,7 +177,7 @@ def test_what_could_not_be_measured_is_in_the_record(tmp_path: Path, fake: type[
     assert [variant.status for variant in record.variants] == ["measured"] * 3
 
 
-@pytest.mark.parametrize("mode", ["one_at_a_time", "cumulative"])
+@pytest.mark.parametrize("mode", ["crossed", "cumulative"])
 def test_a_variant_that_one_process_cannot_have_has_no_rounding(
     mode: Mode, tmp_path: Path, fake: type[FakeProcess]
 ) -> None:
@@ -205,35 +194,13 @@ def test_a_variant_that_one_process_cannot_have_has_no_rounding(
     record = collect(ledger, "x")
     found = [variant.name for variant in record.variants if variant.numerics is not None]
     # One on top of the other, B includes the compression, and the next one is the first with b=1 that has none.
-    assert found == (["base", "B", "C"] if mode == "one_at_a_time" else ["base", "whole again", "C"])
+    assert found == (["base", "B", "C"] if mode == "crossed" else ["base", "whole again", "C"])
     assert len(record.unmeasured) == 6 - len(found)
     assert ledger.total() == ledger.progress.done
 
 
-def test_leave_one_out(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    """What cannot run alone is in no combination; the gradients are those of the first variant as it is then."""
-    ladder = ladder_of(*LADDER.variants, Variant(name="G", overrides=("c=3",), needs="cuda"))
-    fake.broken = {"timings-b-": (2, "error: b needs a package")}
-    ledger = start(tmp_path, ladder, mode="leave_one_out", gradients=True)
-    table = {row["variant"]: row["against the first"] for row in rows(collect(ledger, "x"))}
-    assert list(table) == [EVERYTHING, "B", "without C", "G"]
-    assert (table["B"], table["G"]) == ("cannot run here", "needs CUDA")
-    assert not [started for started in fake.started if "c=3" in started]
-    assert_each_measured_its_variant(ledger)
-    assert own(ledger.folder.gradients_file(ledger.selection.variants()[0])) == ("c=1", "precision=fp32")
-
-
-def test_leave_one_out_does_not_run_the_same_twice(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    ledger = start(tmp_path, ladder_of(*LADDER.variants, Variant(name="D", overrides=("b=2",))), mode="leave_one_out")
-    found = collect(ledger, "x").variants[1]
-    why = "B is overridden by D: the same settings as 'everything'"
-    assert (found.name, found.status, found.reason, found.timing) == ("without B", "overridden", why, None)
-    # Three by themselves, and two rounds of three variants.
-    assert len(fake.started) == ledger.total() == ledger.progress.done == 9
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cumulative", "one_at_a_time", "leave_one_out"])
+@pytest.mark.parametrize("mode", ["cumulative", "crossed"])
 def test_what_the_experiment_cannot_have_is_not_timed(
     mode: Mode, tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -253,7 +220,7 @@ def test_what_the_experiment_cannot_have_is_not_timed(
     assert counts == [f"{i + 1} of {len(counts)}" for i in range(len(counts))]
     found = {variant.name: variant for variant in read_record(tmp_path / "ledger.json").variants}
     assert (found["B"].status, found["B"].reason, found["B"].timing) == ("cannot run", why, None)
-    assert "c=conv" not in found["without C" if mode == "leave_one_out" else "C"].overrides
+    assert "c=conv" not in found["C"].overrides
 
 
 def test_a_variant_for_the_cpu_is_checked_there() -> None:
@@ -267,14 +234,13 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
 @pytest.mark.parametrize(
     ("typed", "settings", "changed", "line"),
     [
-        ((), {"mode": "cumulative"}, {"mode": "one_at_a_time"}, "mode: .* alternatives, which cumulative .*; use "),
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
         (("resume=never",), {}, {}, "resume: the trainings of a ledger resume by themselves; leave it out"),
         ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the baseline 'base' needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
-        ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' runs other code, .* use one_at_a_time"),
+        ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),
         (
-            (), {"mode": "one_at_a_time"}, {"variants": (Variant(name="old", tree="/nowhere"),)},
+            (), {"mode": "crossed"}, {"variants": (Variant(name="old", tree="/nowhere"),)},
             "ladder: 'old': there is no folder /nowhere; give the folder of a checkout as its tree",
         ),
     ],
@@ -318,27 +284,27 @@ def test_a_variant_runs_the_code_of_its_checkout(
     ladder = ladder_of(Variant(name="old", tree="old", overrides=("c=conv",)), Variant(name="new"))
     state = {"commit": "0123456789abcdef", "changed": True}
     monkeypatch.setattr(collecting, "git_state", {tmp_path / "old": state}.get)
-    assert work(tmp_path / "report", ladder, mode="one_at_a_time", rounds=1) == 0
+    assert work(tmp_path / "report", ladder, mode="crossed", rounds=1) == 0
     assert fake.trees == [None, tmp_path / "old", None]
     found = read_record(tmp_path / "report" / "ledger.json").variants[1]
     assert (found.tree, found.git, found.note) == ("old", state, "the code in old (commit 0123456789, changed)")
     (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
     with pytest.raises(UserError, match="was measured with different code"):
-        work(tmp_path / "report", ladder, mode="one_at_a_time", rounds=1)
+        work(tmp_path / "report", ladder, mode="crossed", rounds=1)
 
 
 def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
     names = ("基线", "注意力", "wd+", "WD -", "w" * 300)
     base, *variants = (Variant(name=name, overrides=(f"c={i}",) if i else ()) for i, name in enumerate(names))
-    ledger = start(tmp_path, ladder_of(*variants, baseline=base), mode="one_at_a_time")
+    ledger = start(tmp_path, ladder_of(*variants, baseline=base), mode="crossed")
     assert len(fake.started) == 10
     assert_each_measured_its_variant(ledger)
 
 
 def test_the_same_folder_whatever_its_variants_are_against(tmp_path: Path) -> None:
-    start(tmp_path, mode="one_at_a_time")
+    start(tmp_path, mode="crossed")
     saved = json.loads((tmp_path / "plan.json").read_text())["ladder"]
     assert not [each for each in (saved["baseline"], *saved["variants"]) if "against" in each]
     b, c = LADDER.variants
-    record = collect(start(tmp_path, ladder_of(b, c.model_copy(update={"against": "B"})), mode="one_at_a_time"), "x")
+    record = collect(start(tmp_path, ladder_of(b, c.model_copy(update={"against": "B"})), mode="crossed"), "x")
     assert [variant.before for variant in record.variants] == [None, "base", "B"]
