@@ -87,7 +87,7 @@ class CrossedTrainings:
         Raises:
             UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
         """
-        self._check_fixed()
+        self._check_plan()
         place = 0
         while place < len(groups := self.groups()):
             place += self._decided(groups[place])
@@ -110,8 +110,15 @@ class CrossedTrainings:
                 break
         return True
 
-    def _check_fixed(self) -> None:
+    def _check_plan(self) -> None:
         s, looked = self._settings, self.known.looked
+        for family in (family for group in self.groups() for family in group):
+            least = 2 * len(family.names) + 2
+            if 2 * len(family.pairs) < least:
+                raise UserError(
+                    f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; "
+                    f"use {least} or more"
+                )
         if looked and looked != [s.runs_at_most, s.margin]:
             raise UserError(
                 "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"
@@ -126,13 +133,7 @@ class CrossedTrainings:
             if len(pairs) < 2:
                 continue
             runs, deviation = 2 * len(family.pairs), deviation_of(pairs)
-            finest, image = resolution(deviation, runs), 100 / pairs[0].images
-            seconds = self._seconds() / s.jobs
-            if s.margin < image:
-                raise UserError(
-                    f"margin: {s.margin:g} points are less than one of {pairs[0].images:,} images; use "
-                    f"margin={np.ceil(20 * image) / 10:g}, or more images"
-                )
+            finest, seconds = resolution(deviation, runs), self._seconds() / s.jobs
             if finest > _TOO_COARSE * s.margin:
                 needed = runs_that_resolve(deviation, s.margin)
                 raise UserError(

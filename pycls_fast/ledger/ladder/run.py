@@ -16,7 +16,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.dry_run import show_plan
+from pycls_fast.ledger.ladder.estimate import before_the_rest, show_plan
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
 from pycls_fast.ledger.ladder.plan import pick, tree_path
 from pycls_fast.ledger.ladder.processes import visible_devices
@@ -74,7 +74,7 @@ def run_ladder(
     ledger.conditions = conditions(config, device)
     if dry_run:
         ledger.check_folder()
-        show_plan(ledger, display)
+        show_plan(ledger, display.note)
         return DONE
     for name, why in refused.items():
         display.note(f"{name}: cannot run: {why}")
@@ -183,7 +183,10 @@ def _work(ledger: Ledger, config_name: str) -> Record:
         with _stopped_by_signals(ledger):
             finished = False
             try:
-                ledger.run(after_phase=lambda: _report(ledger, config_name, finished=False))
+                ledger.run(
+                    after_phase=lambda: _report(ledger, config_name, finished=False),
+                    after_first=lambda seconds: before_the_rest(ledger, seconds, ledger.say),
+                )
                 finished = True
             finally:
                 record = _report(ledger, config_name, finished=finished)

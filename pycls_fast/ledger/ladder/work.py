@@ -97,14 +97,23 @@ class Ledger:
             **self.conditions,
         }
 
-    def run(self, after_phase: Callable[[], object] = lambda: None) -> None:
-        """Do everything that is not done yet; `after_phase` is called after the timings and before the training.
+    def run(
+        self,
+        after_phase: Callable[[], object] = lambda: None,
+        after_first: Callable[[float | None], object] = lambda seconds: None,
+    ) -> None:
+        """Do everything that is not done yet.
+
+        Args:
+            after_phase: called after the timings and before the trainings.
+            after_first: called after the first timing with the seconds that its process took, or None if an earlier
+                start made it.
 
         Raises:
             UserError: the reference does not run.
             KeyboardInterrupt: a stop was requested.
         """
-        self._try_out()
+        self._try_out(after_first)
         s = self.settings
         for number in range(1, s.rounds):
             # Alternating order: a steady drift cancels over two rounds.
@@ -157,7 +166,7 @@ class Ledger:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
         return processes.with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _try_out(self) -> None:
+    def _try_out(self, after_first: Callable[[float | None], object]) -> None:
         """Time the first round, in the ladder's order, which finds what cannot run here; later variants go without it.
 
         If a variant fails in a later round, only that one is left out: those after it include its change and already
@@ -167,6 +176,8 @@ class Ledger:
             finished = self._time(variant, 0)
             if finished is not None and finished.status != 0:
                 self.selection.exclude(variant, finished)
+            if variant.against is None:
+                after_first(None if finished is None else finished.seconds)
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s = self.settings

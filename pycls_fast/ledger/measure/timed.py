@@ -217,6 +217,7 @@ def variant_record(variant: TimedVariant, *, alone: bool) -> dict[str, Any]:
         "global_batch_size": config.data.global_batch_size,
         "accumulation_steps": config.optim.microbatches,
         "steps_per_run": _steps_per_run(variant),
+        "evaluated_images": len(variant.sources["val"]),
         "evaluated_images_per_run": _evaluated_images_per_run(variant),
         "num_workers": build.num_workers(config),
         "precision": config.precision.name,

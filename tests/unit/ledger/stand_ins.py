@@ -81,7 +81,8 @@ class FakeProcess:
         step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
         record = {
             "errors": [], "train": {**step, "step_seconds_p50": 0.1}, "both": {**step, "step_seconds_p50": 0.125},
-            "steps_per_run": 9000, "evaluated_images_per_run": 1600, "memory_peak_bytes": None, "time": time.time(),
+            "steps_per_run": 9000, "evaluated_images": 100, "evaluated_images_per_run": 1600,
+            "memory_peak_bytes": None, "time": time.time(),
             "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
             "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8,
             "num_classes": 10, "data": "x", "global_batch_size": 8, "total": {}, "steps": 1, "warmup_steps": 0,

@@ -10,7 +10,7 @@ import torch
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.dry_run import Pace, estimate
+from pycls_fast.ledger.ladder.estimate import Pace, estimate
 from tests.unit.ledger.stand_ins import LADDER, FakeProcess, ladder_of, made, work
 
 PACE = Pace(start=5.0, step=0.5, fed_step=0.75, steps=100)
@@ -26,9 +26,7 @@ def test_every_piece_counts(tmp_path: Path) -> None:
         "gradients": 5 + 40 * 0.75,
         "training": 0,
     }
-    ledger = made(tmp_path, runs_at_most=16)
-    ledger.plan_trainings()
-    assert estimate(ledger, pace)["training"] == 16 * (5 + 120 * 0.75)
+    assert estimate(made(tmp_path, runs_at_most=16), pace)["training"] == 16 * (5 + 120 * 0.75)
     quick = estimate(made(tmp_path, rounds=1, seconds=4.0), Pace(5.0, 0.01, 0.02, 100))
     assert quick == {"timings": 3 * (5 + 4 + 2), "rounding": 0, "gradients": 0, "training": 0}
 
@@ -36,9 +34,7 @@ def test_every_piece_counts(tmp_path: Path) -> None:
 def test_jobs_help_where_each_has_its_gpu(tmp_path: Path) -> None:
     found = []
     for device in ("cpu", "cuda"):
-        ledger = made(tmp_path, runs_at_most=16, jobs=2, device=device)
-        ledger.plan_trainings()
-        found.append(estimate(ledger, PACE)["training"])
+        found.append(estimate(made(tmp_path, runs_at_most=16, jobs=2, device=device), PACE)["training"])
     assert found == [16 * 80.0, 8 * 80.0]
 
 
@@ -72,7 +68,7 @@ def test_it_counts_what_can_run(
     elsewhere = Variant(name="G", overrides=("c=3",), needs="cuda")
     said = []
     for ladder in (ladder_of(*LADDER.variants, elsewhere), LADDER):
-        assert work(tmp_path / "report", ladder, dry_run=True, runs_at_most=8) == 0
+        assert work(tmp_path / "report", ladder, dry_run=True, runs_at_most=8, margin=1) == 0
         said.append(capsys.readouterr().out.splitlines())
     assert "G: not run, needs CUDA" in said[0]
     assert not [started for started in fake.started if "c=3" in started]
@@ -102,3 +98,17 @@ def test_it_leaves_out_what_its_folder_has(
     assert after.endswith(f"; what {tmp_path / 'report'} already has is not counted")
     with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr; choose"):
         totals("optim.lr=0.5")
+
+
+def test_what_is_announced_after_the_first_timing(
+    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work(tmp_path / "a", runs_at_most=8, margin=50) == 0
+    said = capsys.readouterr().out
+    first, *_ = [line for line in said.splitlines() if "timing 2 of 2" in line]
+    before = said[: said.index(first)]
+    assert "training: at most about 121 min" in before
+    assert "8 trainings, scored on 100 images, show differences of 1.52 points at best" in before
+    with pytest.raises(UserError, match=r"^margin: 0.9 points are less than one of 100 images; use margin=2, or more"):
+        work(tmp_path / "b", runs_at_most=8, margin=0.9)
+    assert not list((tmp_path / "b").rglob("summary.json"))
