@@ -181,9 +181,7 @@ def make_step(
     """
     graphed = switches.cuda_graphs == "on"
     if graphed and world.size > 1:
-        raise UserError(
-            f"speed.cuda_graphs: on supports one rank only and this run has {world.size}; use speed.cuda_graphs=off"
-        )
+        raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
     if graphed:
         build.draw_on_device(network)
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.assemble import load_network
@@ -50,29 +53,14 @@ def score_neighbours(
             raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
         setup = setup.with_data(len(train))
         config = setup.config
-        with enough_to_score(config, world):
-            network, origin = load_network(config, train, world, setup.switches, for_training=True)
-            wrapped, place = ParallelModel(network, network, world.device), (world, setup.switches, setup.display)
-            with setup.display:
-                found = {
-                    name: collect_features(config, network, wrapped, sources[name], name, *place)
-                    for name in ("train", split)
-                }
-        memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
-        with enough_memory(
-            f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
-            f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
-        ):
-            numbers = {"classes": build.num_classes(config, train), "k": min(k, len(labels_M))}
-            place_N = neighbour_places(features_ND, labels_N, memory_MD, labels_M, temperature=temperature, **numbers)
+        origin, place_N, about = _classified(setup, sources, split, k, temperature)
         record: dict[str, Any] = {
             "split": split,
             **{f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)},
-            "count": len(labels_N),
+            "count": len(place_N),
             "k": k,
             "temperature": temperature,
-            "train_images": len(labels_M),
-            "features": memory_MD.shape[1],
+            **about,
             "weights": origin.kind,
             "checkpoint": str(origin.path),
             "config_name": config.config_name,
@@ -83,6 +71,27 @@ def score_neighbours(
         if world.is_main and file is not None:
             write_json(file, {**record, **provenance(world.device, world.size)})
         return DONE
+
+
+def _classified(
+    setup: Setup, sources: Mapping[str, Images], split: str, k: int, temperature: float
+) -> tuple[Loaded, Tensor, dict[str, int]]:
+    """Where the weights came from, the `places` of the split's images, and facts about their neighbours."""
+    config, world, train = setup.config, setup.world, sources["train"]
+    with enough_to_score(config, world), setup.display:
+        network, origin = load_network(config, train, world, setup.switches, for_training=True)
+        wrapped, place = ParallelModel(network, network, world.device), (world, setup.switches, setup.display)
+        found = {
+            name: collect_features(config, network, wrapped, sources[name], name, *place) for name in ("train", split)
+        }
+    memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
+    with enough_memory(
+        f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
+        f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
+    ):
+        numbers = {"classes": build.num_classes(config, train), "k": min(k, len(labels_M))}
+        place_N = neighbour_places(features_ND, labels_N, memory_MD, labels_M, temperature=temperature, **numbers)
+    return origin, place_N, {"train_images": len(labels_M), "features": memory_MD.shape[1]}
 
 
 def _print_result(setup: Setup, origin: Loaded, record: Mapping[str, Any]) -> None:

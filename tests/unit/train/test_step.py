@@ -360,5 +360,5 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     config = load_config("vit_digits", [])
     switches = build.switches(config, CPU).replace(cuda_graphs="on")
     two = World(rank=0, size=2, device=CPU)
-    with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* this run has 2; use speed\.cuda_graphs=off"):
+    with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* not for 2; use speed\.cuda_graphs=off"):
         make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())
