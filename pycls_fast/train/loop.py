@@ -105,8 +105,11 @@ class Loop:
             cuda=run.world.device.type == "cuda",
             display=run.display,
         )
-        self.damaged = DamagedImages(run)
-        self.divergence = DivergenceCheck(run)
+        self.damaged = DamagedImages(run.folder, run.world, run.display)
+        step, folder = run.parts.step, run.folder.checkpoints
+        self.divergence = DivergenceCheck(
+            run.config.precision, step.scaler, step.watchdog, run.values, run.world, folder, run.saved_step
+        )
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -237,20 +240,20 @@ class Loop:
             return
         self.divergence.check_weights(done)
         run.save(done)
-        self.divergence.saved()
+        self.divergence.saved(done)
         if not run.config.runtime.checkpoint_async:
             self._finish_saving(done)
 
     def _report_damage(self, done: int) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
-        self.damaged.report(done)
+        self.damaged.report(done, run.epoch(done))
         limit = run.config.data.max_damaged
-        if len(run.damaged) > limit:
+        if len(self.damaged.reported) > limit:
             # So that the run can be resumed from here with a higher limit, or with the images repaired.
             self._save(done, always=True)
             self._finish_saving(done)
-            raise too_many_damaged(run.damaged, limit)
+            raise too_many_damaged(self.damaged.reported, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""

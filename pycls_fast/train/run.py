@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_name
 from pycls_fast.data.sources.base import Images
@@ -53,7 +55,6 @@ class Run:
     total_steps: int
     start_step: int = 0
     saved_step: int | None = None
-    damaged: dict[str, str] = field(default_factory=dict)
     # Wall time of earlier processes of this run.
     seconds_before: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -91,6 +92,10 @@ class Run:
     def add_record(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """`RunFolder.add_record` with the step's epoch; on the main rank."""
         return self.folder.add_record(kind, step, self.epoch(step), **values)
+
+    def values(self) -> list[Tensor]:
+        """The weights and buffers that are saved, on this rank."""
+        return [*self.parts.network.parameters(), *self.parts.step.weights.live().values()]
 
     def sync_buffers(self) -> None:
         """Average BatchNorm statistics over the ranks, those of the weight average included."""

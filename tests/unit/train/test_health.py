@@ -17,28 +17,24 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.health import DivergenceCheck
-from pycls_fast.train.watchdog import Watchdog
+from pycls_fast.train.health import DivergenceCheck, Watchdog
 
 NAN = float("nan")
 ALL, SOME, NONE = (2.0, 10, 10), (2.0, 9, 10), (2.0, 0, 10)
 CONSTANT = ("precision=amp_fp16", "precision.loss_scale=1024")
 
 
-def made(tmp_path: Path, *overrides: str, saved_step: int | None = None) -> Any:
-    """What the check reads of a run."""
+def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network: nn.Module | None = None) -> Any:
+    """A check of a run with these settings."""
     scaled = "precision=amp_fp16" in overrides
-    scaler = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
-    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    return SimpleNamespace(
-        config=load_config("vit_digits", list(overrides)),
-        parts=SimpleNamespace(
-            step=SimpleNamespace(scaler=scaler, watchdog=None, weights=ModelWeights(network)), network=network
-        ),
-        world=ALONE,
-        folder=SimpleNamespace(checkpoints=tmp_path),
-        saved_step=saved_step,
-    )
+    scaler: Any = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
+    precision = load_config("vit_digits", list(overrides)).precision
+
+    def values() -> list[Tensor]:
+        assert network is not None
+        return [*network.parameters(), *ModelWeights(network).live().values()]
+
+    return DivergenceCheck(precision, scaler, None, values, ALONE, tmp_path, saved_step)
 
 
 @pytest.mark.slow
@@ -65,7 +61,7 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None) -> Any:
 def test_the_interval_that_ends_a_run(
     overrides: tuple[str, ...], intervals: list[tuple[float, int, int]], ends: int | None, key: str, tmp_path: Path
 ) -> None:
-    check = DivergenceCheck(made(tmp_path, *overrides))
+    check = made(tmp_path, *overrides)
     for number, (loss, skipped, steps) in enumerate(intervals, start=1):
         if number == ends:
             with pytest.raises(UserError) as caught:
@@ -91,11 +87,11 @@ def test_the_interval_that_ends_a_run(
 def test_what_is_worth_saving(
     saved_step: int | None, intervals: list[tuple[float, int, int]], reason: str | None, tmp_path: Path
 ) -> None:
-    check = DivergenceCheck(made(tmp_path, "precision=amp_fp16", saved_step=saved_step))
+    check = made(tmp_path, "precision=amp_fp16", saved_step=saved_step)
     for interval in intervals:
         check.check(10, *interval)
     assert check.not_worth_saving() == reason
-    check.saved()
+    check.saved(10)
     check.check(20, *ALL)
     assert check.not_worth_saving() is not None
 
@@ -106,13 +102,13 @@ def test_what_is_worth_saving(
 def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtype: torch.dtype, tmp_path: Path) -> None:
     for step in (5, 10):
         (tmp_path / f"step_{step:09d}").mkdir()
-    run = made(tmp_path, "precision=amp_fp16", saved_step=10)
-    run.parts.network.to(dtype)
-    DivergenceCheck(run).check_weights(12)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).to(dtype)
+    check = made(tmp_path, "precision=amp_fp16", saved_step=10, network=network)
+    check.check_weights(12)
     with torch.no_grad():
-        run.parts.network.state_dict()[name][1] = value
+        network.state_dict()[name][1] = value
     with pytest.raises(UserError) as caught:
-        DivergenceCheck(run).check_weights(12)
+        check.check_weights(12)
     assert caught.value.lines[:2] == (
         "optim.lr: weights or batch norm's statistics are not finite after step 12, which is not saved; lower "
         "optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
@@ -121,11 +117,11 @@ def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtyp
 
 
 def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
-    check = DivergenceCheck(made(tmp_path, "precision=amp_fp16", saved_step=10))
+    check = made(tmp_path, "precision=amp_fp16", saved_step=10)
     check.check(20, NAN, 1, 10)
     assert check.not_worth_saving() == "the loss is not finite"
     assert check.not_worth_saving(evaluated=True) is None
-    check.saved()
+    check.saved(10)
     # The same weights again.
     check.check(30, NAN, 10, 10)
     assert check.not_worth_saving(evaluated=True) == "every step since the last checkpoint was skipped"
