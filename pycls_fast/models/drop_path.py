@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
-
 DropPathCompute = Literal["multiply", "skip"]
 DropPathRule = Literal["linear", "constant"]
 
@@ -32,15 +30,10 @@ class DropPath(nn.Module):
             some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
             "Efficient stochastic depth"; DINOv2 keeps a fixed number of samples, this the same samples as "multiply").
             Only for branches that treat every sample separately: no BatchNorm.
-
-    Raises:
-        UserError: rate outside [0, 1).
     """
 
     def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
         super().__init__()
-        if not 0.0 <= rate < 1.0:
-            raise UserError(f"drop_path: must be at least 0 and below 1; got {rate}")
         self.rate = rate
         self.drops = rate > 0.0
         # For compiled code, in which a Python number would be a constant of the graph (a graph for each rate), or an

@@ -12,6 +12,7 @@ on the meta device can get memory from `to_empty` and be initialised in place.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -19,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
+from pycls_fast.models.drop_path import DropPathCompute
 from pycls_fast.models.gelu import GELU, GeluName
 from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 
@@ -28,6 +29,37 @@ Layout = Literal["batch_first", "batch_second"]
 Qkv = Literal["separate", "fused"]
 Patches = Literal["convolution", "product"]
 
+
+@dataclass(frozen=True)
+class Compute:
+    """How a transformer is computed; function, parameters and outer shapes are the same whatever the values."""
+
+    attention: AttentionName = "reference"
+    """The kernel of the attention, a key of `attention.ATTENTION`."""
+    layout: Layout = "batch_first"
+    """The order of the features inside: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
+    qkv: Qkv = "separate"
+    """Queries, keys and values by three products, or "fused": the three matrices are joined on use, so that one product
+    reads the features once, and the backward pass need not add three gradients of the features. Joining reads and
+    writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
+    sequence_padding: int = 1
+    """The blocks see a multiple of this many tokens; padding tokens are never attended to and dropped after them."""
+    linear: LinearName = "torch"
+    """The kernel of the blocks' linear layers, a key of `products.LINEAR`."""
+    gelu: GeluName = "torch"
+    """How the blocks compute GELU, a key of `gelu.GELU`."""
+    patches: Patches = "convolution"
+    """How the patches are projected; see `PatchStem`."""
+    drop_path_compute: DropPathCompute = "multiply"
+    """ "multiply" computes branches for all samples and zeroes some, "skip" leaves them out; see `DropPath`."""
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of the samples in the features."""
+        return batch_dimension(self.layout)
+
+
+PLAIN = Compute()
 
 # Standard deviation of a unit normal truncated at +-2; dividing by it gives the variance that was asked for.
 _CUT_NORMAL_STD = 0.87962566103423978
@@ -138,50 +170,36 @@ class Attention(nn.Module):
     Args:
         width: D, a multiple of heads.
         heads: H.
-        attention: name of the kernel, a key of `attention.ATTENTION`.
-        layout: layout of the features.
-        qkv: "separate", or "fused": the three matrices are joined on use, so that one product reads the features once,
-            and the backward pass need not add three gradients of the features. Joining reads and writes 3 D^2 numbers,
-            1 / (B N) of the product's operations.
+        compute: how it is computed.
         keys: number of tokens that are attended to; those after them are padding. None for all.
-        linear: kernel of the four linear layers, a key of `products.LINEAR`.
         qk_norm: normalise the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
             Transformers to 22 Billion Parameters, 2023, section 2.1; with scale and shift, as in timm).
         norm_eps: epsilon of these two norms.
-
-    Raises:
-        UserError: width is not a multiple of heads.
     """
 
     def __init__(
         self,
         width: int,
         heads: int,
+        compute: Compute = PLAIN,
         *,
-        attention: AttentionName = "reference",
-        layout: Layout = "batch_first",
-        qkv: Qkv = "separate",
         keys: int | None = None,
-        linear: LinearName = "torch",
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise UserError(f"heads: the width {width} must be a multiple of it; got {heads}")
         self.heads = heads
         # Heads are cut by their width: under tensor parallelism a rank has only some of them.
         self.head_width = width // heads
-        self.fused = qkv == "fused"
-        self.batch_dim = batch_dimension(layout)
-        self.kernel = ATTENTION[attention] if keys is None else partial(ATTENTION[attention], keys=keys)
-        self.linear = LINEAR[linear]
-        self.query = linear_layer(width, width, linear)
-        self.key = linear_layer(width, width, linear)
-        self.value = linear_layer(width, width, linear)
+        self.fused = compute.qkv == "fused"
+        self.batch_dim = compute.batch_dim
+        kernel = ATTENTION[compute.attention]
+        self.kernel = kernel if keys is None else partial(kernel, keys=keys)
+        self.linear = LINEAR[compute.linear]
+        self.query, self.key, self.value = (linear_layer(width, width, compute.linear) for _ in range(3))
         self.query_norm = nn.LayerNorm(width // heads, eps=norm_eps) if qk_norm else None
         self.key_norm = nn.LayerNorm(width // heads, eps=norm_eps) if qk_norm else None
-        self.projection = linear_layer(width, width, linear)
+        self.projection = linear_layer(width, width, compute.linear)
 
     def reset_parameters(self) -> None:
         # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as in torch's
@@ -250,17 +268,14 @@ class Mlp(nn.Module):
     Args:
         width: D.
         hidden_width: width between the two.
-        linear: kernel of both, a key of `products.LINEAR`.
-        gelu: how GELU is computed, a key of `gelu.GELU`.
+        compute: how they are computed.
     """
 
-    def __init__(
-        self, width: int, hidden_width: int, *, linear: LinearName = "torch", gelu: GeluName = "torch"
-    ) -> None:
+    def __init__(self, width: int, hidden_width: int, compute: Compute = PLAIN) -> None:
         super().__init__()
-        self.gelu = GELU[gelu]
-        self.fc1 = linear_layer(width, hidden_width, linear)
-        self.fc2 = linear_layer(hidden_width, width, linear)
+        self.gelu = GELU[compute.gelu]
+        self.fc1 = linear_layer(width, hidden_width, compute.linear)
+        self.fc2 = linear_layer(hidden_width, width, compute.linear)
 
     def reset_parameters(self) -> None:
         for linear in (self.fc1, self.fc2):
@@ -302,9 +317,6 @@ class SinCos2dPositions(nn.Module):
         width: D, a multiple of 4 and at least 8.
         extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
         layout: layout of the features.
-
-    Raises:
-        UserError: a width that does not fit.
     """
 
     value: Tensor
@@ -320,8 +332,6 @@ class SinCos2dPositions(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_dim = batch_dimension(layout)
-        if width % 4 or width < 8:
-            raise UserError(f"positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got {width}")
         self.rows, self.columns = rows, columns
         self.extra_tokens = extra_tokens
         self.register_buffer("value", torch.empty(rows * columns + extra_tokens, width), persistent=False)

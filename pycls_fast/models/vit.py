@@ -5,7 +5,6 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,24 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
-from pycls_fast.models.attention import AttentionName
-from pycls_fast.models.drop_path import DropPath, DropPathCompute, DropPathRule, drop_path_rates
-from pycls_fast.models.gelu import GeluName
+from pycls_fast.models.drop_path import DropPath, DropPathRule, drop_path_rates
 from pycls_fast.models.layers import (
+    PLAIN,
     Attention,
     ClassToken,
+    Compute,
     Layout,
     LearnedPositions,
     Mlp,
-    Patches,
     PatchStem,
-    Qkv,
     SinCos2dPositions,
-    batch_dimension,
 )
 from pycls_fast.models.moe import Experts, ExpertsMlp
-from pycls_fast.models.products import LinearName
 from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
 
@@ -45,7 +39,7 @@ class Block(nn.Module):
     """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
 
     `layer_scale` is the initial value of the branches' learned factors, None for none; `experts`: they are in place of
-    the MLP; the rest as in `VisionTransformer`.
+    the MLP; `keys`: how many tokens are attended to, None for all; the rest as in `VisionTransformer`.
     """
 
     def __init__(
@@ -53,42 +47,27 @@ class Block(nn.Module):
         width: int,
         heads: int,
         mlp_width: int,
+        compute: Compute = PLAIN,
         *,
         experts: Experts | None = None,
         drop_path: float = 0.0,
         norm_eps: float = 1e-6,
         layer_scale: float | None = None,
         qk_norm: bool = False,
-        attention: AttentionName = "reference",
-        layout: Layout = "batch_first",
-        qkv: Qkv = "separate",
         keys: int | None = None,
-        linear: LinearName = "torch",
-        gelu: GeluName = "torch",
-        drop_path_compute: DropPathCompute = "multiply",
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = Attention(
-            width,
-            heads,
-            attention=attention,
-            layout=layout,
-            qkv=qkv,
-            keys=keys,
-            linear=linear,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-        )
+        self.attention = Attention(width, heads, compute, keys=keys, qk_norm=qk_norm, norm_eps=norm_eps)
         self.scale1 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.mlp: Mlp | ExpertsMlp
         if experts is None:
-            self.mlp = Mlp(width, mlp_width, linear=linear, gelu=gelu)
+            self.mlp = Mlp(width, mlp_width, compute)
         else:
-            self.mlp = ExpertsMlp(width, mlp_width, experts, gelu=gelu)
+            self.mlp = ExpertsMlp(width, mlp_width, experts, gelu=compute.gelu)
         self.scale2 = None if layer_scale is None else LayerScale(width, layer_scale)
-        self.drop_path = DropPath(drop_path, batch_dim=batch_dimension(layout), compute=drop_path_compute)
+        self.drop_path = DropPath(drop_path, batch_dim=compute.batch_dim, compute=compute.drop_path_compute)
 
     def reset_parameters(self) -> None:
         self.norm1.reset_parameters()
@@ -145,21 +124,10 @@ class VisionTransformer(Network):
         drop_path_rule: rates of the blocks before it; see `drop_path.drop_path_rates`.
         norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
         init: scheme of the initial values, "jax" or "trunc_normal"; see `initialisers`.
-        attention: kernel that computes the attention; all compute the same function.
-        layout: order of the features inside, "batch_first" (B, N, D) or "batch_second" (N, B, D); images, logits
-            and parameters are the same.
-        qkv: queries, keys and values by three products ("separate") or one ("fused"); the parameters are the
-            same.
-        sequence_padding: the blocks see a multiple of this many tokens; padding tokens are never attended to and
-            dropped after the blocks. 1 for none.
-        linear: kernel of the blocks' linear layers, a key of `products.LINEAR`; the parameters are the same.
-        gelu: how the blocks compute GELU, a key of `gelu.GELU`.
-        patches: "convolution" or "product"; see `PatchStem`.
-        drop_path_compute: "multiply" computes branches for all samples and zeroes some, "skip" leaves them out;
-            see `DropPath`.
+        computation: the fields of `layers.Compute`.
 
     Raises:
-        UserError: sizes that do not fit each other.
+        ValueError: sizes that do not fit each other.
     """
 
     head_name = "head"
@@ -192,36 +160,22 @@ class VisionTransformer(Network):
         drop_path_rule: DropPathRule = "linear",
         norm_eps: float = 1e-6,
         init: Init = "jax",
-        attention: AttentionName = "reference",
-        layout: Layout = "batch_first",
-        qkv: Qkv = "separate",
-        sequence_padding: int = 1,
-        linear: LinearName = "torch",
-        gelu: GeluName = "torch",
-        patches: Patches = "convolution",
-        drop_path_compute: DropPathCompute = "multiply",
+        **computation: Any,
     ) -> None:
         super().__init__()
-        if image_size % patch_size:
-            raise UserError(f"image_size: must be a multiple of the patch size {patch_size}; got {image_size}")
-        if stem == "conv" and math.prod(stem_strides) != patch_size:
-            raise UserError(
-                f"stem_strides: must multiply to the patch size {patch_size}; got {math.prod(stem_strides)}"
-            )
+        if image_size % patch_size or width % heads:
+            raise ValueError("image_size has to be a multiple of patch_size, and width of heads")
+        compute = Compute(**computation)
         has_token = classifier == "token" if class_token is None else class_token
-        if classifier == "token" and not has_token:
-            raise UserError("class_token: classifier=token reads it; use class_token=true or classifier=pooled")
         self.image_size = image_size
         self.classifier = classifier
         self.classifier_norm = classifier_norm or default_classifier_norm(classifier)
         self.position_tokens = position_tokens
         self.init = init
         self.extra_tokens = has_token + registers
-        self.batch_dim = batch_dimension(layout)
-        side = image_size // patch_size
-        self.tokens = side * side + self.extra_tokens
-        self.padding = -self.tokens % sequence_padding
-        placed = self.extra_tokens if position_tokens == "all" else 0
+        self.batch_dim = compute.batch_dim
+        self.tokens = (image_size // patch_size) ** 2 + self.extra_tokens
+        self.padding = -self.tokens % compute.sequence_padding
 
         # Built on the meta device and filled once, by `initialise`: torch's own layers would first draw values that are
         # thrown away, so a model built on the meta device would get other values than one built directly.
@@ -229,46 +183,42 @@ class VisionTransformer(Network):
         with torch.device("meta"):
             self.stem: PatchStem | TokenConvStem
             if stem == "patch":
-                self.stem = PatchStem(in_channels, patch_size, width, layout=layout, patches=patches)
+                self.stem = PatchStem(in_channels, patch_size, width, layout=compute.layout, patches=compute.patches)
             else:
-                self.stem = TokenConvStem(in_channels, stem_widths, stem_strides, width, layout=layout)
-            self.class_token = ClassToken(width, layout=layout) if has_token else None
-            self.registers = RegisterTokens(registers, width, layout=layout) if registers else None
-            self.positions: LearnedPositions | SinCos2dPositions
-            if positions == "learned":
-                self.positions = LearnedPositions(side * side + placed, width, layout=layout)
-            else:
-                self.positions = SinCos2dPositions(side, side, width, extra_tokens=placed, layout=layout)
+                self.stem = TokenConvStem(in_channels, stem_widths, stem_strides, width, layout=compute.layout)
+            self.class_token = ClassToken(width, layout=compute.layout) if has_token else None
+            self.registers = RegisterTokens(registers, width, layout=compute.layout) if registers else None
+            self.positions = self._positions(positions, image_size // patch_size, width, compute.layout)
             self.blocks = nn.ModuleList(
                 Block(
                     width,
                     heads,
                     mlp_width,
+                    compute,
                     experts=experts if index % 2 else None,
                     drop_path=rate,
                     norm_eps=norm_eps,
                     layer_scale=layer_scale,
                     qk_norm=qk_norm,
-                    attention=attention,
-                    layout=layout,
-                    qkv=qkv,
                     keys=self.tokens if self.padding else None,
-                    linear=linear,
-                    gelu=gelu,
-                    drop_path_compute=drop_path_compute,
                 )
                 for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
             )
             self.norm = nn.LayerNorm(width, eps=norm_eps)
-            self.pooling = None
-            if classifier == "map":
-                self.pooling = MapPooling(
-                    width, heads, mlp_width, norm_eps=norm_eps, attention=attention, layout=layout
-                )
+            has_map = classifier == "map"
+            self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, compute=compute) if has_map else None
             self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
             self.head = nn.Linear(pre_logits or width, num_classes)
         self.to_empty(device=device)
         self.initialise()
+
+    def _positions(
+        self, kind: Positions, side: int, width: int, layout: Layout
+    ) -> LearnedPositions | SinCos2dPositions:
+        placed = self.extra_tokens if self.position_tokens == "all" else 0
+        if kind == "learned":
+            return LearnedPositions(side * side + placed, width, layout=layout)
+        return SinCos2dPositions(side, side, width, extra_tokens=placed, layout=layout)
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they are from.

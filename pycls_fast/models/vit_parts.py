@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
-from pycls_fast.models.attention import AttentionName
 from pycls_fast.models.layers import (
+    PLAIN,
     Attention,
     ClassToken,
+    Compute,
     Layout,
     LearnedPositions,
     Mlp,
@@ -38,9 +38,6 @@ class TokenConvStem(nn.Module):
         strides: their strides; the product is the side of the square that a token stands for.
         width: D.
         layout: layout of the output features.
-
-    Raises:
-        UserError: no convolution, or not one stride for each.
     """
 
     def __init__(
@@ -53,11 +50,6 @@ class TokenConvStem(nn.Module):
         layout: Layout = "batch_first",
     ) -> None:
         super().__init__()
-        if not widths or len(widths) != len(strides):
-            raise UserError(
-                f"stem_strides: stem=conv needs one stride for each of stem_widths, one at least; got {len(strides)} "
-                f"strides for {len(widths)} widths"
-            )
         self.batch_dim = batch_dimension(layout)
         inputs = (in_channels, *widths[:-1])
         self.convs = nn.ModuleList(
@@ -147,23 +139,15 @@ class MapPooling(nn.Module):
         heads: attention heads.
         mlp_width: width between the MLP's two layers.
         norm_eps: epsilon of the norm before the MLP.
-        attention: kernel; a key of `attention.ATTENTION`.
-        layout: layout of the input features.
+        compute: the attention's kernel, and the layout of the input features; the rest is torch's.
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        mlp_width: int,
-        *,
-        norm_eps: float = 1e-6,
-        attention: AttentionName = "reference",
-        layout: Layout = "batch_first",
+        self, width: int, heads: int, mlp_width: int, *, norm_eps: float = 1e-6, compute: Compute = PLAIN
     ) -> None:
         super().__init__()
         self.probe = nn.Parameter(torch.empty(width))
-        self.attention = Attention(width, heads, attention=attention, layout=layout)
+        self.attention = Attention(width, heads, Compute(attention=compute.attention, layout=compute.layout))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
 

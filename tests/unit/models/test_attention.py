@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.attention import ATTENTION, AttentionName
-from pycls_fast.models.layers import Attention
+from pycls_fast.models.layers import Attention, Compute
 from tests.unit.models.conftest import draw, fill_random
 
 # What runs on the CPU; the others are in tests/cuda.
@@ -37,7 +36,7 @@ def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
 def test_kernels_agree_with_the_reference_forward_and_backward(name: AttentionName) -> None:
     results = []
     for kernel in ("reference", name):
-        module = fill_random(Attention(48, 3, attention=kernel).double())
+        module = fill_random(Attention(48, 3, Compute(attention=kernel)).double())
         features = draw(2, 17, 48, seed=0).requires_grad_()
         out = module(features)
         (out * draw(2, 17, 48, seed=1)).sum().backward()
@@ -102,9 +101,9 @@ def test_the_name_picks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return fused(*args)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    Attention(8, 2, attention="reference")(torch.randn(1, 3, 8))
+    Attention(8, 2)(torch.randn(1, 3, 8))
     assert not calls
-    Attention(8, 2, attention="sdpa")(torch.randn(1, 3, 8))
+    Attention(8, 2, Compute(attention="sdpa"))(torch.randn(1, 3, 8))
     assert len(calls) == 1
 
 
@@ -124,8 +123,3 @@ def test_heads_attend_apart() -> None:
         module.query.weight[4:8] += 1.0
     changed = (module(features) != before).any(dim=(0, 1))
     assert changed.tolist() == [False] * 4 + [True] * 4 + [False] * 4
-
-
-def test_user_errors() -> None:
-    with pytest.raises(UserError, match="heads: the width 10 must be a multiple of it; got 3"):
-        Attention(10, 3)

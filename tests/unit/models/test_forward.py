@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from tests.unit.models.conftest import fill_random
 
@@ -177,38 +176,6 @@ def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
     images = draw_images(1, dtype=torch.float32)
     assert ResNet(depth=18, num_classes=2, stem="small").stem(images).shape == (1, 64, 32, 32)
     assert ResNet(depth=18, num_classes=2, stem="imagenet").stem(images).shape == (1, 64, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("build", "line"),
-    [
-        (lambda: MODELS["vit"](image_size=33), "image_size: must be a multiple of the patch size 8; got 33"),
-        (lambda: MODELS["vit"](heads=5), "heads: the width 24 must be a multiple of it; got 5"),
-        (lambda: MODELS["vit"](drop_path=1.5), "drop_path: must be at least 0 and below 1; got 1.5"),
-        (
-            lambda: MODELS["vit"](width=6, positions="sincos2d"),
-            "positions=sincos2d: needs a width that is a multiple of 4 from 8 up; got 6",
-        ),
-        (
-            lambda: MODELS["vit"](class_token=False),
-            "class_token: classifier=token reads it; use class_token=true or classifier=pooled",
-        ),
-        (lambda: MODELS["vit"](stem="conv"), "stem_strides: must multiply to the patch size 8; got 1"),
-        (
-            lambda: MODELS["vit"](stem="conv", stem_widths=(4,), stem_strides=(2, 4)),
-            "stem_strides: stem=conv needs one stride for each of stem_widths, one at least; "
-            "got 2 strides for 1 widths",
-        ),
-        (
-            lambda: resnet(groups=2),
-            "groups: depth 18 has no bottleneck blocks to group or widen; use depth 50 or more",
-        ),
-    ],
-)
-def test_user_errors(build: Callable[[], Model], line: str) -> None:
-    with pytest.raises(UserError) as error:
-        build()
-    assert str(error.value) == line
 
 
 def test_images_of_another_size_are_refused() -> None:

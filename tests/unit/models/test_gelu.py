@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from pycls_fast.models.gelu import PolynomialGelu, polynomial_gelu
-from pycls_fast.models.layers import Mlp
+from pycls_fast.models.layers import Compute, Mlp
 from tests.unit.models.conftest import fill_random
 
 Function = Callable[[Tensor], Tensor]
@@ -83,7 +83,7 @@ def test_compiled_code_has_the_polynomials() -> None:
         return graph.forward
 
     twins: dict[str, Any] = {
-        name: Mlp(6, 12, gelu=name)  # type: ignore[arg-type]  # a Literal
+        name: Mlp(6, 12, Compute(gelu=name))  # type: ignore[arg-type]  # a Literal
         for name in ("torch", "polynomial")
     }
     fill_random(twins["torch"])

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.layers import ClassToken, LearnedPositions, PatchStem, SinCos2dPositions
 
 
@@ -31,12 +30,6 @@ def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, class_toke
     features = torch.randn(2, rows * columns + class_token, width, dtype=torch.float64)
     assert torch.equal(module(features), features + module.value)
     assert not list(module.parameters())
-
-
-@pytest.mark.parametrize("width", [4, 10, 0])
-def test_sincos2d_needs_four_parts_of_two_frequencies(width: int) -> None:
-    with pytest.raises(UserError, match="positions=sincos2d: needs a width"):
-        SinCos2dPositions(2, 2, width)
 
 
 def test_class_token_comes_first_and_positions_follow_the_tokens() -> None:

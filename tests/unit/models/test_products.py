@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast.models import VisionTransformer, products
 from pycls_fast.models.attention import reference_attention
-from pycls_fast.models.layers import Attention, Mlp, PatchStem
+from pycls_fast.models.layers import Attention, Compute, Mlp, PatchStem
 from pycls_fast.models.products import products_attention, products_linear
 from pycls_fast.parallel import keep_in_float32, save_activation_memory
 from tests.unit.models.conftest import draw, fill_random
@@ -239,7 +239,7 @@ class Ran(TorchDispatchMode):
 
 
 def test_the_layers_have_the_kernel_that_is_named() -> None:
-    for module in (Attention(8, 2, linear="products"), Mlp(8, 16, linear="products")):
+    for module in (Attention(8, 2, Compute(linear="products")), Mlp(8, 16, Compute(linear="products"))):
         linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
         assert {type(part).__name__ for part in linears} == {"ProductsLinear"}
 
