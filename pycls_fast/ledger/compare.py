@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
@@ -26,7 +25,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison, shown_images
 from pycls_fast.ledger.report.statistics import pair_images
-from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, texts
+from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, read_values, texts
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Predictions
@@ -34,6 +33,7 @@ from pycls_fast.train.folder import RunFolder, write_json
 
 Record = dict[str, Any]
 
+_OF_THE_END = ("step_seconds_p50", "wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
 # Other tables show the command, ranks and device; the memory size differs by a page from boot to boot.
 _NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 
@@ -110,7 +110,6 @@ class RunFiles:
         predictions: of the latest evaluation; None before the first.
         source: the images of the latest evaluation; None if they can no longer be opened, or have changed.
         missing: why there is no `source`.
-        changed: whether the images have changed since the evaluation.
     """
 
     path: Path
@@ -122,7 +121,6 @@ class RunFiles:
     predictions: Predictions | None
     source: Images | None = field(repr=False)
     missing: str | None = None
-    changed: bool = False
 
     @property
     def evaluations(self) -> list[Record]:
@@ -139,14 +137,13 @@ def read_run_files(text: str) -> RunFiles:
     """
     folder = RunFolder(user_path(text))
     saved = saved_in_run(folder.path)
-    summary, environment = (_json(folder.path / name) for name in ("summary.json", "environment.json"))
-    state = _newest_state(folder)
+    summary, environment = (read_values(folder.path / name) for name in ("summary.json", "environment.json"))
+    newest = next(checkpoints(folder.checkpoints), None)
+    state = (read_values(newest / "state.json") if newest is not None else None) or {}
     predictions = Predictions.load(folder.predictions) if folder.predictions.is_file() else None
-    splits, missing = _splits(saved.values, str(saved.file))
-    source = splits.get("val")
+    source, missing = _images(saved.values, str(saved.file))
     classes = state.get("classes") or (source.classes if source is not None else None)
-    changed = source is not None and predictions is not None and not _same_images(splits, predictions, state)
-    if changed:
+    if source is not None and predictions is not None and not _are_those(source, predictions):
         source, missing = None, "the images have changed since the evaluation"
     return RunFiles(
         path=folder.path,
@@ -158,63 +155,30 @@ def read_run_files(text: str) -> RunFiles:
         predictions=predictions,
         source=source,
         missing=missing,
-        changed=changed,
     )
 
 
-def _json(file: Path) -> Record | None:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except ValueError as error:
-        what = " ".join(str(error).split())
-        raise UserError(f"{file}: cannot be read ({what}); remove it to compare without it") from error
-    if not (record is None or isinstance(record, dict)):
-        raise UserError(f"{file}: not an object; remove it to compare without it")
-    return record
-
-
-def _newest_state(folder: RunFolder) -> Record:
-    """What the newest readable checkpoint has besides tensors; empty if there is none."""
-    for checkpoint in checkpoints(folder.checkpoints):
-        try:
-            state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(state, dict):
-            return state
-    return {}
-
-
-def _same_images(splits: Mapping[str, Images], predictions: Predictions, state: Record) -> bool:
-    """Whether these are the images that were evaluated, as far as labels and, if split at random, names tell."""
-    source, indices_N = splits["val"], predictions.indices_N
+def _are_those(source: Images, predictions: Predictions) -> bool:
+    """Whether these are the images that were evaluated, as far as their labels tell."""
+    indices_N = predictions.indices_N
     if len(indices_N) and indices_N.max() >= len(source):
         return False
-    if (source.labels[indices_N] != predictions.labels_N).any():
-        return False
-    # A random split of other images has other ones in both parts.
-    names = state.get("train_names")
-    return names is None or not source.drawn or names == splits["train"].names_id()
+    return not (source.labels[indices_N] != predictions.labels_N).any()
 
 
-def _splits(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Images], str | None]:
-    """The run's own images by split, or why they cannot be opened; the device of its training is not needed."""
-    here: dict[str, Any] = {
-        # Nothing is built but the data.
-        "imports": [],
-        "run_dir": None,
-        "weights": None,
-        "parallel": {"name": "single"},
-        "runtime": {"device": "cpu"},
-    }
+def _images(config: Mapping[str, Any], where: str) -> tuple[Images | None, str | None]:
+    """The run's evaluated images, or why they cannot be opened; the device of its training is not needed."""
+    # Nothing is built but the data.
+    here: dict[str, Any] = {"imports": [], "run_dir": None, "weights": None}
+    here |= {"parallel": {"name": "single"}, "runtime": {"device": "cpu"}}
     try:
         checked = validate_saved({**config, **here}, where)
         with build.world(checked) as world:
-            return build.sources(checked, world), None
+            return build.sources(checked, world)["val"], None
     except UserError as error:
-        return {}, error.lines[0]
+        return None, error.lines[0]
     except OSError as error:
-        return {}, str(error)
+        return None, str(error)
 
 
 def _run(run: RunFiles) -> Record:
@@ -235,10 +199,7 @@ def _run(run: RunFiles) -> Record:
         **{key: last.get(key) for key in ("top1", "top5", "loss", "count")},
         "best_top1": max((r["top1"] for r in evaluations), default=None),
         **{key: summary.get(key, newest.get(key)) for key in ("images_per_second", "memory_peak_bytes")},
-        "step_seconds_p50": summary.get("step_seconds_p50"),
-        **{
-            k: summary.get(k) for k in ("wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
-        },
+        **{key: summary.get(key) for key in _OF_THE_END},
         "changes": _changes(run.records),
         "curve": curve(train),
         "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
@@ -288,9 +249,8 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
         if run.predictions is None:
             return f"{name} has no predictions yet: it has not been evaluated"
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
-        return f"their classes differ: A has {_sample(a.classes, b.classes)}, B has {_sample(b.classes, a.classes)}"
-    if a.changed != b.changed:
-        return f"the images of {'A' if a.changed else 'B'} have changed since its evaluation"
+        others = sorted({*a.classes} ^ {*b.classes})
+        return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)} ({', '.join(others[:3])})"
     if a.source is not None and b.source is not None:
         names, others = _names(a.source), _names(b.source)
         if len(names) != len(others):
@@ -304,13 +264,8 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     at_one, at_two = _shared(one, two)
     if not len(at_one):
         return "they have no image in common"
-    wrong = one.labels_N[at_one] != two.labels_N[at_two]
-    if wrong.any():
-        return (
-            f"they were evaluated on different images: the true class differs for {int(wrong.sum()):,} of "
-            f"{len(wrong):,}"
-        )
-    return None
+    wrong = int((one.labels_N[at_one] != two.labels_N[at_two]).sum())
+    return f"they were evaluated on different images: the true class differs for {wrong:,}" if wrong else None
 
 
 def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
@@ -399,10 +354,3 @@ def _names(source: Images) -> list[str]:
     folders = {name.rpartition(os.sep)[0] for name in names}
     common = os.path.commonpath(folders) + os.sep
     return [name.removeprefix(common) for name in names]
-
-
-def _sample(mine: Sequence[str], other: Sequence[str]) -> str:
-    """Their number, and one that the other does not have."""
-    others = set(other)
-    own = next((name for name in mine if name not in others), None)
-    return f"{len(mine)}" + (f" ({own} among them)" if own is not None else "")

@@ -120,14 +120,12 @@ class SavedRun:
         numbers: accuracies in percent, images/s, hours (of an unfinished run up to its newest checkpoint), epochs; None
             if not known yet.
         state: how it ended.
-        derived: those of the settings that a preset chose, not the user; empty if that is not known.
     """
 
     path: Path
     settings: Mapping[str, str]
     numbers: Mapping[str, float | None]
     state: State
-    derived: frozenset[str]
 
     @property
     def repetition(self) -> tuple[str, str]:
@@ -143,21 +141,19 @@ def read_run(path: Path) -> SavedRun:
     """
     try:
         values = saved_in_run(path).values
-        records, summary = list(RunFolder(path).records()), _json(path / "summary.json")
+        records, summary = list(RunFolder(path).records()), read_values(path / "summary.json")
         state = _state(path, summary, records)
         newest = next(checkpoints(path / "checkpoints"), None)
-        saved = None if newest is None else _json(newest / "state.json")
-        numbers = _of_summary(summary) if state == "finished" else _so_far(saved, records, values.get("schedule", {}))
+        saved = None if newest is None else read_values(newest / "state.json")
+        is_over = state == "finished" and summary is not None
+        numbers = _of_summary(summary or {}) if is_over else _so_far(saved, records, values.get("schedule", {}))
         if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
             raise TypeError("text where a number should be")
-        # `config.yaml` has the switches' resolved values, a checkpoint what was asked for.
-        speed = {} if saved is None else saved.get("config", {}).get("speed", {})
-        derived = frozenset(f"speed.{key}" for key, value in speed.items() if value is None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
     settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
-    return SavedRun(path, settings, numbers, state, derived)
+    return SavedRun(path, settings, numbers, state)
 
 
 def texts(values: Values) -> dict[str, str]:
@@ -165,10 +161,15 @@ def texts(values: Values) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(values).items()}
 
 
-def _json(file: Path) -> Any:
+def read_values(file: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None if it does not exist.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
     try:
-        return read_json(file) if file.is_file() else None
-    except ValueError as error:
+        return dict(read_json(file)) if file.is_file() else None
+    except (ValueError, TypeError) as error:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
 
 
@@ -233,29 +234,15 @@ class Row:
         """Settings of these runs, without seed and fold."""
         return {key: value for key, value in self.runs[0].settings.items() if key not in (SEED, FOLD)}
 
-    @property
-    def seeds(self) -> list[str]:
-        """One per run."""
-        return [run.repetition[0] for run in self.runs]
-
-    @property
-    def folds(self) -> list[str]:
-        """One per run."""
-        return [run.repetition[1] for run in self.runs]
-
-    @property
-    def state(self) -> State:
-        """How the run ended; always finished if there are several."""
-        return self.runs[0].state
-
     def record(self, keys: Sequence[str]) -> dict[str, Any]:
         """Everything that a file says of it."""
         return {
             "runs": [str(run.path) for run in self.runs],
-            "state": self.state,
+            # Of several runs always finished.
+            "state": self.runs[0].state,
             "settings": {key: self.settings.get(key) for key in keys},
-            "seeds": self.seeds,
-            "folds": self.folds,
+            "seeds": [run.repetition[0] for run in self.runs],
+            "folds": [run.repetition[1] for run in self.runs],
             "count": len(self.runs),
             **self.numbers,
             **{f"{key}_half": half for key, half in self.halves.items()},
@@ -300,11 +287,9 @@ def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
 def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
     """The differing keys without those that the user did not choose.
 
-    Left out are switches whose value a preset chose in every row, and keys that follow from another: of
-    `optim=sgd,adamw`, `optim.name` but not `momentum`.
-
-    A key follows from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key
-    also agree in this one.
+    Left out are keys that follow from another: of `optim=sgd,adamw`, `optim.name` but not `momentum`. A key follows
+    from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key also agree in
+    this one.
     """
 
     def follows(key: str, choice: str) -> bool:
@@ -320,14 +305,15 @@ def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
         above = [choice for choice in choices if choice != key and key.startswith(choice.rpartition(".")[0])]
         return any(follows(key, choice) for choice in above)
 
-    derived = frozenset.intersection(*(run.derived for row in table for run in row.runs)) if table else frozenset()
-    return [key for key in keys if key not in derived and not follows_from_another(key)]
+    return [key for key in keys if not follows_from_another(key)]
 
 
 def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     shown = telling(table, keys)
     numbers = [key for key in _COLUMNS if any(row.numbers[key] is not None for row in table)]
-    several = [(SEED, [row.seeds for row in table]), (FOLD, [row.folds for row in table])]
+    several = [
+        (key, [[run.repetition[at] for run in row.runs] for row in table]) for at, key in enumerate((SEED, FOLD))
+    ]
     folder = _common([run.path for row in table for run in row.runs])
     # A key on two lines keeps its column narrow.
     columns = {re.sub(r"\.(?=[^.]*$)", ".\n", key): [_short(row, key) for row in table] for key in shown}
@@ -335,7 +321,7 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
         if len({text for texts in repeated for text in texts}) > 1:
             columns[head.replace(".", ".\n")] = [", ".join(dict.fromkeys(texts)) for texts in repeated]
     columns |= {_COLUMNS[key][0]: [_number(row, key) for row in table] for key in numbers}
-    columns |= {"state": [row.state for row in table], "run": [_name(row, folder) for row in table]}
+    columns |= {"state": [row.runs[0].state for row in table], "run": [_name(row, folder) for row in table]}
     console = wide_console()
     console.print(f"runs in {folder}", markup=False)
     cells = zip(*columns.values(), strict=True)
@@ -344,9 +330,9 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     if hidden:
         console.print(f"{hidden} more settings differ along with those shown; output=runs.csv has them", markup=False)
     if any(row.halves["best_top1"] is not None for row in table):
-        over = [f"the {head.rpartition('.')[2]}s" for head, lists in several if any(len(set(t)) > 1 for t in lists)]
-        rough = ", which share training images: a rough guide" if "the folds" in over else ""
-        console.print(f"±: half of the 95% interval of the mean over {' or '.join(over)}{rough}", markup=False)
+        # Folds share training images: their interval is a rough guide.
+        over = [head.rpartition(".")[2] for head, lists in several if any(len(set(each)) > 1 for each in lists)]
+        console.print(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s", markup=False)
 
 
 def _short(row: Row, key: str) -> str:

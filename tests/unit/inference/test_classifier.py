@@ -24,7 +24,6 @@ from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.maps import _mapped
 from pycls_fast.train.export import export
-from pycls_fast.train.weights import restore
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 
 
@@ -57,15 +56,6 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
             each.top[0].probability,
         )
     assert len({each.label for each in found}) > 1
-
-
-@pytest.mark.parametrize(("here", "decode"), [(True, "region"), (False, "pillow")])
-def test_a_decoder_that_this_machine_lacks_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool, decode: str
-) -> None:
-    monkeypatch.setattr("pycls_fast.data.native.available", lambda: here)
-    run = make_run(tmp_path / "run", "speed.decode=region")
-    assert restore(run).config.speed.decode == decode
 
 
 def test_convolutions_are_in_float32_whatever_the_process_has_set(run_dir: Path, pixels: np.ndarray) -> None:
@@ -169,13 +159,6 @@ def test_a_network_trained_class_by_class_has_sigmoids(tmp_path: Path, pixels: n
     assert [guess.probability for guess in each.top] == pytest.approx(wanted.tolist(), rel=1e-3)
 
 
-def test_more_outputs_than_classes(tmp_path: Path, pixels: np.ndarray) -> None:
-    classifier = pycls_fast.load(make_run(tmp_path / "run", "model.num_classes=12"))
-    (each, *_) = classifier.predict(pixels, topk=12)
-    names = {guess.label: guess.class_name for guess in each.top}
-    assert (names[9], names[11]) == ("class [9]", "output 11")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("amp_bf16", 0.1), ("fp16", 0.02)])
 def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance: float) -> None:
@@ -211,16 +194,6 @@ def test_an_image_that_cannot_be_read(run_dir: Path, folder: Path) -> None:
         classifier.predict(gone)
 
 
-def test_a_stream_reads_on_only_when_asked(run_dir: Path, pixels: np.ndarray) -> None:
-    classifier = pycls_fast.load(run_dir)
-    done: list[int] = []
-    stream = classifier.stream(pixels, topk=2, batch_size=2, advance=done.append)
-    found = [next(stream) for _ in range(3)]
-    assert done == [2]
-    assert [*found, *stream] == classifier.predict(pixels, topk=2, batch_size=2)
-    assert sum(done) == 5
-
-
 def test_loading_moves_no_generator(run_dir: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -235,13 +208,6 @@ def test_importing_the_package_imports_nothing_else() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{pycls_fast.__version__} []"
-
-
-def test_scores_that_are_no_numbers(tmp_path: Path, pixels: np.ndarray) -> None:
-    classifier = pycls_fast.load(make_run(tmp_path / "run"))
-    classifier.network.head.bias[0] = torch.nan  # type: ignore[index,union-attr]
-    with pytest.raises(UserError, match="gives scores that are not finite"):
-        classifier.predict(pixels)
 
 
 def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:

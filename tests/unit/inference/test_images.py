@@ -63,17 +63,6 @@ def test_links_to_folders_are_followed_but_not_in_circles(tree: Path, tmp_path_f
     assert found == ["a.PNG", "b.jpg", "c/d.webp", "c/linked/g.png", "odd[1].png"]
 
 
-def test_names_that_no_file_can_have(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tree)
-    long = f"{'x' * 300}.png"
-    with pytest.raises(UserError) as caught:
-        find_images(["~nobody.jpg", long])
-    nothing = "is not a file, a folder or a pattern that matches images"
-    assert caught.value.lines == (f"images: ~nobody.jpg {nothing}", f"images: {long} {nothing} (File name too long)")
-    Path("~nobody.jpg").touch()
-    assert find_images(["~nobody.jpg"]) == [Path("~nobody.jpg")]
-
-
 def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> None:
     tensor = torch.from_numpy(pixels)
     gray = Image.fromarray(pixels[0, :, :, 0])
@@ -98,17 +87,6 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
         assert not source.in_memory
         assert [source.name(index)[-5:] for index in range(len(source))] == [f"{index}.png" for index in range(5)]
         assert source.read(3)[0] == (folder / "3.png").read_bytes()
-
-
-def test_a_name_in_no_encoding_can_be_printed(tmp_path: Path) -> None:
-    import os
-
-    raw = os.fsencode(tmp_path) + b"/caf\xe9.png"
-    Path(os.fsdecode(raw)).touch()
-    source = given_images(tmp_path)
-    assert source.name(0).endswith("caf\\xe9.png")
-    source.name(0).encode("utf-8")
-    assert source.read(0)[0] == b""
 
 
 @pytest.mark.parametrize(

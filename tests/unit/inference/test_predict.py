@@ -7,8 +7,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from PIL import Image
 
 import pycls_fast
 from pycls_fast.cli import find_command
-from pycls_fast.commands.predict import PredictOptions as Options
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
@@ -114,16 +111,6 @@ def test_rows_are_there_before_the_last_image(
         assert rows[3].keys() == {"image", "label", "class", "probability", "label_2", "class_2", "probability_2"}
 
 
-@pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_rows(run_dir: Path, folder: Path) -> None:
-    command = [sys.executable, str(TOOLS / "predict.py"), str(run_dir), str(folder), "format=csv"]
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "wb") as stdout:
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-
-
 def test_the_table(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_tool("predict", run_dir, bad, "topk=3") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -176,16 +163,6 @@ def test_a_list_on_standard_input(
         run_tool("predict", run_dir, "-", "format=json")
 
 
-def test_when_nothing_can_be_read(
-    run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(bad)
-    for form in ("csv", "sheet"):
-        assert run_tool("predict", run_dir, bad / "bad[[]red].png", f"format={form}") == 2
-        assert "1 of 1 images could not be read" in capsys.readouterr().err
-    assert not (bad / "predictions.png").exists()
-
-
 @pytest.mark.parametrize(
     ("tool", "arguments", "line"),
     [
@@ -209,31 +186,6 @@ def test_mistakes_get_a_line(
         run_tool(tool, *(names.get(argument, argument) for argument in arguments))
     assert any(told.startswith(line) for told in caught.value.lines), caught.value.lines
     assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize(
-    ("tool", "arguments"), [("predict", ["format=json"]), ("predict", ["format=sheet"]), ("maps", [])]
-)
-def test_an_output_that_cannot_be_written_is_told_before_the_work(
-    folder: Path, tmp_path: Path, tool: str, arguments: list[str]
-) -> None:
-    """Before the run is looked for, which is not there."""
-    (tmp_path / "there.png").mkdir()
-    with pytest.raises(UserError, match=r"^output: .*there\.png is a folder; give the path of a file$"):
-        run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / 'there.png'}")
-    # What is there is not touched by looking, and nothing is left behind.
-    (tmp_path / "kept.png").write_text("kept")
-    for name in ("kept.png", "new/folder/new.png"):
-        with pytest.raises(UserError, match=r"^weights: nowhere is neither a weights file"):
-            run_tool(tool, "nowhere", folder, *arguments, f"output={tmp_path / name}")
-    assert (tmp_path / "kept.png").read_text() == "kept"
-    assert not list((tmp_path / "new" / "folder").iterdir())
-
-
-def test_paths_with_an_equals_sign(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    odd = (folder / "0.png").rename(folder / "seed=3.png")
-    assert run_tool("predict", run_dir, odd, "format=json") == 0
-    assert json.loads(capsys.readouterr().out)["images"][0]["image"] == str(odd)
 
 
 @pytest.mark.parametrize(("form", "to_file"), [("table", False), ("json", True), ("sheet", True)])
@@ -270,14 +222,6 @@ def test_names_that_are_no_utf_8(
         assert "caf\\udce9" in text
 
 
-@pytest.mark.parametrize("name", ["@x.json", "[1] a.json", "7", os.fsdecode(b"caf\xe9.json")])
-def test_a_path_is_text_whatever_it_means_as_yaml(run_dir: Path, folder: Path, name: str) -> None:
-    options = read_options([f"run={name}", f"output={name}"], Options, ("run", "images"))
-    assert (options.run, options.output, options.images) == (name, name, ())
-    with pytest.raises(UserError, match=r"^cannot read 'topk=\[1' on the command line"):
-        read_options([f"run={name}", "topk=[1"], Options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_name", "kind", "columns"),
@@ -302,18 +246,3 @@ def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: i
     if kind == "attention":
         assert run_tool("maps", run, bad, "heads=false", f"output={output}") == 0
         assert np.asarray(Image.open(output)).shape[1] == 2 * 200 + 8
-
-
-def test_a_map_is_where_it_belongs() -> None:
-    """One hot place of four: its quarter of the picture is the brightest."""
-    import torch
-
-    from pycls_fast.inference.maps import _rows
-
-    picture = np.full((1, 40, 40, 3), 128, np.uint8)
-    hot = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
-    (row,) = _rows(picture, ["x"], ["y"], hot, kind="rollout", heads=True, opacity=1.0)
-    light = np.asarray(row[1].picture.convert("L")).astype(float)
-    quarters = [light[:20, :20].mean(), light[:20, 20:].mean(), light[20:, :20].mean(), light[20:, 20:].mean()]
-    assert np.argmax(quarters) == 1
-    assert quarters[1] > 2 * max(quarters[0], quarters[2], quarters[3])

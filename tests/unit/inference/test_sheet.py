@@ -41,12 +41,6 @@ def test_a_long_title_stays_below_its_picture() -> None:
         assert (sheet[:, 108:116] == 255).all()
 
 
-def test_what_fonts_do_not_have_is_drawn_as_question_marks_and_spaces() -> None:
-    for title, drawn in (("caf\udce9", "caf?"), ("a\nb", "a b")):
-        sheet, same = (draw_sheet([cell(text)], side=100) for text in (title, drawn))
-        assert np.array_equal(np.asarray(sheet), np.asarray(same))
-
-
 def test_a_picture_keeps_its_proportions_and_small_ones_their_pixels() -> None:
     small = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
     square = np.asarray(tile(Image.fromarray(small), 40))

@@ -39,15 +39,6 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return made
 
 
-def test_each_step_has_its_own_time(time: Time) -> None:
-    lengths = iter([1.0, 2.0, 4.0])
-
-    def step() -> None:
-        time.now += next(lengths)
-
-    assert clocks.timed(step, 3, CPU) == [1.0, 2.0, 4.0]
-
-
 def test_slowest_rank_sets_the_time() -> None:
     turns = [Turn((1.0, 5.0), 6.0, 0.5, 3.0), Turn((2.0, 3.0), 5.0, 0.75, 2.0)]
 
@@ -165,29 +156,6 @@ def loader() -> Callable[..., LoaderPart]:
     return make
 
 
-@pytest.mark.parametrize(("workers", "steps", "expected"), [(0, 5, 5), (1, 5, 5), (4, 5, 8), (4, 8, 8), (3, 0, 3)])
-def test_turns_are_whole_bursts(loader: Callable[..., LoaderPart], workers: int, steps: int, expected: int) -> None:
-    assert loader(f"data.num_workers={workers}").whole_bursts(steps) == expected
-
-
-def test_only_steps_behind_the_warm_up_are_timed(loader: Callable[..., LoaderPart], time: Time) -> None:
-    sizes: list[int] = []
-
-    def train(batches: Iterable[Any]) -> None:
-        sizes.append(sum(len(batch) for batch in batches))
-        time.now += 7.0 if len(sizes) <= 2 else 3.0
-
-    part = loader("optim.accumulation_steps=2")
-    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
-    part.warm_up(2)
-    turn = part.turn(4)
-    assert turn.seconds == (3.0,) * 4
-    assert turn.total == 12.0
-    assert turn.waited == 0.0
-    # Whole steps: all microbatches of each, the first step's too.
-    assert sizes == [8] * 6
-
-
 def test_waiting_for_data_is_told_from_training(
     loader: Callable[..., LoaderPart], time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,20 +209,6 @@ def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
     assert erased_B.float().mean().item() == pytest.approx(0.25, abs=0.08)
     assert (batch.erase_B4[:, :2] + batch.erase_B4[:, 2:]).max().item() <= 8
     assert synthetic_batch(4, 8, 3, erase_probability=0.0, seed=1, device=CPU).erase_B4 is None
-
-
-def test_matmul_counts_a_multiply_add_as_two(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = torch.mm
-
-    def product(*arguments: Any, **options: Any) -> torch.Tensor:
-        time.now += 0.25
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(torch, "mm", product)
-    peak = clocks.MatmulPeak(torch.float32, ALONE, size=10)
-    peak.measure()
-    assert peak.record()["seconds_p50"] == 0.25
-    assert peak.flops_per_second == 2 * 10 * 10 * 10 / 0.25
 
 
 def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,17 +312,6 @@ def test_training_is_three_forward_passes() -> None:
     assert "flops_per_second" not in record("loader", TURNS)
 
 
-@pytest.mark.parametrize("name", ["train", "both"])
-def test_the_backward_pass_of_a_frozen_network_is_not_guessed(name: PartName) -> None:
-    found = record(name, TURNS, frozen=True)
-    assert not {"flops_per_second", "share_of_matmul"} & set(found)
-    assert record("inference", TURNS, frozen=True) == record("inference", TURNS)
-
-
-def test_waiting_is_a_share_of_all_the_time() -> None:
-    assert record("both", TURNS)["data_wait_fraction"] == 9.0 / 36.0
-
-
 def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
     # Half the batch in a quarter and in a fifth of the time.
     small = [Turn((0.5, 0.5), 1.0), Turn((2.0, 2.0), 4.0)]
@@ -380,10 +323,3 @@ def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
     assert (found["variant"], found["reference"]) == ("b", "a")
     assert found["speedup_low"] is None
     assert found["memory_ratio"] == 2.0
-
-
-def test_comparison_has_an_interval_from_six_pairs_on() -> None:
-    turns = [Turn((s,), s) for s in (1.0, 2.0, 4.0, 1.0, 2.0, 4.0)]
-    reference = {"name": "a", "train": record("train", [Turn((4.0,), 4.0)] * 6)}
-    found = speed_comparison("train", reference, {"name": "b", "train": record("train", turns)})
-    assert (found["speedup_low"], found["speedup_high"]) == (1.0, 4.0)
