@@ -203,11 +203,3 @@ def test_what_timm_does_not_have_is_told(tmp_path: Path, build: Any, key: str) -
     with pytest.raises(UserError, match=f"format: timm's .* has no {key}; export as safetensors"):
         export.to_timm(build(), tmp_path / "out", ABOUT)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_model_itself_stays_as_it_is() -> None:
-    model = vit().double().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert export.Deployable(model, ABOUT)(pictures()).dtype == torch.float32
-    assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, pretrained
-from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.pretrained.names import read_names
 from tests.factories import Convert, in_our_names, randomise
 
@@ -85,21 +84,6 @@ def test_timm_vit_gradients_in_training_mode(ours_kwargs: dict[str, str], theirs
     assert_same_gradients(ours, theirs, in_our_names)
 
 
-def test_fixed_positions_equal_learned_ones_of_the_same_values() -> None:
-    """Also with timm: its learned positions set to ours, the class token's to zero."""
-    fixed = vit("tiny", image_size=64, positions="sincos2d").double()
-    assert isinstance(fixed.positions, SinCos2dPositions)
-    fixed.positions.reset_parameters()  # in float64
-    theirs: Any = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64)).eval()
-    theirs.pos_embed.data.copy_(fixed.positions.value)
-    assert not fixed.positions.value[0].any()
-    state = in_our_names(theirs.state_dict())
-    del state["positions.value"]
-    fixed.load_state_dict(state)
-    batch = images(1, 64)
-    assert relative_error(fixed(batch), theirs(batch)) < 1e-9
-
-
 def test_timm_models_of_another_mathematics_are_refused() -> None:
     for kwargs in ({"qkv_bias": False}, {"pre_norm": True}, {"scale_attn_norm": True}):
         with torch.device("meta"):
@@ -114,24 +98,15 @@ GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}
 DEIT3 = {"position_tokens": "patches", "layer_scale": 0.3}
 REG = {"registers": 4, "position_tokens": "patches", "layer_scale": 0.3}
 MEAN = {"class_token": False, "global_pool": "avg"}
-MAE = {"class_token": True, "classifier": "pooled"}
 # timm's name, its arguments, ours. Widths are the models' own, with one or two blocks and a few patches.
 VITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("vit_small_patch32_224.augreg_in21k_ft_in1k", {}, {}),
-    ("vit_base_patch32_224.augreg_in21k_ft_in1k", {}, {}),
-    ("vit_base_patch8_224.augreg_in21k_ft_in1k", {}, {}),
     ("vit_large_patch16_224.augreg_in21k_ft_in1k", {}, {}),
-    ("vit_large_patch32_384.orig_in21k_ft_in1k", {}, {}),
     ("vit_huge_patch14_224.orig_in21k", {"num_classes": 7}, {}),
     ("vit_giant_patch14_224", {}, {"mlp_width": 6144}),
     ("vit_base_patch16_224.mae", {"num_classes": 7}, {}),
     (
         "vit_base_patch16_224.mae",
-        {"num_classes": 7, "global_pool": "avg"},
-        {"class_token": True, "classifier": "pooled"},
-    ),
-    (
-        "vit_large_patch16_224.mae",
         {"num_classes": 7, "global_pool": "avg"},
         {"class_token": True, "classifier": "pooled"},
     ),
@@ -144,13 +119,8 @@ VITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("vit_small_patch14_reg4_dinov2", {"num_classes": 7}, REG),
     ("vit_base_patch16_reg4_gap_256", {}, {"registers": 4, "position_tokens": "patches", "classifier": "pooled"}),
     ("flexivit_small", {}, {"position_tokens": "patches"}),
-    ("deit_tiny_patch16_224", {}, {}),
     ("deit_small_patch16_224", {}, {}),
-    ("deit_base_patch16_384", {}, {}),
     ("deit3_small_patch16_224", {}, DEIT3),
-    ("deit3_medium_patch16_224", {}, DEIT3),
-    ("deit3_base_patch16_224", {}, DEIT3),
-    ("deit3_large_patch16_224", {}, DEIT3),
     ("deit3_huge_patch14_224", {}, DEIT3),
 ]
 RESNETS: list[tuple[str, dict[str, Any]]] = [
@@ -162,7 +132,6 @@ RESNETS: list[tuple[str, dict[str, Any]]] = [
     ("resnet50c", {"depth": 50, "stem": "deep"}),
     ("resnet18d", {"depth": 18, "stem": "deep", "shortcut": "pool"}),
     ("resnet50d", {"depth": 50, "stem": "deep", "shortcut": "pool"}),
-    ("resnext50d_32x4d", {"depth": 50, "stem": "deep", "shortcut": "pool", "groups": 32, "width_per_group": 4}),
 ]
 
 # What `make test` compares; the other sizes are slow tests.
@@ -246,16 +215,6 @@ def test_torchvision_vits(patch_size: int, width: int, heads: int) -> None:
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
 
 
-@pytest.mark.slow
-def test_torchvision_vit_b_16() -> None:
-    theirs = randomise(torchvision.models.vit_b_16()).eval()
-    ours = vit("base").double().eval()
-    ours.load_state_dict(in_our_names(theirs.state_dict()))
-    batch = images(1, 224)
-    with torch.no_grad():
-        assert relative_error(ours(batch), theirs(batch)) < 1e-9
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("depth", [18, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (34, 50))])
 def test_torchvision_resnet(depth: Any, training: bool) -> None:
@@ -275,15 +234,3 @@ def test_torchvision_resnet(depth: Any, training: bool) -> None:
         for logits in (found, expected):
             (logits * cotangent).sum().backward()
         assert_same_gradients(ours, theirs, in_our_names)
-
-
-@pytest.mark.parametrize("depth", [34, 101, 152])
-def test_other_depths_have_torchvisions_and_timms_tensors(depth: Any) -> None:
-    with torch.device("meta"):
-        ours = ResNet(depth=depth, num_classes=1000).state_dict()
-        peers = [getattr(torchvision.models, f"resnet{depth}")(), timm.create_model(f"resnet{depth}")]
-    for peer in peers:
-        expected = in_our_names(peer.state_dict())
-        assert {key: tensor.shape for key, tensor in ours.items()} == {
-            key: tensor.shape for key, tensor in expected.items()
-        }

@@ -203,22 +203,6 @@ def test_google_npz(
     assert_same(ours, theirs)
 
 
-def test_npz_of_pre_training_has_another_layer_before_the_head(tmp_path: Path) -> None:
-    theirs = small_timm()
-    arrays = jax_arrays(theirs, big_vision=False)
-    arrays |= {"pre_logits/kernel": np.random.rand(WIDTH, WIDTH), "pre_logits/bias": np.random.rand(WIDTH)}
-    np.savez(tmp_path / "in21k.npz", **arrays)
-    ours = small(num_classes=3)
-    fitted = load(ours, tmp_path / "in21k.npz")
-    assert fitted.fresh.keys() == {"head.weight", "head.bias"}
-    assert fitted.left_out.keys() == {"pre_logits.weight", "pre_logits.bias"}
-    with pytest.raises(UserError, match="unexpected: pre_logits"):
-        load(small(), tmp_path / "in21k.npz")
-    whole = small(pre_logits=WIDTH)
-    load(whole, tmp_path / "in21k.npz")
-    assert torch.equal(whole.pre_logits.weight, torch.from_numpy(arrays["pre_logits/kernel"]).T)  # type: ignore[union-attr]
-
-
 def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
     theirs = small_timm()
     arrays = jax_arrays(theirs, big_vision=False)
@@ -242,12 +226,6 @@ def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
     np.savez(tmp_path / "more.npz", **arrays, extra=np.random.rand(2))
     with pytest.raises(UserError, match=r"does not fit the model: unexpected: extra\n"):
         load(timms(5), tmp_path / "more.npz")
-
-
-def test_npz_of_objects_is_not_read(tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", a=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(UserError, match=r"bad.npz is not an archive of plain arrays"):
-        pretrained.read_weights(str(tmp_path / "bad.npz"))
 
 
 def test_deit_pth_takes_the_average_and_arguments_are_no_code(tmp_path: Path) -> None:
@@ -466,20 +444,6 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     assert_same(ours, lambda batch: theirs(batch.flip(1)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "bgr"),
-    [
-        ("DATA_LOADER:\n  MODE: pytorch\nTRAIN:\n  DATASET: imagenet\n", True),
-        ("DATA_LOADER:\n  MODE: ffcv\n  NUM_WORKERS: 8\n", False),
-        ("DATA_LOADER: {MODE: ffcv, NUM_WORKERS: 8}\n", False),
-        ("TRAIN:\n  DATASET: cifar10\n", False),
-    ],
-)
-def test_the_channels_of_pycls_are_those_of_its_loader(tmp_path: Path, settings: str, bgr: bool) -> None:
-    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "run.pyth")
-    assert pretrained.read_weights(str(tmp_path / "run.pyth")).bgr == bgr
-
-
 def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
     theirs = randomise(timm.create_model("regnety_002", num_classes=CLASSES)).eval()
 
@@ -518,17 +482,6 @@ def test_the_other_shortcut_is_told(
         load(ResNet(**sizes), tmp_path / "theirs.pth")
     fitted = load(ResNet(**{**sizes, "shortcut": needed}), tmp_path / "theirs.pth")
     assert set(fitted.fresh) == (set() if classes == CLASSES else {"head.weight", "head.bias"})
-
-
-@pytest.mark.slow
-def test_antialiasing_of_timms_hub_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = timm.create_model
-    into_timms = TimmNetwork(name="resnetblur18", num_classes=CLASSES)
-    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: create(name, num_classes=CLASSES))
-    with pytest.raises(UserError, match=r"smooths maps before .*; use model=timm model\.name=resnetblur18$"):
-        load(ResNet(depth=18, num_classes=CLASSES), "timm:resnetblur18")
-    load(ResNet(depth=18, num_classes=CLASSES), "timm:resnet18")
-    load(into_timms, "timm:resnetblur18")
 
 
 HUB: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -909,17 +862,6 @@ def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
     torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")
     with pytest.raises(UserError, match=r"unexpected: network\.extra"):
         load(TimmNetwork(name=name, num_classes=3, image_size=64, options=options), tmp_path / "extra.pth")
-
-
-@pytest.mark.parametrize("name", ["regnetx_002", "vgg11"])
-def test_filters_of_timm_that_take_the_state_alone(name: str) -> None:
-    with torch.device("meta"):
-        state = timm.create_model(name, num_classes=CLASSES).state_dict()
-        ours = TimmNetwork(name=name, num_classes=5)
-    fitted = pretrained.fit(pretrained.ReadWeights(f"timm:{name}", "unknown", {}, plain=state), ours)
-    assert fitted.fresh.keys() == {f"{ours.head_name}.weight", f"{ours.head_name}.bias"}
-    assert not fitted.adapted
-    assert {*fitted.loaded, *fitted.fresh} == set(ours.state_dict())
 
 
 @pytest.mark.slow

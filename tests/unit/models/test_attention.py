@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.models.attention import ATTENTION, AttentionName
@@ -72,39 +71,6 @@ def test_rounding_is_no_larger_than_four_times_the_reference_s(
         own = (reference.double() - right).norm()
         assert own > 0
         assert (other.double() - right).norm() <= 4 * own
-
-
-@pytest.mark.parametrize(("name", "backend"), [("sdpa_math", "MATH"), ("sdpa_flash", "FLASH_ATTENTION")])
-def test_a_named_backend_is_the_only_one_allowed(
-    name: AttentionName, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed = []
-    fused = F.scaled_dot_product_attention
-
-    def spy(*args: Any) -> Tensor:
-        from torch.nn.attention import _cur_sdpa_kernel_backends
-
-        allowed.append([backend.name for backend in _cur_sdpa_kernel_backends()])
-        return fused(*args)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    ATTENTION[name](*(torch.randn(1, 2, 5, 8) for _ in range(3)))
-    assert allowed == [[backend]]
-
-
-def test_the_name_picks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    fused = F.scaled_dot_product_attention
-
-    def spy(*args: Any) -> Tensor:
-        calls.append(args)
-        return fused(*args)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    Attention(8, 2)(torch.randn(1, 3, 8))
-    assert not calls
-    Attention(8, 2, Compute(attention="sdpa"))(torch.randn(1, 3, 8))
-    assert len(calls) == 1
 
 
 def test_reference_stays_finite_in_float16_where_unscaled_scores_overflow() -> None:

@@ -58,12 +58,6 @@ def test_vit_is_the_count_by_hand(size: str, patch_size: int, attention: str) ->
     assert found == by_hand(size, patch_size, token=True)
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_pooled_vit_is_the_count_by_hand(attention: str) -> None:
-    found = complexity(partial(vit, "S", classifier="pooled", attention=attention), image_size=224)
-    assert found == by_hand("S", 16, token=False)
-
-
 @pytest.mark.parametrize("qkv", ["separate", "fused"])
 def test_kernels_written_as_products_are_counted_alike(qkv: str) -> None:
     made = partial(vit, "S", attention="products", linear="products", patches="product", qkv=qkv)
@@ -82,6 +76,14 @@ def test_kernels_written_as_products_are_counted_alike(qkv: str) -> None:
         (partial(ResNet, depth=50, num_classes=1000), torchvision.models.ResNet50_Weights.IMAGENET1K_V1),
         (partial(ResNet, depth=101, num_classes=1000), torchvision.models.ResNet101_Weights.IMAGENET1K_V1),
         (partial(ResNet, depth=152, num_classes=1000), torchvision.models.ResNet152_Weights.IMAGENET1K_V1),
+        (
+            partial(ResNet, depth=50, num_classes=1000, groups=32, width_per_group=4),
+            torchvision.models.ResNeXt50_32X4D_Weights.IMAGENET1K_V1,
+        ),
+        (
+            partial(ResNet, depth=101, num_classes=1000, width_per_group=128),
+            torchvision.models.Wide_ResNet101_2_Weights.IMAGENET1K_V1,
+        ),
     ],
 )
 def test_torchvision_publishes_the_same(build: Any, weights: Any) -> None:
@@ -89,19 +91,6 @@ def test_torchvision_publishes_the_same(build: Any, weights: Any) -> None:
     found = complexity(build, image_size=224)
     assert found.parameters == weights.meta["num_params"]
     assert found.forward_flops / 2e9 == pytest.approx(weights.meta["_ops"], abs=6e-4)
-
-
-@pytest.mark.parametrize(
-    ("size", "parameters", "gmacs", "activations"),
-    # timm's model cards on Hugging Face, in millions and billions: deit_small_patch16_224.fb_in1k,
-    # deit3_base_patch16_224.fb_in22k_ft_in1k (DeiT's and DeiT III's B at the paper's ViT layer sizes).
-    [("S", 22.1, 4.6, 11.9), ("B", 86.6, 17.6, 23.9)],
-)
-def test_timm_publishes_the_same_for_vit(size: str, parameters: float, gmacs: float, activations: float) -> None:
-    found = complexity(partial(vit, size), image_size=224)
-    assert round(found.parameters / 1e6, 1) == parameters
-    assert round(found.forward_flops / 2e9, 1) == gmacs
-    assert round(found.activations / 1e6, 1) == activations
 
 
 @pytest.mark.parametrize(
@@ -120,23 +109,6 @@ def test_pycls_publishes_the_same_for_resnet(depth: Any, activations: int, flops
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kwargs", "weights"),
-    [
-        ({"depth": 50, "groups": 32, "width_per_group": 4}, torchvision.models.ResNeXt50_32X4D_Weights.IMAGENET1K_V1),
-        ({"depth": 101, "groups": 32, "width_per_group": 8}, torchvision.models.ResNeXt101_32X8D_Weights.IMAGENET1K_V1),
-        ({"depth": 101, "groups": 64, "width_per_group": 4}, torchvision.models.ResNeXt101_64X4D_Weights.IMAGENET1K_V1),
-        ({"depth": 50, "width_per_group": 128}, torchvision.models.Wide_ResNet50_2_Weights.IMAGENET1K_V1),
-        ({"depth": 101, "width_per_group": 128}, torchvision.models.Wide_ResNet101_2_Weights.IMAGENET1K_V1),
-    ],
-)
-def test_torchvision_publishes_the_same_for_grouped_and_wide(kwargs: dict[str, Any], weights: Any) -> None:
-    found = complexity(partial(ResNet, num_classes=1000, **kwargs), image_size=224)
-    assert found.parameters == weights.meta["num_params"]
-    assert found.forward_flops / 2e9 == pytest.approx(weights.meta["_ops"], abs=6e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("build", "peer"),
     [
         (partial(ResNet, depth=50, num_classes=1000, stem="deep", shortcut="pool"), "resnet50d"),
@@ -151,26 +123,6 @@ def test_timms_models_count_the_same(build: Any, peer: str) -> None:
     # Their written-out attention, as everywhere in counting.
     theirs = complexity(partial(TimmNetwork, name=peer, **options), image_size=224)
     assert complexity(build, image_size=224) == theirs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parameters", "flops", "activations"),
-    # pycls, dev/model_complexity.json, configs/dds_baselines.
-    [
-        ("regnetx_040", 22_118_248, 3_964_499_816, 12_201_608),
-        ("regnety_040", 20_646_656, 3_973_301_344, 12_287_200),
-        ("efficientnet_b0", 5_288_548, 385_825_092, 6_748_036),
-    ],
-)
-def test_pycls_publishes_the_same_for_regnets_and_efficientnets_of_timm(
-    name: str, parameters: int, flops: int, activations: int
-) -> None:
-    """But for one operation for each bias, which its definition adds."""
-    found = complexity(partial(TimmNetwork, name=name, num_classes=1000), image_size=224)
-    assert found.parameters == parameters
-    assert found.forward_flops / 2 == pytest.approx(flops, rel=1e-4)
-    assert found.activations == pytest.approx(activations, rel=2e-3)
 
 
 class _Devices(TorchDispatchMode):
@@ -201,21 +153,6 @@ def test_nothing_is_made_outside_the_meta_device_and_the_model_stays_as_it_is(fo
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random_state)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_counts_of_a_built_model_do_not_depend_on_dtype_or_statistics(dtype: torch.dtype) -> None:
-    expected = complexity(partial(ResNet, depth=18, num_classes=10, stem="small"), image_size=32)
-    model = ResNet(depth=18, num_classes=10, stem="small").to(dtype)
-    assert complexity(model, image_size=32) == expected
-    assert all(not tensor.is_meta for tensor in model.state_dict().values())
-
-
-def test_image_channels_count() -> None:
-    one = complexity(partial(ResNet, depth=18, num_classes=10, in_channels=1), image_size=64, in_channels=1)
-    three = complexity(partial(ResNet, depth=18, num_classes=10), image_size=64)
-    assert three.forward_flops - one.forward_flops == 2 * 2 * 49 * 64 * 32 * 32
-    assert three.activations == one.activations
 
 
 def test_evaluation_is_counted_where_training_cannot_run() -> None:

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models import ResNet
-from pycls_fast.models.complexity import complexity
 from pycls_fast.models.convolutions import ProductsConv2d, products_convolution
 from pycls_fast.parallel import save_activation_memory
 from tests.unit.models.conftest import draw, fill_random
@@ -73,12 +71,6 @@ def test_float64_is_torch_s(shape: tuple[int, ...], outputs: int, side: int, str
     for found, right in zip(with_gradients(products_convolution, tensors, stride), exact, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
         assert found.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(("side", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_gradcheck(side: int, stride: int) -> None:
-    leaves = [tensor.requires_grad_() for tensor in layer((2, 3, 4, 5), 4, side)]
-    torch.autograd.gradcheck(lambda *both: products_convolution(*both, stride, side // 2), leaves)
 
 
 @SHAPES
@@ -175,37 +167,6 @@ def test_the_whole_model_in_float64(choices: dict[str, Any]) -> None:
     assert results[0].keys() == results[1].keys()
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
-
-
-@pytest.mark.slow
-def test_initial_weights_and_operations_are_torch_s() -> None:
-    """Images of either memory format, for the counting may meet both."""
-    made = [resnet(50, convolution=kernel) for kernel in ("torch", "products")]
-    for (name, expected), (other, found) in zip(*(model.state_dict().items() for model in made), strict=True):
-        assert name == other
-        assert torch.equal(found, expected)
-    assert complexity(made[0], image_size=64) == complexity(made[1], image_size=64)
-    counts = []
-    for model in made:
-        with FlopCounterMode(display=False) as counter:
-            model.to(memory_format=torch.channels_last)(
-                torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
-            ).sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-def test_selective_recomputation_keeps_them() -> None:
-    """Nothing that counts as an operation runs twice."""
-    counts = []
-    for recompute in ("off", "selective"):
-        model = resnet(26, stem="small", convolution="products").to(memory_format=torch.channels_last).double()
-        save_activation_memory(model, model.units(), recompute=recompute)  # type: ignore[arg-type]
-        with FlopCounterMode(display=False) as counter:
-            gradients(model)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Drop-path: what it drops, how often, what it does to expectations and gradients, and where models have
-it."""
+"""Drop-path: what it drops, how often, that leaving samples out is the same, and where models have it."""
 
 from __future__ import annotations
 
@@ -8,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
+from pycls_fast.models.layers import Mlp
 from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
 from tests.unit.models.conftest import fill_random
@@ -48,23 +49,6 @@ def test_kept_samples_are_scaled_exactly_in_bfloat16() -> None:
     out = DropPath(0.1)(branch)
     kept = out.ne(0).any(dim=1)
     assert torch.equal(out[kept], (branch[kept].double() / 0.9).bfloat16())
-
-
-def test_gradient_flows_through_kept_samples_alone() -> None:
-    branch = torch.randn(32, 4, dtype=torch.float64, requires_grad=True)
-    out = DropPath(0.5)(branch)
-    out.sum().backward()
-    kept = out.ne(0).any(dim=1)
-    assert branch.grad is not None
-    torch.testing.assert_close(branch.grad, (2.0 * kept.double())[:, None].expand(32, 4))
-
-
-@pytest.mark.parametrize(("rate", "training"), [(0.5, False), (0.0, True)])
-def test_identity_that_draws_nothing(rate: float, training: bool) -> None:
-    branch = torch.randn(4, 3)
-    state = torch.get_rng_state()
-    assert DropPath(rate).train(training)(branch) is branch
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
@@ -150,3 +134,96 @@ def test_compiled_code_is_the_same_for_every_rate_and_drops_what_eager_code_does
     # The rate is an input, a tensor of float32.
     assert len(graphs) == 1
     assert torch.float32 in graphs[0]
+
+
+def vit(compute: str, **arguments: Any) -> VisionTransformer:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp_width=32, num_classes=5, drop_path=0.6,
+        drop_path_compute=compute, **arguments,  # type: ignore[arg-type]
+    )  # fmt: skip
+    fill_random(model)
+    return model
+
+
+def run(
+    model: nn.Module, dtype: torch.dtype, *, count: int = 12, amp: bool = False, seed: int = 3
+) -> dict[str, Tensor]:
+    """Logits and all gradients of a batch, and the generator's state behind it."""
+    generator = torch.Generator().manual_seed(1)
+    images_BCHW = torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels_B = torch.randint(5, (count,), generator=generator)
+    model.to(dtype).zero_grad()
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        logits_BK = model(images_BCHW)
+    F.cross_entropy(logits_BK.to(dtype), labels_B).backward()
+    found = {"logits": logits_BK.detach(), "state": torch.get_rng_state(), "images": images_BCHW.grad}
+    found |= {name: p.grad for name, p in model.named_parameters()}
+    assert all(value is not None for value in found.values())
+    return found  # type: ignore[return-value]
+
+
+def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    assert torch.equal(left["state"], right["state"])
+    pairs = [(left[name].double(), right[name].double()) for name in right if name != "state"]
+    return max((((a - b).norm() / b.norm().clamp_min(1e-3)).item()) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_equal_in_float64(count: int, layout: str) -> None:
+    """Over several draws; with one or two samples also all kept and none kept."""
+    for seed in range(6):
+        multiplied = run(vit("multiply", layout=layout), torch.float64, count=count, seed=seed)
+        skipped = run(vit("skip", layout=layout), torch.float64, count=count, seed=seed)
+        assert distance(skipped, multiplied) < 1e-12
+
+
+@pytest.mark.slow
+def test_rounding_is_no_worse_in_float32_and_autocast() -> None:
+    exact = run(vit("multiply"), torch.float64)
+    for amp, floor in ((False, 1e-6), (True, 1e-2)):
+        own = distance(run(vit("multiply"), torch.float32, amp=amp), exact)
+        assert distance(run(vit("skip"), torch.float32, amp=amp), exact) <= 4 * max(own, floor)
+
+
+def test_only_kept_samples_reach_the_branch() -> None:
+    rows = []
+    drop_path = DropPath(0.5, compute="skip")
+    features = torch.randn(200, 3, 4)
+
+    def branch(part: Tensor) -> Tensor:
+        rows.append(part)
+        return part * 2
+
+    torch.manual_seed(0)
+    out = drop_path.residual(features, branch)
+    torch.manual_seed(0)
+    kept = DropPath(0.5)(features).flatten(1).ne(0).any(dim=1)
+    assert torch.equal(rows[0], features[kept])
+    assert torch.equal(out[~kept], features[~kept])
+    torch.testing.assert_close(out[kept], features[kept] * 5)
+    assert 60 < len(rows[0]) < 140
+
+
+def test_parameters_get_gradients_when_no_sample_is_kept() -> None:
+    mlp = Mlp(4, 8)
+    mlp.reset_parameters()
+    drop_path = DropPath(0.999999, compute="skip")
+    features = torch.randn(3, 2, 4)
+    out = drop_path.residual(features, mlp)
+    out.sum().backward()
+    assert torch.equal(out, features)
+    assert all(p.grad is not None and not p.grad.any() for p in mlp.parameters())
+
+
+@pytest.mark.parametrize(("rate", "training"), [(0.5, False), (0.0, True)])
+def test_nothing_is_drawn_when_nothing_is_dropped(rate: float, training: bool) -> None:
+    features, state = torch.randn(4, 3), torch.get_rng_state()
+    for compute in ("multiply", "skip"):
+        out = DropPath(rate, compute=compute).train(training).residual(features, torch.sin)  # type: ignore[arg-type,operator]
+        assert torch.equal(out, features + features.sin())
+    assert torch.equal(torch.get_rng_state(), state)

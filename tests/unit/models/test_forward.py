@@ -129,30 +129,6 @@ def test_autocast_is_near_and_float32_stays_whole(name: str) -> None:
         assert residual == [torch.float32]
 
 
-def test_bfloat16_and_float64_models_keep_their_dtype(name: str) -> None:
-    model = fill_random(MODELS[name]().double()).eval()
-    images = draw_images(2)
-    expected = model(images)
-    assert expected.dtype == torch.float64
-    found = model.to(torch.bfloat16)(images.bfloat16())
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - expected).norm() < 0.2 * expected.norm()
-
-
-def test_meta(name: str) -> None:
-    with torch.device("meta"):
-        model = MODELS[name]()
-        logits_BK = model(torch.empty(2, 3, 32, 32))
-    assert logits_BK.is_meta
-    assert logits_BK.shape == (2, 7)
-
-
-@pytest.mark.parametrize("channels", [1, 4])
-def test_other_image_channels(name: str, channels: int) -> None:
-    logits_BK = MODELS[name](in_channels=channels)(draw_images(2, channels, torch.float32))
-    assert logits_BK.shape == (2, 7)
-
-
 def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
     """Fixed positions follow from the configuration and are not saved; a copy takes a state strictly."""
     model, other = MODELS[name](), MODELS[name]()
@@ -170,12 +146,6 @@ def test_traced_whole_by_dynamo() -> None:
         traced = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(traced(draw_images(2)), model(draw_images(2)))
     torch._dynamo.reset()
-
-
-def test_small_stem_keeps_the_side_and_the_imagenet_stem_quarters_it() -> None:
-    images = draw_images(1, dtype=torch.float32)
-    assert ResNet(depth=18, num_classes=2, stem="small").stem(images).shape == (1, 64, 32, 32)
-    assert ResNet(depth=18, num_classes=2, stem="imagenet").stem(images).shape == (1, 64, 8, 8)
 
 
 def test_images_of_another_size_are_refused() -> None:

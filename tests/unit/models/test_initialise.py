@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
-from pycls_fast.models.layers import lecun_normal_
 from pycls_fast.models.vit import Block
 from pycls_fast.models.vit_parts import LayerScale
 
@@ -208,15 +207,3 @@ def test_resnet_values(depth: int, zero_init: bool) -> None:
     assert zero_gammas == (len(model.units()) if zero_init else 0)
     assert model.head.weight.std().item() == pytest.approx(0.01, rel=0.02)
     assert_zero(model.head.bias)
-
-
-def test_lecun_normal_has_the_shape_of_a_cut_normal() -> None:
-    """Shares inside 1/2, 1 and 3/2 uncut standard deviations, against the normal distribution function."""
-    torch.manual_seed(0)
-    weight = lecun_normal_(torch.empty(4000, 25, dtype=torch.float64))
-    assert weight.std().item() == pytest.approx(0.2, rel=0.01)
-    uncut = 0.2 / 0.87962566103423978
-    for z in (0.5, 1.0, 1.5):
-        share = (weight.abs() < z * uncut).double().mean().item()
-        assert share == pytest.approx(math.erf(z / math.sqrt(2)) / math.erf(math.sqrt(2)), abs=0.006)
-    assert weight.mean().abs().item() < 4 * 0.2 / math.sqrt(weight.numel())

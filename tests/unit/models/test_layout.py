@@ -1,4 +1,4 @@
-"""Order of the features, and queries, keys and values in one product: same function, same checkpoint, few copies."""
+"""Layout, joined products and padding of tokens: the same function of the images, the same checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import VisionTransformer
-from pycls_fast.models.drop_path import DropPath
-from pycls_fast.models.layers import ClassToken, LearnedPositions, PatchStem, SinCos2dPositions
+from pycls_fast.models.complexity import complexity
+from pycls_fast.parallel import compile_model
 from pycls_fast.parallel.memory import recompute_units
 from tests.unit.models.conftest import fill_random
 
@@ -129,16 +129,6 @@ def test_rounding_error_is_no_larger_than_four_times_the_plain_one(layout: str, 
         assert value <= 4 * max(plain[name], max(plain.values()) / 4), name
 
 
-def test_the_same_samples_are_dropped_where_they_are_second() -> None:
-    branch_BND = torch.randn(64, 3, 2, dtype=torch.float64)
-    torch.manual_seed(0)
-    first = DropPath(0.5)(branch_BND)
-    torch.manual_seed(0)
-    second = DropPath(0.5, batch_dim=1)(branch_BND.transpose(0, 1))
-    assert torch.equal(second.transpose(0, 1), first)
-    assert 0 < first.flatten(1).any(dim=1).sum() < 64
-
-
 def test_features_travel_in_the_layout() -> None:
     """Blocks see (N, B, D), with as many samples as tokens too, where a mistaken dimension keeps the shape."""
     model = fill_random(vit(layout="batch_second", classifier="pooled").double())
@@ -150,16 +140,73 @@ def test_features_travel_in_the_layout() -> None:
     torch.testing.assert_close(model(batch), logits[: len(batch)], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("positions", [LearnedPositions, SinCos2dPositions])
-def test_the_parts_differ_by_a_transposition_alone(positions: type[nn.Module]) -> None:
-    def parts(layout: str) -> Any:
-        if positions is LearnedPositions:
-            added: Any = LearnedPositions(17, WIDTH, layout=layout)  # type: ignore[arg-type]
-        else:
-            added = SinCos2dPositions(SIDE, SIDE, WIDTH, extra_tokens=1, layout=layout)  # type: ignore[arg-type]
-        added.reset_parameters()
-        stem, token = PatchStem(3, 4, WIDTH, layout=layout), ClassToken(WIDTH, layout=layout)  # type: ignore[arg-type]
-        return nn.Sequential(*(fill_random(part) for part in (stem, token, added))).double()
+def padded_vit(**kwargs: Any) -> VisionTransformer:
+    """9 patches, or 10 tokens: 16 or 64 with padding."""
+    sizes = {"image_size": 12, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "mlp_width": 24}
+    return VisionTransformer(**{**sizes, "num_classes": 5, "drop_path": 0.3, **kwargs})
 
-    batch = images()
-    assert torch.equal(parts("batch_second")(batch).transpose(0, 1), parts("batch_first")(batch))
+
+def small_images(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 3, 12, 12, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa_math", "sdpa_flash", "products"])
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+@pytest.mark.parametrize("classifier", ["token", "pooled"])
+@pytest.mark.parametrize("padding", [8, 64])
+def test_same_function_and_gradients_in_float64(attention: str, layout: str, classifier: str, padding: int) -> None:
+    kind = {"classifier": classifier, "layout": layout}
+    exact = train_once(fill_random(padded_vit(**kind).double()), small_images(torch.float64))
+    padded = fill_random(padded_vit(**kind, attention=attention, sequence_padding=padding, qkv="fused").double())
+    seen: list[int] = []
+    padded.blocks[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(output.shape[1 - padded.batch_dim])
+    )  # type: ignore[union-attr]
+    found = train_once(padded, small_images(torch.float64))
+    assert seen == [{8: 16, 64: 64}[padding]]
+    assert list(found) == list(exact)
+    for name in exact:
+        torch.testing.assert_close(found[name], exact[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_errors_are_those_of_rounding(attention: str, bf16: bool) -> None:
+    exact = train_once(fill_random(padded_vit().double()), small_images(torch.float64))
+    plain = error(
+        train_once(fill_random(padded_vit(attention=attention)), small_images(torch.float32), bf16=bf16), exact
+    )
+    model = fill_random(padded_vit(attention=attention, sequence_padding=8))
+    found = error(train_once(model, small_images(torch.float32), bf16=bf16), exact)
+    assert max(plain.values()) > 0
+    for name, size in found.items():
+        assert size <= 4 * max(plain[name], max(plain.values()) / 4), name
+
+
+def test_a_number_that_fits_is_left_alone_and_the_parameters_are_the_same() -> None:
+    assert padded_vit(classifier="pooled", image_size=16, sequence_padding=8).padding == 0
+    assert padded_vit(sequence_padding=8).padding == 6
+    torch.manual_seed(2)
+    plain = padded_vit().state_dict()
+    torch.manual_seed(2)
+    padded = padded_vit(sequence_padding=64).state_dict()
+    assert list(padded) == list(plain)
+    assert all(torch.equal(padded[name], plain[name]) for name in plain)
+    # The operations that are reported come from a model without padding; this one has more.
+    assert (
+        complexity(padded_vit(sequence_padding=64), image_size=12).forward_flops
+        > complexity(padded_vit(), image_size=12).forward_flops
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_compiled(what: Any, attention: str) -> None:
+    exact = train_once(fill_random(padded_vit().double()), small_images(torch.float64))
+    model: Any = fill_random(padded_vit(attention=attention, sequence_padding=8))
+    compile_model(model, model.units(), what=what)
+    assert max(error(train_once(model, small_images(torch.float32)), exact).values()) < 1e-5
+    torch._dynamo.reset()

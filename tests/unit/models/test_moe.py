@@ -101,16 +101,6 @@ def test_an_exported_program_computes_the_same() -> None:
     torch.testing.assert_close(program.module()(more), mlp(more), rtol=1e-12, atol=1e-12)
 
 
-def test_priority_leaves_out_the_least_probability() -> None:
-    def lost(priority: bool) -> float:
-        mlp = layer(per_token=1, priority=priority, capacity_factor=0.5)
-        logits = mlp.router(tokens().flatten(0, 1))
-        expert_kT, gate_kT = route(logits, 1)
-        return (gate_kT * (places(expert_kT, logits, priority=priority) >= mlp.experts.room(TOKENS))).sum().item()
-
-    assert lost(priority=True) < lost(priority=False)
-
-
 def test_one_expert_is_a_dense_mlp() -> None:
     mlp, dense = layer(count=1, per_token=1), Mlp(WIDTH, HIDDEN).double()
     state = {name: value[0] for name, value in mlp.state_dict().items() if not name.startswith("router")}

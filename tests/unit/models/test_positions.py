@@ -45,12 +45,6 @@ def test_class_token_comes_first_and_positions_follow_the_tokens() -> None:
         assert torch.equal(positions(out)[sample], out[sample] + positions.value)
 
 
-def test_each_owns_one_tensor_called_value() -> None:
-    for module in (ClassToken(8), LearnedPositions(3, 8), SinCos2dPositions(2, 2, 8, extra_tokens=1)):
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        assert list(tensors) == ["value"]
-
-
 def test_patch_stem_projects_squares_in_row_major_order() -> None:
     """Against squares cut out by hand: forward, and the gradient of a weight and of a pixel."""
     stem = PatchStem(2, 3, 5).double()

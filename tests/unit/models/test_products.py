@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast.models import VisionTransformer, products
 from pycls_fast.models.attention import reference_attention
-from pycls_fast.models.layers import Attention, Compute, Mlp, PatchStem
+from pycls_fast.models.layers import PatchStem
 from pycls_fast.models.products import products_attention, products_linear
 from pycls_fast.parallel import keep_in_float32, save_activation_memory
 from tests.unit.models.conftest import draw, fill_random
@@ -81,17 +81,6 @@ def test_linear_computes_the_gradients_that_are_asked_for(needed: tuple[int, ...
         assert (expected is None) == (found is None)
         if expected is not None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_that_are_not_contiguous() -> None:
-    """The gradient of a sum is one number with strides of zero."""
-    results = []
-    for function in (F.linear, products_linear):
-        leaves = [tensor.requires_grad_() for tensor in layer(6, 4)]
-        function(*leaves).sum().backward()
-        results.append([leaf.grad for leaf in leaves])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def check_rounding(plain: list[Tensor], found: list[Tensor], exact: list[Tensor]) -> None:
@@ -236,30 +225,3 @@ class Ran(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[operator.name()] += 1
         return operator(*args, **(kwargs or {}))
-
-
-def test_the_layers_have_the_kernel_that_is_named() -> None:
-    for module in (Attention(8, 2, Compute(linear="products")), Mlp(8, 16, Compute(linear="products"))):
-        linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
-        assert {type(part).__name__ for part in linears} == {"ProductsLinear"}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_without_gradients_nothing_is_kept(grad: bool) -> None:
-    features, weight, bias = layer(6, 4)
-    with torch.set_grad_enabled(grad):
-        out = products_linear(features, weight.requires_grad_(), bias)
-    assert (out.grad_fn is not None) == grad
-    torch.testing.assert_close(out, F.linear(features, weight, bias), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_linear_errs_as_rounding_does(dtype: torch.dtype) -> None:
-    """The compiler takes the layer as it is, in bfloat16 as well, where the eager one has an operator of its own."""
-    tensors = layer(16, 24, (5,))
-    exact = with_gradients(F.linear, tensors, torch.float64)
-    compiled = with_gradients(torch.compile(products_linear, fullgraph=True), tensors, dtype)
-    eager = with_gradients(F.linear, tensors, dtype)
-    for found, plain, right in zip(compiled, eager, exact, strict=True):
-        assert (found - right).norm() <= 4 * (plain - right).norm() + 1e-12
