@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from pycls_fast.config import Purpose, RunConfig, Section, command, variant
-from pycls_fast.config.ladder import LadderSettings, Repeats, read_ladder
+from pycls_fast.config.ladder import LadderSettings, Repeats, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -19,6 +19,13 @@ def _split(value: Any) -> Any:
     if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
         return tuple(value) if isinstance(value, list) else value
     return tuple(item.strip() for item in re.split(r",(?= *(?:$|[+~]*[a-z][\w./]*=))", value[1:-1]))
+
+
+def _listed(value: Any) -> Any:
+    """`[a=1,b]` -> its items: without quotes, an `=` makes it a text to Hydra."""
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        return tuple(item.strip() for item in value[1:-1].split(",") if item.strip())
+    return tuple(value) if isinstance(value, list) else value
 
 
 class TimeOptions(Section):
@@ -95,11 +102,11 @@ def time(config: RunConfig, options: TimeOptions) -> int:
 class Named(Section):
     """A ladder, by its name or the path of its file."""
 
-    name: str = "modern"
-    """Its name, or the path of its file."""
+    name: str | None = None
+    """Its name, or the path of its file; null: modern, or of the experiment as it is if there are switches."""
 
     def __str__(self) -> str:
-        return self.name
+        return self.name or ""
 
 
 class LedgerOptions(Repeats):
@@ -110,8 +117,9 @@ class LedgerOptions(Repeats):
     measurement (gradients, numerics); null: the ladder's own."""
     ladder: Named = Named()
     """The variants: a ladder of configs/ladder/, or a file."""
-    switches: tuple[str, ...] = ()
-    """Variants to run, by name or by a key that they set; []: all."""
+    switches: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
+    precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
     steps: PositiveInt | None = None
     """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
     warmup_steps: NonNegativeInt | None = None
@@ -172,7 +180,7 @@ def _simulate(arguments: Sequence[str]) -> int:
     subcommands={"report": _report, "check": _check, "simulate": _simulate},
 )
 def ledger(config: RunConfig, options: LedgerOptions) -> int:
-    """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT ladder=NAME [key=value ...]`.
+    """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.
 
     Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others and compared with float64.
     In every training about half of them are on, until each is known to cost accuracy or not. A page and `ledger.json`
@@ -183,8 +191,8 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     mode=gradients    a short training: how many gradients float16 cannot hold, and how many updates it loses
     mode=numerics     logit and gradient errors of one setting against float64, as JSON in `output`
 
-        pycls-fast ledger --config-name vit_digits ladder=modern switches=[attention,optimizer] dry_run=true
-        pycls-fast ledger --config-name vit_digits ladder=modern margin=0.5
+        pycls-fast ledger --config-name vit_digits switches=[precision.amp_bf16,speed.ema=loop] margin=2
+        pycls-fast ledger --config-name vit_digits ladder=modern margin=2 dry_run=true
         pycls-fast ledger --config-name vit_s16 ladder=cpu runs_at_most=0
         pycls-fast ledger report LEDGER.json [output=FOLDER]
         pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
@@ -210,22 +218,31 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
         return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
     from pycls_fast.config.launch import config_folders, same_command, variant
     from pycls_fast.ledger.ladder.folder import default_folder
+    from pycls_fast.ledger.ladder.plan import pick
     from pycls_fast.ledger.ladder.run import run_ladder
 
-    ladder = read_ladder(options.ladder.name, config_folders())
+    asks = options.ladder.name is None and bool(options.switches)
+    name = options.ladder.name or ("switches" if asks else "modern")
+    ladder = ladder_of(options.switches) if asks else read_ladder(name, config_folders())
     mode = options.mode or ladder.mode
     own = {key: getattr(options, key) for key in Repeats.model_fields}
     timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(options, key)) is not None}
     settings = LadderSettings(mode=mode, **own, **timed)
     purpose = Purpose(needs_data=False, trains=settings.trains)
-    output = options.output or default_folder(config.config_name, options.ladder.name, mode, options.switches)
+
+    def composed(overrides: Sequence[str]) -> RunConfig:
+        return variant(overrides, purpose, options=LedgerOptions)
+
+    if asks and all(composed(each.overrides) == composed(()) for each in pick(ladder, options.switches).variants):
+        raise UserError("switches: the experiment has them already; add what to compare with, such as speed=reference")
+    output = options.output or default_folder(config.config_name, name, mode, options.switches)
     return run_ladder(
         config,
         ladder,
         settings,
         switches=options.switches,
         base=same_command(options=LedgerOptions),
-        compose=lambda overrides: variant(overrides, purpose, options=LedgerOptions),
+        compose=composed,
         folder=user_path(output),
         dry_run=options.dry_run,
         configs=config_folders(),

@@ -134,6 +134,27 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     return ladder
 
 
+def ladder_of(switches: Sequence[str]) -> Ladder:
+    """The ladder of a question about an experiment as it is, of which the named variants are to be picked.
+
+    Args:
+        switches: overrides (`optim.lr=0.1`), values of groups (`precision.amp_bf16` for `precision=amp_bf16`), or names
+            of switches (`compile`), of which each value is a variant.
+    """
+    named = {text for name in speed.SWITCHES for text in (name, f"speed.{name}")}
+    own = []
+    for switch in switches:
+        if switch not in named and ("=" in switch or "." in switch):
+            override = switch if "=" in switch else "=".join(switch.split(".", 1))
+            own.append(Variant(name=switch, overrides=(override,)))
+    variants = [*own, *(Variant(**_of_switch(rung)) for rung in speed.rungs())]
+    return Ladder(
+        description=f"what {', '.join(switches)} would change",
+        baseline=Variant(name="as it is"),
+        variants=tuple(variants),
+    )
+
+
 def _of_switch(rung: speed.Rung) -> dict[str, Any]:
     values = dataclasses.asdict(rung)
     needs = "cuda" if values.pop("device") == "cuda" else None

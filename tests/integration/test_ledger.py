@@ -146,7 +146,7 @@ def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Pa
     ("argument", "line"),
     [
         ("ladder=moderm", "did you mean modern?"),
-        ("switches=[sdpo]", "did you mean sdpa?"),
+        ("switches=[layuot]", "did you mean layout?"),
         ("seed=3", "seed: each run of a ledger has its own"),
         ("run_dir=x", "run_dir: each run of a ledger has its own"),
         ("resume=never", "resume: the trainings of a ledger resume by themselves"),

@@ -49,10 +49,11 @@ def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
         ("modern", {}, "cumulative"),
         ("apex", {}, "crossed"),
         ("modern", {"mode": "crossed"}, None),
+        (None, {"switches": ("precision.amp_bf16",)}, "crossed"),
     ],
 )
 def test_a_ladder_may_bring_its_mode(
-    ladder: str, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    ladder: str | None, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -64,6 +65,7 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
+    monkeypatch.setattr(launch, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
     assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
     assert asked == [expected or given["mode"]]
 
@@ -79,7 +81,12 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "runs_at_most": 16,
     }  # fmt: skip
     assert set(values) == set(LadderSettings.model_fields)
-    more: dict[str, Any] = {"switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
+    more: dict[str, Any] = {
+        "ladder": Named(name="modern"),
+        "switches": ("sdpa",),
+        "dry_run": True,
+        "output": str(tmp_path),
+    }
     assert main(load_config("vit_digits"), Options(**values, **more)) == 0
     ((settings, named),) = asked
     assert settings == LadderSettings(**values)
@@ -110,3 +117,10 @@ def test_variants_are_checked_as_what_is_trained(
         GlobalHydra.instance().clear()
     assert stopped.value.code == 0
     assert [line.partition(":")[0] for line in lines] == refused
+
+
+def test_a_question_whose_answer_is_no_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(launch, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
+    with pytest.raises(UserError, match="switches: the experiment has them already"):
+        main(load_config("vit_digits"), Options(switches=("precision.fp32",)))

@@ -10,7 +10,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, read_ladder
+from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import merged, pick, plan, slug
 
@@ -85,6 +85,21 @@ def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
 def test_a_variant_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean fused"):
         pick(LADDER, ["fusde"])
+
+
+@pytest.mark.parametrize(
+    ("switch", "picked"),
+    [
+        ("precision.amp_bf16", {"precision.amp_bf16": ("precision=amp_bf16",)}),
+        ("optim.lr=0.1", {"optim.lr=0.1": ("optim.lr=0.1",)}),
+        ("layout", {"layout batch_second": ("speed.layout=batch_second",)}),
+        ("speed.layout", {"layout batch_second": ("speed.layout=batch_second",)}),
+    ],
+)
+def test_a_question_about_the_experiment_as_it_is(switch: str, picked: dict[str, tuple[str, ...]]) -> None:
+    ladder = pick(ladder_of([switch]), [switch])
+    assert {variant.name: variant.overrides for variant in ladder.variants} == picked
+    assert ladder.baseline.overrides == ()
 
 
 def test_a_larger_image_has_whole_patches() -> None:
