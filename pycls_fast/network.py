@@ -57,11 +57,11 @@ class Network(nn.Module):
         return self.units()
 
     def embedding_names(self) -> set[str]:
-        """Parameters that are embeddings (tokens, positions), if that cannot be recognised by their owner's type."""
+        """Parameters that are embeddings (tokens, positions)."""
         return set()
 
     def scale_names(self) -> set[str]:
-        """Parameters that are layer scales or belong to norms, if that cannot be recognised by their owner's type."""
+        """Parameters that are layer scales, or belong to norms that are none of torch's."""
         return set()
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:

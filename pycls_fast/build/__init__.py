@@ -50,7 +50,6 @@ from pycls_fast.build.network import (
     model,
     num_classes,
     optimizer,
-    parameter_groups,
     save_activation_memory,
     schedule,
     wrap,

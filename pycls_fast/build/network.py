@@ -18,20 +18,14 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models import (
-    ClassToken,
     DropPath,
-    LayerScale,
-    LearnedPositions,
-    MapPooling,
-    RegisterTokens,
     TimmNetwork,
 )
 from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
-from pycls_fast.optim import groups as grouping
 from pycls_fast.optim import scaling
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.groups import Decay, Group, Kinds, by_name
+from pycls_fast.optim.groups import Group, by_name, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import compile_step, make_capturable
@@ -204,7 +198,7 @@ def wrap(
             autocast=None if precision.autocast is None else DTYPES[precision.autocast],
             wide_norms=precision.wide_norms,
             param_offload=chosen.param_offload == "cpu",
-            groups=by_name(network, parameter_groups(config, network)),
+            groups=by_name(network, parameter_groups(network, config.optim)),
             make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
         ),
         compiled=chosen.compile,
@@ -265,7 +259,7 @@ def optimizer(
     """
     settings = config.optim.scaled(config.data.global_batch_size)
     if groups is None:
-        groups = parameter_groups(config, network)
+        groups = parameter_groups(network, config.optim)
     if masters is not None:
         groups = masters.groups(groups)
 
@@ -290,34 +284,6 @@ def optimizer(
             "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
         )
     return HostOptimizer(groups, make)
-
-
-def parameter_groups(config: RunConfig, network: Network) -> list[Group]:
-    """The optimizer's groups of the network's parameters."""
-    settings = config.optim
-    # `resolve_auto` has replaced it.
-    assert settings.layer_decay != "auto"
-    kinds = Kinds(
-        embeddings=(ClassToken, RegisterTokens, LearnedPositions, MapPooling),
-        embedding_names=network.embedding_names(),
-        scales=(LayerScale,),
-        scale_names=network.scale_names(),
-    )
-    return grouping.parameter_groups(
-        network,
-        Decay(
-            settings.weight_decay,
-            norms=settings.decay_norms,
-            biases=settings.decay_biases,
-            embeddings=settings.decay_embeddings,
-        ),
-        kinds,
-        units=network.layers(),
-        layer_decay=settings.layer_decay,
-        layer_decay_groups=settings.layer_decay_groups,
-        split_hidden=settings.needs_units,
-        first_conv_name=network.first_conv_name,
-    )
 
 
 def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:

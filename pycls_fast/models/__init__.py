@@ -10,22 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pycls_fast.models.drop_path import DropPath as DropPath
-    from pycls_fast.models.layers import ClassToken as ClassToken
-    from pycls_fast.models.layers import LearnedPositions as LearnedPositions
     from pycls_fast.models.resnet import ResNet as ResNet
     from pycls_fast.models.timm_network import TimmNetwork as TimmNetwork
     from pycls_fast.models.vit import VisionTransformer as VisionTransformer
-    from pycls_fast.models.vit_parts import LayerScale as LayerScale
-    from pycls_fast.models.vit_parts import MapPooling as MapPooling
-    from pycls_fast.models.vit_parts import RegisterTokens as RegisterTokens
 
 _FILES = {
     "drop_path": ("DropPath",),
-    "layers": ("ClassToken", "LearnedPositions"),
     "resnet": ("ResNet",),
     "timm_network": ("TimmNetwork",),
     "vit": ("VisionTransformer",),
-    "vit_parts": ("LayerScale", "MapPooling", "RegisterTokens"),
 }
 
 

@@ -262,6 +262,18 @@ class VisionTransformer(Network):
         own = {name for name, _ in self.blocks[0].named_modules()}
         return {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
 
+    def embedding_names(self) -> set[str]:
+        """Tokens and positions."""
+        return self._owned_by(ClassToken, RegisterTokens, LearnedPositions, MapPooling)
+
+    def scale_names(self) -> set[str]:
+        """Layer scales."""
+        return self._owned_by(LayerScale)
+
+    def _owned_by(self, *kinds: type[nn.Module]) -> set[str]:
+        owners = ((path, module) for path, module in self.named_modules() if isinstance(module, kinds))
+        return {f"{path}.{name}" for path, module in owners for name, _ in module.named_parameters(recurse=False)}
+
     def _expert_layers(self) -> list[ExpertsMlp]:
         return [block.mlp for block in self.blocks if isinstance(block, Block) and isinstance(block.mlp, ExpertsMlp)]
 

@@ -1,18 +1,14 @@
-"""Parameter groups, decided by a parameter's owning module and its place in the model, never by a part of its name.
-
-Decided are: weight decay (by the owner's type), the layer and with it the learning rate's scale, and which matrices
-are hidden ones (by the model's units, its convolutions and the one of them that sees the image).
-"""
+"""Parameter groups, decided by a parameter's owning module and its place in the network, never its name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from pycls_fast.network import Units
+from pycls_fast.network import Network, Units
+from pycls_fast.optim.choices import Optimizer
 
 Group = dict[str, Any]
 
@@ -20,102 +16,60 @@ BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)
 
 
-@dataclass(frozen=True)
-class Decay:
-    """The weight decay, and the kinds of parameters that it is for besides matrices and convolutions.
-
-    Attributes:
-        weight_decay: weight decay of the decayed group.
-        norms: decay scales and shifts of normalisations, and layer scales.
-        biases: decay biases of other layers.
-        embeddings: decay embeddings (class token, positions).
-    """
-
-    weight_decay: float
-    norms: bool = False
-    biases: bool = False
-    embeddings: bool = False
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """How a model's embeddings and scales are recognised.
-
-    Attributes:
-        embeddings: module types that own embeddings.
-        embedding_names: names of further embeddings, if tokens and positions are not separate modules.
-        scales: module types that count as normalisations, besides `NORMS`.
-        scale_names: names of further such parameters, if layer scales are not separate modules.
-    """
-
-    embeddings: tuple[type[nn.Module], ...] = ()
-    embedding_names: Collection[str] = ()
-    scales: tuple[type[nn.Module], ...] = ()
-    scale_names: Collection[str] = ()
-
-
-def parameter_groups(
-    model: nn.Module,
-    decay: Decay,
-    kinds: Kinds = Kinds(),
-    *,
-    units: Units = (),
-    layer_decay: float | None = None,
-    layer_decay_groups: int | None = None,
-    split_hidden: bool = False,
-    first_conv_name: str | None = None,
-) -> list[Group]:
+def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
     """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
 
+    With `layer_decay` they are split by layer, with `lr_scale = layer_decay ** (last layer - layer)` (`layers`). For an
+    optimizer that `needs_units` they are split by `hidden`, true for the matrices inside the units and every
+    convolution behind the first, but for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
+
     Args:
-        model: parameters that do not require a gradient are left out.
-        decay: what is decayed.
-        kinds: which parameters are embeddings and scales.
-        units: the model's repeated blocks in forward order (`model.layers()`).
-        layer_decay: split the groups by layer and give each `lr_scale = layer_decay ** (last layer - layer)`
-            (`layers`); None: no `lr_scale`.
-        layer_decay_groups: see `groups` of `layers`.
-        split_hidden: split the groups by `hidden`, true for the matrices inside the units and every convolution
-            behind the first, but for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
-        first_conv_name: the layer that sees the image (`model.first_conv_name`); None: there is not exactly one, so
-            only convolutions inside the units are hidden.
+        network: parameters that do not require a gradient are left out.
+        settings: the keys of `optim`, with a number for `layer_decay`, or None.
     """
-    flags = {"norm": decay.norms, "bias": decay.biases, "embedding": decay.embeddings, "weight": True}
-    layer_of = layers(model, units, layer_decay_groups) if layer_decay is not None else {}
-    inside = _between_image_and_head(model, units, first_conv_name) if split_hidden else set()
-    last = _last_layer(units, layer_decay_groups)
+    # `resolve_auto` has replaced it.
+    assert settings.layer_decay != "auto"
+    units = network.layers()
+    decays = {
+        "norm": settings.decay_norms,
+        "bias": settings.decay_biases,
+        "embedding": settings.decay_embeddings,
+        "weight": True,
+    }
+    last = _last_layer(units, settings.layer_decay_groups)
+    layer_of = {} if settings.layer_decay is None else layers(network, units, settings.layer_decay_groups)
+    inside = _between_image_and_head(network, units) if settings.needs_units else set()
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
-    for kind, parameter in _parameters(model, kinds):
+    for kind, parameter in _parameters(network):
         # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise; the
         # experts' matrices (X, out, in) are several.
         is_matrix = parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
         hidden = kind == "weight" and is_matrix and parameter in inside
-        key = (layer_of.get(parameter, last), not hidden, not flags[kind])
+        key = (layer_of.get(parameter, last), not hidden, not decays[kind])
         found.setdefault(key, []).append(parameter)
     groups: list[Group] = []
     for layer, rest, undecayed in sorted(found):
         name = "not decayed" if undecayed else "decayed"
         group: Group = {
             "params": found[layer, rest, undecayed],
-            "weight_decay": 0.0 if undecayed else decay.weight_decay,
+            "weight_decay": 0.0 if undecayed else settings.weight_decay,
         }
-        if split_hidden:
+        if settings.needs_units:
             group["hidden"] = not rest
             name = f"{'other' if rest else 'hidden'}, {name}"
-        if layer_decay is not None:
-            group["lr_scale"] = layer_decay ** (last - layer)
+        if settings.layer_decay is not None:
+            group["lr_scale"] = settings.layer_decay ** (last - layer)
             name = f"layer {layer}, {name}"
         groups.append({"name": name, **group})
     return groups
 
 
-def _between_image_and_head(model: nn.Module, units: Units, first_conv_name: str | None) -> set[nn.Parameter]:
+def _between_image_and_head(network: Network, units: Units) -> set[nn.Parameter]:
     inside = {p for _, unit in units for p in unit.parameters()}
-    if first_conv_name is None:
+    first = network.first_conv_name
+    if first is None:
         return inside
-    convs = (
-        module for name, module in model.named_modules() if isinstance(module, nn.Conv2d) and name != first_conv_name
-    )
+    convs = (module for name, module in network.named_modules() if isinstance(module, nn.Conv2d) and name != first)
     return inside.union(*(conv.parameters() for conv in convs))
 
 
@@ -155,18 +109,18 @@ def _last_layer(units: Units, groups: int | None) -> int:
     return 1 + (len(units) if groups is None else min(groups, len(units)))
 
 
-def _parameters(model: nn.Module, kinds: Kinds) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(network: Network) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each trained parameter once, after its kind: "norm", "embedding", "bias" or "weight"."""
-    norms = (*NORMS, *kinds.scales)
+    embeddings, scales = network.embedding_names(), network.scale_names()
     seen: set[nn.Parameter] = set()
-    for owner, module in model.named_modules():
+    for owner, module in network.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, norms) or f"{owner}.{name}" in kinds.scale_names:
+            if isinstance(module, NORMS) or f"{owner}.{name}" in scales:
                 yield "norm", parameter
-            elif isinstance(module, kinds.embeddings) or f"{owner}.{name}" in kinds.embedding_names:
+            elif f"{owner}.{name}" in embeddings:
                 yield "embedding", parameter
             else:
                 yield ("bias" if name == "bias" else "weight"), parameter

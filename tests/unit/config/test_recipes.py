@@ -22,6 +22,7 @@ from pycls_fast.data.policies import RandAugment, TimmRandAugment, _TimmPolicy
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.losses import Targets
 from pycls_fast.optim.choices import LAMB, AdamW
+from pycls_fast.optim.groups import parameter_groups
 
 Facts = dict[str, Any]
 
@@ -288,7 +289,7 @@ def test_as_many_weights_decay_as_timm_lets(name: str, theirs: str) -> None:
         model = timm.create_model(theirs, num_classes=1000)
     without = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     expected = timm.optim.param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without)
-    found = _sizes(build.parameter_groups(config, _network(config)), "weight_decay")
+    found = _sizes(parameter_groups(_network(config), config.optim), "weight_decay")
     assert set(found) == {0.0, config.optim.weight_decay}
     theirs_sizes = _sizes(expected, "weight_decay")
     if name == "mae_finetune_b16":
@@ -308,7 +309,7 @@ def test_what_decays_elsewhere() -> None:
     for name in ("torchvision_resnet50_v1", "torchvision_resnet50_v2", "resnet50_16ep", "resnet50", "vit_p_1gf"):
         config = load(name)
         network = _network(config)
-        undecayed = [group for group in build.parameter_groups(config, network) if not group["weight_decay"]]
+        undecayed = [group for group in parameter_groups(network, config.optim) if not group["weight_decay"]]
         plain = {id(parameter) for group in undecayed for parameter in group["params"]}
         kinds[name] = {key for key, parameter in network.named_parameters() if id(parameter) in plain}
         norms = {
@@ -321,7 +322,7 @@ def test_what_decays_elsewhere() -> None:
         expected = {"torchvision_resnet50_v1": set(), "resnet50": set(), "vit_p_1gf": norms | biases}
         assert kinds[name] == expected.get(name, norms)
     config = load("torchvision_vit_b16")
-    assert _sizes(build.parameter_groups(config, _network(config)), "weight_decay").keys() == {0.3}
+    assert _sizes(parameter_groups(_network(config), config.optim), "weight_decay").keys() == {0.3}
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,7 @@ def test_what_decays_elsewhere() -> None:
 def test_muon_is_for_the_matrices_between_the_image_and_the_head(name: str, fallback: set[str]) -> None:
     config = load(name)
     network = _network(config)
-    hidden = {id(p) for group in build.parameter_groups(config, network) if group["hidden"] for p in group["params"]}
+    hidden = {id(p) for group in parameter_groups(network, config.optim) if group["hidden"] for p in group["params"]}
     rest = {key for key, p in network.named_parameters() if id(p) not in hidden}
     assert {key for key, p in network.named_parameters() if key in rest and p.ndim > 1} == fallback
 
@@ -343,7 +344,7 @@ def test_muon_is_for_the_matrices_between_the_image_and_the_head(name: str, fall
 def test_layers_learn_as_fast_as_in_mae(name: str, blocks: int) -> None:
     """mae/util/lr_decay.py: layer i of the blocks and two more has the rate times decay ** (blocks + 1 - i)."""
     config = load(name)
-    found = _sizes(build.parameter_groups(config, _network(config)), "lr_scale")
+    found = _sizes(parameter_groups(_network(config), config.optim), "lr_scale")
     decay = config.optim.layer_decay
     assert decay is not None
     assert sorted(found) == pytest.approx(

@@ -16,6 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork
+from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel.memory import recompute_units
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_t
     ours, theirs = (
         {name_of[p]: group["lr_scale"] for group in groups for p in group["params"]}
         for groups in (
-            build.parameter_groups(config, model),
+            parameter_groups(model, config.optim),
             timm.optim.param_groups_layer_decay(model.network, layer_decay=0.75),
         )
     )
@@ -250,7 +251,7 @@ def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
     theirs = param_groups_weight_decay(network, 0.1, no_weight_decay_list=exempt)
     ours, expected = (
         {name_of[p] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
-        for groups in (build.parameter_groups(config, model), theirs)
+        for groups in (parameter_groups(model, config.optim), theirs)
     )
     assert ours == expected
     assert ours

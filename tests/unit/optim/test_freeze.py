@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.network import Network
+from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import Decay, parameter_groups
+from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel import floating_buffers
 
 
@@ -29,8 +32,8 @@ def resnet() -> ResNet:
     return ResNet(depth=18, num_classes=3, stem="small", zero_init_last_gamma=False, drop_path=0.9)
 
 
-def train(model: nn.Module, steps: int = 3) -> None:
-    groups = parameter_groups(model, Decay(0.1))
+def train(model: Network, steps: int = 3) -> None:
+    groups = parameter_groups(model, AdamW(lr=1.0, weight_decay=0.1))
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     model.train()
     for _ in range(steps):
@@ -46,17 +49,7 @@ def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("make", [vit, resnet])
-def test_only_the_head_changes(make: type[nn.Module]) -> None:
-    model = make()
-    freeze(model, ["head"], head="head")
-    before = copy.deepcopy(model.state_dict())
-    train(model)
-    assert changed(before, model) == {"head.weight", "head.bias"}
-    assert all(p.grad is None for name, p in model.named_parameters() if not name.startswith("head"))
-
-
-@pytest.mark.parametrize("make", [vit, resnet])
-def test_frozen_modules_compute_as_in_evaluation(make: type[nn.Module]) -> None:
+def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) -> None:
     """Drop-path of 0.9 and batch norm's own statistics would show; a pass through evaluation changes nothing."""
     model = make()
     freeze(model, ["head"], head="head")

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.network import Network
+from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.groups import NORMS, Decay, parameter_groups
+from pycls_fast.optim.groups import NORMS, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.optimizers import load_named_state, named_state
 
@@ -65,8 +67,8 @@ def adamw(groups: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, foreach=False)
 
 
-def train(model: nn.Module, masters: MasterWeights | None, steps: int, dtype: torch.dtype, micro: int = 2) -> Any:
-    groups = parameter_groups(model, Decay(0.1))
+def train(model: Network, masters: MasterWeights | None, steps: int, dtype: torch.dtype, micro: int = 2) -> Any:
+    groups = parameter_groups(model, AdamW(lr=1.0, weight_decay=0.1))
     optimizer = adamw(groups if masters is None else masters.groups(groups))
     for microbatches in batches(steps, dtype, micro):
         for batch in microbatches:
@@ -213,7 +215,7 @@ def test_state_goes_from_one_precision_to_another(kept: bool) -> None:
     # float16 masters -> float32 -> bfloat16 masters: the same names, the values as far as the format goes.
     plain = vit(1)
     plain.load_state_dict(state)
-    plain_optimizer = adamw(parameter_groups(plain, Decay(0.1)))
+    plain_optimizer = adamw(parameter_groups(plain, AdamW(lr=1.0, weight_decay=0.1)))
     load_named_state(plain_optimizer, plain.named_parameters(), learned)
     other = vit(2)
     others = masters_of(other, torch.bfloat16, wide_norms=False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.optim.groups import by_name
+from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
@@ -73,7 +73,7 @@ def test_groups_are_those_of_one_process(
     world: World, config_name: str, extra: tuple[str, ...], precision: str
 ) -> None:
     config, plain, ours = wrapped(world, f"precision={precision}", *extra, config_name=config_name)
-    theirs = by_name(plain, build.parameter_groups(config, plain))
+    theirs = by_name(plain, parameter_groups(plain, config.optim))
     flats: FlatShards = ours.weights
     names_of = {flat.shard: flat.names for flat in flats.flats}
     assert len(flats.groups) == len(theirs)
