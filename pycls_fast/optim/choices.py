@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as TorchOptimizer
 
     from pycls_fast.losses import BinaryCrossEntropy, Criterion, CrossEntropy, LossFunction
-    from pycls_fast.optim.groups import Group
+
+
+Group = dict[str, Any]
+"""A group of parameters, as torch's optimizers take them."""
 
 
 class Optimizer(Choice, key="optim"):

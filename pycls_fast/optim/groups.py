@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
 from pycls_fast.network import Network, Units
+from pycls_fast.optim.choices import Group as Group
 from pycls_fast.optim.choices import Optimizer
-
-Group = dict[str, Any]
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)
