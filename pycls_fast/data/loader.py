@@ -167,10 +167,8 @@ def make_loader(
 
     Args:
         num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
-        pin_memory: put batches into page-locked memory, from which copies to a CUDA device run
-            asynchronously.
+        pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
         prefetch_factor: batches that each worker has ready or in progress.
-        timeout_seconds: how long a batch of the workers may be waited for.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.

@@ -124,12 +124,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
 
 
 def verify(source: Images, *, workers: int, title: str) -> Iterator[Damaged]:
-    """Read and decode every image, in the source's order; yield those that a run would skip.
-
-    Args:
-        workers: processes.
-        title: title of the progress bar.
-    """
+    """Read and decode every image, in the source's order; yield those that a run would skip."""
     shards = _shards(len(source))
     with progress(title, len(source), "images") as advance:
         for shard, found in zip(shards, in_processes(_check_shard, source, shards, workers), strict=True):
@@ -296,11 +291,7 @@ _worker: tuple[Callable[[Images, Any], Any], Images] | None = None
 def in_processes(
     function: Callable[[Images, Any], R], source: Images, jobs: Sequence[Any], workers: int
 ) -> Iterator[R]:
-    """Yield function(source, job) for every job, in order.
-
-    Args:
-        function: a module's function or a `functools.partial` of one.
-        workers: processes; a single job or worker runs in this one.
+    """Yield function(source, job) for every job, in order; a single job or worker runs in this process.
 
     Raises:
         UserError: a process died.

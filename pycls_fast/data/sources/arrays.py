@@ -44,11 +44,6 @@ class ArrayImages(Images):
     """Decoded images of one size, all in memory."""
 
     def __init__(self, images_NHWC: np.ndarray, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
-        """
-        Args:
-            images_NHWC: uint8.
-            labels: int32, one per image.
-        """
         self.classes = tuple(classes)
         self.labels = labels
         self._images_NHWC = images_NHWC
@@ -75,9 +70,6 @@ def open_cifar(root: str | Path, data: Source) -> dict[str, Images]:
 
     Args:
         root: `cifar-10-batches-py` or `cifar-100-python` (its fine labels), or the folder that holds one of them.
-
-    Raises:
-        UserError: files that are missing, damaged or contain more than data.
     """
     refuse_folds(str(root), data.folds)
     folder, layout = find_cifar(Path(root)) or (Path(root) / _LAYOUTS[0].folder, _LAYOUTS[0])
@@ -225,10 +217,6 @@ def _write_images(folder: Path) -> None:
 
 
 def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
-    """The embedded digits, written to `root` if they are not there; the published results are of a split by position.
-
-    Raises:
-        UserError: see `write_digits`.
-    """
+    """The digits, written to `root` unless they are there; the published results are of a split by position."""
     write_digits(root)
     return as_splits({"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}, data, how, where=root)

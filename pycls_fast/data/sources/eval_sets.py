@@ -46,9 +46,6 @@ def open_eval_set(
         wnids: a file with the WordNet ids of the outputs, one per line (anything after them is ignored), if `classes`
             have other names.
         val: ImageNet's validation images, which "real" has labels for.
-
-    Raises:
-        UserError: files that are missing or not of that set, classes that the model does not know.
     """
     root = Path(root)
     ids = _wnids_of_outputs(classes, wnids)

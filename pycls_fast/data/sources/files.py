@@ -62,8 +62,6 @@ class FileImages(Images):
     ) -> None:
         """
         Args:
-            root: the folder that the names are relative to.
-            classes: class names; the label is the position.
             names: paths of the files, absolute or relative to `root`.
             labels: int32, one per image.
             numbered: the names only count the images.
@@ -98,11 +96,7 @@ class OpenFiles:
         self._file = lru_cache(_MOST_OPEN)(_File)
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """`size` bytes of a file from `start` on.
-
-        Raises:
-            OSError: it cannot be opened or read, or ends before that.
-        """
+        """`size` bytes of a file from `start` on; an OSError if it ends before that."""
         file = self._file(path)
         try:
             data = os.pread(file.descriptor, size, min(start, sys.maxsize))

@@ -39,11 +39,7 @@ def is_remote(place: str) -> bool:
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """fsspec's file system for an address (one for each process and thread), and the path on it.
-
-    Raises:
-        UserError: an unknown protocol, or one whose package is not installed.
-    """
+    """fsspec's file system for an address (one for each process and thread), and the path on it."""
     import fsspec
 
     try:
@@ -107,12 +103,7 @@ def open_whole(address: str) -> Any:
 
 
 def read_range(address: str, start: int, size: int) -> bytes:
-    """`size` bytes of a file from `start` on.
-
-    Raises:
-        FileNotFoundError: it is gone.
-        UserError: it cannot be reached.
-    """
+    """`size` bytes of a file from `start` on."""
     files, path = file_system(address)
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
 
@@ -185,13 +176,7 @@ class ShardCache:
             return draft
 
     def download(self, address: str, place: Path, size: int, draft: Path) -> None:
-        """Fill a draft, and give it its final name.
-
-        Raises:
-            FileNotFoundError: the remote file is gone.
-            UserError: it cannot be reached.
-            OSError: the copy cannot be written.
-        """
+        """Fill a draft, and give it its final name."""
 
         def fetch() -> None:
             files.get_file(path, str(draft))

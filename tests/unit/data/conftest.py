@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.datasets
 from PIL import Image
+
+PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
+"""A photograph of 640 x 427 that comes with scikit-learn."""
+
+
+@pytest.fixture(scope="session")
+def photo() -> Image.Image:
+    """A part of it, 320 x 213."""
+    return Image.open(PHOTO).convert("RGB").crop((100, 60, 420, 273))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The image as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]
 LimitPixels = Callable[[int], None]

@@ -7,20 +7,13 @@ import io
 import struct
 import warnings
 import zlib
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from pycls_fast.data.decode import DamagedImage, decode
-from tests.unit.data.conftest import LimitPixels
-
-
-def encode(image: Image.Image, file_format: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, file_format, **options)
-    return buffer.getvalue()
+from tests.unit.data.conftest import LimitPixels, encode
 
 
 def pixels(data: bytes) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets
 from PIL import Image
 
 from pycls_fast.data import native
@@ -29,21 +28,12 @@ from pycls_fast.data.decoders import (
 )
 from pycls_fast.data.transforms import Augmented, TrainTransform
 from pycls_fast.errors import UserError
-from tests.unit.data.conftest import LimitPixels
-
-PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
-"""A photograph of 640 x 427 that comes with scikit-learn."""
+from tests.unit.data.conftest import PHOTO, LimitPixels
+from tests.unit.data.conftest import encode as as_file
 
 
 def encode(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **{"quality": 90, **options})
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def photo() -> Image.Image:
-    return Image.open(PHOTO).convert("RGB").crop((100, 60, 420, 273))
+    return as_file(image, **{"quality": 90, **options})
 
 
 def variants(photo: Image.Image) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets
 import torch
 from PIL import ExifTags, Image, ImageOps
 
@@ -25,25 +24,18 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
+from tests.unit.data.conftest import encode as as_file
 
-PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
 ALL_DECODERS = {**DECODERS, "region, dct": open_scaled_region}
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT = range(1, 9)
-
-
-@pytest.fixture(scope="module")
-def photo() -> Image.Image:
-    return Image.open(PHOTO).convert("RGB").crop((100, 60, 420, 273))
 
 
 def encode(image: Image.Image, orientation: int | None = None, kind: str = "JPEG", **options: Any) -> bytes:
     if orientation is not None:
         options["exif"] = Image.Exif()
         options["exif"][ExifTags.Base.Orientation] = orientation
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return as_file(image, kind, **options)
 
 
 def as_seen(data: bytes) -> Image.Image:
