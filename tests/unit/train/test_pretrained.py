@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -28,7 +27,7 @@ from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel import ALONE
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.resolving import pin_weights, resolve_normalization, statistics
+from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights, restore
 
 
@@ -254,28 +253,6 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
 
 def of_source(weights: str | None) -> RunConfig:
     return load_config("vit_digits", [] if weights is None else [f"weights={weights}"])
-
-
-def saved_with(weights: str | None) -> Any:
-    """What `pin_weights` reads of a checkpoint."""
-    return SimpleNamespace(plain={"config": {"weights": weights}})
-
-
-@pytest.mark.slow
-def test_a_run_has_the_commit_in_its_configuration(hub: Hub) -> None:
-    for source, commit in (("hf:me/cats", "b"), ("hf:me/cats@v1", "a"), (f"hf:me/cats@{'a' * 40}", "a")):
-        assert pin_weights(of_source(source), ALONE).weights == f"hf:me/cats@{commit * 40}"
-    with pytest.raises(UserError, match=r"hf:me/cats@v9 could not be downloaded"):
-        pin_weights(of_source("hf:me/cats@v9"), ALONE)
-    hub.asked.clear()
-    for other in (None, "some/file@main.pth"):
-        assert pin_weights(of_source(other), ALONE).weights == other
-    # A resumed run does not load them, but began with those.
-    pinned = f"hf:me/cats@{'a' * 40}"
-    assert pin_weights(of_source("hf:me/cats"), ALONE, saved_with(pinned)).weights == pinned
-    for before in (None, "hf:me/dogs@c0ffee"):
-        assert pin_weights(of_source("hf:me/cats"), ALONE, saved_with(before)).weights == "hf:me/cats"
-    assert hub.asked == []
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
