@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.errors import DONE, MISTAKE, UserError, printable
+from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
-from pycls_fast.inference.predict import collect, percent, png_file
+from pycls_fast.inference.predict import collect, percent, png_file, report_unreadable
 from pycls_fast.models import maps
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
@@ -80,8 +79,7 @@ def draw_maps(
         cells = [cell for row in rows for cell in row]
         for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
             print(file)
-    for name, reason in unreadable:
-        print(f"unreadable: {printable(name)}: {reason}", file=sys.stderr)
+    report_unreadable(unreadable, len(source))
     return DONE if found else MISTAKE
 
 

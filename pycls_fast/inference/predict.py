@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -69,20 +70,13 @@ def predict(
     bar = nullcontext(_no_advance) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
     with enough_memory(too_many), bar as advance:
-        predictions = classifier.stream(
-            source,
-            topk=topk,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            skip=lambda name, reason: unreadable.append((name, reason)),
-            advance=advance,
-        )
+        settings: Any = {"topk": topk, "batch_size": batch_size, "num_workers": num_workers, "advance": advance}
+        predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), **settings)
         if format == "csv":
             _write_csv(path, predictions)
         else:
             found += predictions
-    if format == "sheet":
-        assert path is not None
+    if format == "sheet" and path is not None:
         _write_sheets(path, source, found, upright=classifier.config.data.exif_orientation)
     elif format != "csv":
         with _opened(path) as stream:
@@ -90,11 +84,12 @@ def predict(
                 _write_json(stream, classifier, found, unreadable)
             else:
                 _write_table(stream, classifier, found)
-    _report_unreadable(unreadable, len(source))
+    report_unreadable(unreadable, len(source))
     return DONE if len(unreadable) < len(source) else MISTAKE
 
 
-def _report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None:
+def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None:
+    """Name the images that could not be read on standard error."""
     for name, reason in unreadable:
         print(f"unreadable: {printable(name)}: {reason}", file=sys.stderr)
     if unreadable:
@@ -173,20 +168,15 @@ def _write_json(
 def _write_csv(path: Path | None, predictions: Iterable[Prediction]) -> None:
     """Write row by row: millions of images take hours, and an error or a kill must not lose them all."""
     with _opened(path) as stream:
-        table = csv.writer(stream, lineterminator="\n")
-        table.writerows(_csv_rows(predictions))
-
-
-def _csv_rows(found: Iterable[Prediction]) -> Iterator[list[Any]]:
-    header_is_written = False
-    for each in found:
-        if not header_is_written:
-            yield _csv_header(len(each.top))
-            header_is_written = True
-        cells = ((guess.label, cell(guess.class_name), f"{guess.probability:.6g}") for guess in each.top)
-        yield [cell(each.image), *(value for cells_of_one in cells for value in cells_of_one)]
-    if not header_is_written:
-        yield _csv_header(1)
+        table, width = csv.writer(stream, lineterminator="\n"), 0
+        for each in predictions:
+            if not width:
+                width = len(each.top)
+                table.writerow(_csv_header(width))
+            cells = [(guess.label, cell(guess.class_name), f"{guess.probability:.6g}") for guess in each.top]
+            table.writerow([cell(each.image), *chain.from_iterable(cells)])
+        if not width:
+            table.writerow(_csv_header(1))
 
 
 def _csv_header(count: int) -> list[str]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,13 @@ from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
+from pycls_fast.ledger.measure.short import short_training
 from pycls_fast.network import Network
-from pycls_fast.parallel import World
-from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
-from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import enough_images, noting_damage, report_damage
-from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import Parts
+from pycls_fast.train.folder import write_json
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
@@ -198,68 +192,42 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             f"precision: {config.precision.name} rounds gradients before they are counted; use precision=fp32 or "
             "amp_bf16"
         )
-    with build.world(config) as world:
-        if world.size > 1:
-            raise UserError("mode: gradients are counted by one process; start without torchrun")
-        if build.switches(config, world.device).cuda_graphs == "on":
-            raise UserError(
-                "speed.cuda_graphs: on replays steps without Python, which counts; use speed.cuda_graphs=off"
-            )
-        file = _output_file(config, output)
-        display = Display(speaks=True, mode="plain")
-        parts = build_parts(config, world, display)
-        config, step = parts.config, parts.step
-        metrics, watch = TrainMetrics(world.device), Watch(parts.network, loss_scale)
-        whole = warmup_steps + steps
-        loader = build.train_loader(config, parts.sources["train"], world, parts.speed, start_step=0, steps=whole)
-        damaged: dict[str, str] = {}
-        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with closing(batches), enough_images():
-            for number in range(whole):
-                microbatches = list(islice(batches, config.optim.microbatches))
-                if number < warmup_steps:
-                    step(number, microbatches, metrics)
-                    continue
-                with watch.around(step.optimizer):
-                    step(number, microbatches, metrics)
-        report_damage(damaged, config.data.max_damaged, world, display)
-        record = _record(parts, world, watch, metrics, steps=steps, warmup_steps=warmup_steps)
-        write_json(file, record)
-        _draw(record, file.with_suffix(".png"))
-        _print(display, record)
-        print(f"written to {file} and {file.with_suffix('.png')}")
-        return DONE
-
-
-def _output_file(config: RunConfig, output: str | None) -> Path:
-    if output is not None:
-        return output_file(output)
-    if config.run_dir is not None:
-        return output_file(Path(config.run_dir) / "gradients.json")
-    return output_file(Path("gradients") / f"{config.config_name}-{timestamp()}.json")
-
-
-def _record(
-    parts: Parts, world: World, watch: Watch, metrics: TrainMetrics, *, steps: int, warmup_steps: int
-) -> dict[str, Any]:
-    """The record to write."""
-    config = parts.config
-    return {
+    if output is None:
+        started = Path("gradients") / f"{config.config_name}-{timestamp()}.json"
+        output = str(started if config.run_dir is None else Path(config.run_dir) / "gradients.json")
+    with short_training(config, steps=warmup_steps + steps, output=output) as training:
+        parts, world = training.parts, training.world
+        if parts.speed.cuda_graphs == "on":
+            raise UserError("speed.cuda_graphs: on replays steps without Python, which counts; use off")
+        watch = Watch(parts.network, loss_scale)
+        for _ in range(warmup_steps):
+            training.step()
+        for _ in range(steps):
+            with watch.around(parts.step.optimizer):
+                training.step()
+        loss = training.metrics.read(world)["loss"]
+    record = {
         "kind": "gradients",
         "config_name": config.config_name,
         "time": time.time(),
         "command": environment_command(),
         "steps": steps,
         "warmup_steps": warmup_steps,
-        "loss_scale": watch.scale,
-        "clip_norm": config.optim.clip_norm,
+        "loss_scale": loss_scale,
+        "clip_norm": parts.config.optim.clip_norm,
         "parameters": parts.complexity.parameters,
-        "loss": metrics.read(world)["loss"],
+        "loss": loss,
         **provenance(world.device, world.size),
         "total": watch.total().record(),
         "layers": watch.layers(),
-        "config": config.model_dump(mode="json"),
+        "config": parts.config.model_dump(mode="json"),
     }
+    file = training.file
+    write_json(file, record)
+    _draw(record, file.with_suffix(".png"))
+    _print(training.display, record)
+    print(f"written to {file} and {file.with_suffix('.png')}")
+    return DONE
 
 
 def _print(display: Display, record: Mapping[str, Any]) -> None:

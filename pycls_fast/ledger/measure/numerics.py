@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -21,17 +21,13 @@ from torch import Tensor, nn
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.prepare import to_device
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE
+from pycls_fast.ledger.measure.short import short_training
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
-from pycls_fast.train.assemble import build_parts
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import enough_images, noting_damage, report_damage
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.folder import write_json
 from pycls_fast.train.step import Step
 
 _HEAD_STD = 0.02
@@ -45,39 +41,25 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
     Raises:
         UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
     """
-    with build.world(config) as world:
-        if world.size > 1:
-            raise UserError("mode: numerics are measured by one process; start without torchrun")
-        file = output_file(output)
-        display = Display(speaks=True, mode="plain")
-        parts = build_parts(config, world, display)
-        config, train, network, step = parts.config, parts.sources["train"], parts.network, parts.step
-        exact = build.model(config, build.num_classes(config, train), Speed()).double().to(world.device)
+    with short_training(config, steps=steps + 1, output=output) as training:
+        config, network, step = training.parts.config, training.parts.network, training.parts.step
+        device = training.world.device
+        classes = build.num_classes(config, training.parts.sources["train"])
+        exact = build.model(config, classes, Speed()).double().to(device)
         # Frozen parts have no gradients to compare.
         build.freeze(config, exact)
-        metrics = TrainMetrics(world.device)
-        loader = build.train_loader(config, train, world, parts.speed, start_step=0, steps=steps + 1)
-        damaged: dict[str, str] = {}
-        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with closing(batches), enough_images():
-            # No step trains on it, so that its errors are not those of learned images.
-            probe = next(batches)
-            list(islice(batches, config.optim.microbatches - 1))
-            with random_head(step, network):
-                records = [{"step": 0, **errors(step, network, exact, probe)}]
-            for number in range(steps):
-                step(number, list(islice(batches, config.optim.microbatches)), metrics)
-            records.append({"step": steps, **errors(step, network, exact, probe)})
-        report_damage(damaged, config.data.max_damaged, world, display)
-        finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
-        record = {
-            "kind": "numerics",
-            "config_name": config.config_name,
-            "errors": finite,
-            **provenance(world.device, world.size),
-        }
-        write_json(file, record)
-        return DONE
+        # No step trains on it, so that its errors are not those of learned images.
+        probe = next(training.batches)
+        list(islice(training.batches, config.optim.microbatches - 1))
+        with random_head(step, network):
+            records = [{"step": 0, **errors(step, network, exact, probe)}]
+        for _ in range(steps):
+            training.step()
+        records.append({"step": steps, **errors(step, network, exact, probe)})
+    finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
+    record = {"kind": "numerics", "config_name": config.config_name, "errors": finite, **provenance(device, 1)}
+    write_json(training.file, record)
+    return DONE
 
 
 @contextmanager

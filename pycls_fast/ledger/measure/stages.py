@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -37,22 +38,24 @@ _AT_MOST = 256
 class _Clock:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def add(self, stage: str, start: float) -> None:
-        self.seconds[stage] += time.perf_counter() - start
+    @contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        """Count the time inside towards a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
 
 
 class _TimedImages(Images):
     def __init__(self, source: Images, clock: _Clock) -> None:
-        self._source = source
-        self._clock = clock
+        self._source, self._clock = source, clock
         self.classes, self.labels = source.classes, source.labels
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        start = time.perf_counter()
-        try:
+        with self._clock.during("read"):
             return self._source.read(index)
-        finally:
-            self._clock.add("read", start)
 
     def name(self, index: int) -> str:
         return self._source.name(index)
@@ -60,25 +63,18 @@ class _TimedImages(Images):
 
 class _TimedPicture:
     def __init__(self, picture: Picture, clock: _Clock) -> None:
-        self._picture = picture
-        self._clock = clock
+        self._picture, self._clock = picture, clock
         self.size = picture.size
 
     def crop(self, crop: Crop) -> np.ndarray:
-        start = time.perf_counter()
-        try:
+        with self._clock.during("decode"):
             return self._picture.crop(crop)
-        finally:
-            self._clock.add("decode", start)
 
 
 def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
     def open_picture(data: bytes | np.ndarray) -> Picture:
-        start = time.perf_counter()
-        try:
+        with clock.during("decode"):
             picture = decoder(data)
-        finally:
-            clock.add("decode", start)
         return _TimedPicture(picture, clock)
 
     return open_picture
@@ -126,20 +122,18 @@ def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> 
     whole = time.perf_counter() - start
     if not isinstance(batch, Batch):
         raise batch
-    # Collation in the workers is the copy of the samples into the batch.
-    start = time.perf_counter()
-    room = torch.empty_like(batch.images_BHWC)
-    for row, image in zip(room.numpy(), batch.images_BHWC.numpy(), strict=True):
-        row[...] = image
-    clock.add("collate", start)
+    with clock.during("collate"):
+        # In the workers it is the copy of the samples into the batch.
+        room = torch.empty_like(batch.images_BHWC)
+        for row, image in zip(room.numpy(), batch.images_BHWC.numpy(), strict=True):
+            row[...] = image
     clock.seconds["augment"] = max(whole - sum(clock.seconds.values()), 0.0)
     if world.device.type == "cuda":
         batch = batch.pin_memory()
     synchronize(world.device)
-    start = time.perf_counter()
-    batch.to(world.device)
-    synchronize(world.device)
-    clock.add("copy", start)
+    with clock.during("copy"):
+        batch.to(world.device)
+        synchronize(world.device)
 
 
 def _summary(samples: dict[str, list[float]], workers: int, cores: int, ranks: int) -> dict[str, Any]:

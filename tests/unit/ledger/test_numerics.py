@@ -13,7 +13,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.ledger.measure import numerics
+from pycls_fast.ledger.measure import numerics, short
 from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE
@@ -58,7 +58,7 @@ def test_a_wrong_backward_pass_is_seen_before_training(
 ) -> None:
     """A head of zeros would hide it: no gradient reaches the blocks."""
     found = measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"]
-    build_parts = numerics.build_parts
+    build_parts = short.build_parts
 
     def broken(*arguments: Any) -> Any:
         parts = build_parts(*arguments)
@@ -66,7 +66,7 @@ def test_a_wrong_backward_pass_is_seen_before_training(
         last.register_full_backward_hook(lambda module, inputs, outputs: tuple(gradient * 1.5 for gradient in inputs))
         return parts
 
-    monkeypatch.setattr(numerics, "build_parts", broken)
+    monkeypatch.setattr(short, "build_parts", broken)
     assert measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"] > max(10 * found, 1e-3)
 
 

@@ -1,0 +1,65 @@
+"""A few training steps that are looked at, for `numerics.py` and `gradients.py`: they begin and end as any training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from pycls_fast import build
+from pycls_fast.config import RunConfig
+from pycls_fast.data.batch import Batch
+from pycls_fast.data.prepare import to_device
+from pycls_fast.errors import UserError
+from pycls_fast.parallel import World
+from pycls_fast.train.assemble import build_parts
+from pycls_fast.train.display import Display
+from pycls_fast.train.folder import output_file
+from pycls_fast.train.health import enough_images, noting_damage, report_damage
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.run import Parts
+
+
+@dataclass
+class ShortTraining:
+    """A training of one process.
+
+    Attributes:
+        file: where the result goes.
+        batches: the microbatches, on the device.
+    """
+
+    parts: Parts
+    world: World
+    display: Display
+    metrics: TrainMetrics
+    file: Path
+    batches: Iterator[Batch]
+    done: int = field(default=0, init=False)
+
+    def step(self) -> None:
+        """Take the next training step."""
+        self.parts.step(self.done, list(islice(self.batches, self.parts.config.optim.microbatches)), self.metrics)
+        self.done += 1
+
+
+@contextmanager
+def short_training(config: RunConfig, *, steps: int, output: str | Path) -> Iterator[ShortTraining]:
+    """The microbatches of so many steps, and what takes them; damaged images are reported at the end.
+
+    Raises:
+        UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
+    """
+    with build.world(config) as world:
+        if world.size > 1:
+            raise UserError("mode: a short training is looked at in one process; start without torchrun")
+        file, display = output_file(output), Display(speaks=True, mode="plain")
+        parts = build_parts(config, world, display)
+        loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
+        damaged: dict[str, str] = {}
+        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
+        with closing(batches), enough_images():
+            yield ShortTraining(parts, world, display, TrainMetrics(world.device), file, batches)
+        report_damage(damaged, config.data.max_damaged, world, display)
