@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,14 @@ def open_parquet(
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
     """
     names = read_class_list(root)
+    found = find_files(root, (".parquet",), train=train, val=val)
     opened: dict[str, Images] = {}
-    for split, files in find_files(root, (".parquet",), train=train, val=val).items():
-
-        def load(hf: Any, split: str = split, exact: Sequence[str] = tuple(map(glob.escape, files))) -> ArrowImages:
+    with _datasets(root) as hf:
+        for split, files in found.items():
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
-            dataset = hf.load_dataset("parquet", data_files=list(exact), split="train")
-            return _open_split(f"{root} ({split})", dataset, image_column, label_column, names, is_test=split == "test")
-
-        opened[split] = _with_datasets(root, load)
+            dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
+            where = f"{root} ({split})"
+            opened[split] = _open_split(where, dataset, image_column, label_column, names, is_test=split == "test")
     return as_splits(opened, data, how, where=root)
 
 
@@ -90,38 +89,36 @@ def open_hub(
     """The splits of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
     `save_to_disk` wrote."""
 
-    def load(hf: Any) -> dict[str, Images]:
-        repository, _, revision = name.partition("@")
-        is_folder = Path(name).is_dir()
-        found = (
-            hf.load_from_disk(name) if is_folder else hf.load_dataset(repository, hub_config, revision=revision or None)
-        )
+    repository, _, revision = name.partition("@")
+    opened: dict[str, Images] = {}
+    with _datasets(name) as hf:
+        if Path(name).is_dir():
+            found = hf.load_from_disk(name)
+        else:
+            found = hf.load_dataset(repository, hub_config, revision=revision or None)
         loaded = dict(found) if isinstance(found, dict) else {"train": found}
         named = {"train": train or "train"} | ({} if val is None else {"val": val})
         if train is None and val is None:
             # The first validation split, else a test split, which is left out if it has no labels.
             other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
             named |= {} if other is None else {SPLIT_OF[other]: other}
-        for key, split in named.items():
+        for own, split in named.items():
             if split not in loaded:
-                raise UserError(f"data.{key}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
-        return {
-            own: _open_split(
-                f"{name} ({split})", loaded[split], image_column, label_column, None, is_test=own == "test"
-            )
-            for own, split in named.items()
-        }
-
-    return as_splits(_with_datasets(name, load), data, how, where=name)
+                raise UserError(f"data.{own}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
+            where = f"{name} ({split})"
+            opened[own] = _open_split(where, loaded[split], image_column, label_column, None, is_test=own == "test")
+    return as_splits(opened, data, how, where=name)
 
 
-def _with_datasets(name: str, load: Callable[[Any], Any]) -> Any:
+@contextmanager
+def _datasets(name: str) -> Iterator[Any]:
+    """The library; what fails within the block becomes one line."""
     try:
         import datasets
     except ImportError as error:
         raise UserError("data.source: parquet and hub need `datasets`: pip install -e '.[hub]'") from error
     try:
-        return load(datasets)
+        yield datasets
     except UserError:
         raise
     except Exception as error:
