@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pycls_fast.optim.shards import local
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.weights import OwnedWeights, local
 
 
 class Ema:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.optim.groups import Group
-from pycls_fast.optim.shards import local
+from pycls_fast.optim.weights import local
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.powersgd import PowerSGD
 

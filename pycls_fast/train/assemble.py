@@ -14,8 +14,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.masters import MasterWeights
-from pycls_fast.optim.shards import local
-from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
+from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, ParallelModel, World, place_model
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed

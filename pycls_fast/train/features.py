@@ -27,7 +27,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
-from pycls_fast.optim.shards import assign
+from pycls_fast.optim.weights import assign
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display

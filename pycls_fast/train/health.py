@@ -20,7 +20,7 @@ from pycls_fast.config.run import Precision, RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.optim.shards import local
+from pycls_fast.optim.weights import local
 from pycls_fast.parallel import World, plain_name
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name

@@ -19,7 +19,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.network import Network
-from pycls_fast.optim.shards import assign
+from pycls_fast.optim.weights import assign
 from pycls_fast.parallel import ALONE, FlatShards, World
 from pycls_fast.train.weights import Origin, Weights, find_weights, opened
 

@@ -20,7 +20,7 @@ from pycls_fast.files import best_first, user_path, weights_file
 from pycls_fast.models import pretrained
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss
-from pycls_fast.optim.shards import local, local_slices
+from pycls_fast.optim.weights import local, local_slices
 from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.reading import SavedWeights
 from pycls_fast.speed import Speed

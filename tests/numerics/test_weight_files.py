@@ -28,7 +28,7 @@ from pycls_fast.models.pretrained import Fitted
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.network import Network
 from tests.factories import randomise
-from tests.numerics.test_models_peers import images, relative_error
+from tests.numerics.test_models_peers import relative_error
 
 SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
 
@@ -201,31 +201,6 @@ def test_google_npz(
     fitted = load(ours, tmp_path / "vit.npz")
     assert set(fitted.loaded) == set(ours.state_dict())
     assert_same(ours, theirs)
-
-
-def test_npz_of_pre_training_goes_into_timms_model(tmp_path: Path) -> None:
-    theirs = small_timm()
-    arrays = jax_arrays(theirs, big_vision=False)
-    arrays |= {"pre_logits/kernel": np.random.rand(WIDTH, WIDTH), "pre_logits/bias": np.random.rand(WIDTH)}
-    np.savez(tmp_path / "in21k.npz", **arrays)
-    options = {"patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
-
-    def timms(classes: int) -> TimmNetwork:
-        return TimmNetwork(name="vit_tiny_patch16_224", num_classes=classes, image_size=SIZE, options=options).double()
-
-    ours = timms(5)
-    fitted = load(ours, tmp_path / "in21k.npz")
-    assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
-    assert fitted.left_out == dict.fromkeys(("pre_logits.weight", "pre_logits.bias"), "goes with the head")
-    with torch.no_grad():
-        batch = images(2, SIZE)
-        assert relative_error(ours.network.eval().forward_features(batch), theirs.forward_features(batch)) < 1e-9
-    with pytest.raises(UserError, match=r"does not fit the model: unexpected: pre_logits"):
-        load(timms(CLASSES), tmp_path / "in21k.npz")
-    assert load(timms(CLASSES), tmp_path / "in21k.npz", "pre_logits.*").left_out.keys() == fitted.left_out.keys()
-    np.savez(tmp_path / "more.npz", **arrays, extra=np.random.rand(2))
-    with pytest.raises(UserError, match=r"does not fit the model: unexpected: extra\n"):
-        load(timms(5), tmp_path / "more.npz")
 
 
 def test_deit_pth_takes_the_average_and_arguments_are_no_code(tmp_path: Path) -> None:

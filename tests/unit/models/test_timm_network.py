@@ -177,9 +177,12 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
     ],
 )
 def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
-    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides])
-    with torch.device("meta"), pytest.raises(UserError, match=line):
+    def built() -> None:
+        config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides])
         build.model(config, 5, build.switches(config, CPU))
+
+    with torch.device("meta"), pytest.raises(UserError, match=line):
+        built()
 
 
 @pytest.mark.parametrize(

@@ -98,14 +98,6 @@ def test_a_rate_that_is_a_tensor_follows_the_schedule_after_loading() -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), model.parameters(), strict=True))
 
 
-def test_no_copy_shares_memory_with_its_parameter() -> None:
-    model = network()
-    host = HostOptimizer(groups(model), MAKERS["sgd"])
-    ours = {p.data_ptr() for p in model.parameters()}
-    assert not any(p.data_ptr() in ours for group in host.inner.param_groups for p in group["params"])
-    assert [p for group in host.param_groups for p in group["params"]] == list(model.parameters())
-
-
 def test_small_updates_of_bfloat16_weights_add_up_in_the_float32_copies() -> None:
     model = nn.Linear(4, 4, bias=False).bfloat16()
     nn.init.ones_(model.weight)
@@ -115,17 +107,6 @@ def test_small_updates_of_bfloat16_weights_add_up_in_the_float32_copies() -> Non
         host.step()
     # One update is a fortieth of the distance between two bfloat16 numbers below 1.
     assert torch.equal(model.weight, torch.full_like(model.weight, 0.99))
-
-
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
-    model = network()
-    host = HostOptimizer(groups(model), MAKERS["adamw"])
-    steps(model, host, 0, 2)
-    before = [p.clone() for p in model[2].parameters()]
-    for parameter in model[0].parameters():
-        parameter.grad = torch.ones_like(parameter)
-    host.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model[2].parameters(), strict=True))
 
 
 def test_a_loss_scaler_skips_a_step_with_infinite_gradients() -> None:
@@ -141,11 +122,6 @@ def test_a_loss_scaler_skips_a_step_with_infinite_gradients() -> None:
         scaler.step(host)
         scaler.update()
         assert all(torch.equal(a, b) != moves for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_closure_is_refused() -> None:
-    with pytest.raises(ValueError, match="no closure"):
-        HostOptimizer(groups(network()), MAKERS["sgd"]).step(lambda: 0.0)
 
 
 @pytest.mark.cuda

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast import build
-from pycls_fast.errors import UserError
 from pycls_fast.optim.optimizers import compile_step, set_lr
 from tests.factories import make_optimizer
 
@@ -159,18 +158,6 @@ def errors(
 PRECISIONS = [(torch.float64, 1e-13), (torch.float32, 1e-5)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("implementation", ["loop", "foreach"])
-def test_lamb(implementation: str, dtype: torch.dtype, tolerance: float) -> None:
-    assert errors(make_lamb(implementation), lambda _: lamb_formula, dtype) < tolerance
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("implementation", ["loop", "foreach"])
-def test_lion(implementation: str, dtype: torch.dtype, tolerance: float) -> None:
-    assert errors(make_lion(implementation), lambda _: lion_formula, dtype) < tolerance
-
-
 @pytest.mark.parametrize("threshold", [None, 0.7])
 @pytest.mark.parametrize(
     ("dtype", "momentum_dtype", "tolerance"),
@@ -179,15 +166,6 @@ def test_lion(implementation: str, dtype: torch.dtype, tolerance: float) -> None
 def test_adafactor(threshold: float | None, dtype: torch.dtype, momentum_dtype: str, tolerance: float) -> None:
     made = make_adafactor(threshold, momentum_dtype)
     assert errors(made, lambda _: adafactor_formula(threshold), dtype) < tolerance
-
-
-def test_adafactor_keeps_rows_and_columns_and_a_half_momentum() -> None:
-    weight = nn.Parameter(torch.randn(40, 64))
-    optimizer = make_adafactor(None, "bfloat16")([{"params": [weight], "weight_decay": 0.0}])
-    weight.grad = torch.randn(40, 64)
-    optimizer.step()
-    kept = optimizer.state[weight]
-    assert sum(value.numel() * value.element_size() for value in kept.values()) == 4 * (40 + 64) + 2 * 40 * 64 + 4
 
 
 def test_muon_on_hidden_groups_and_adamw_on_the_others() -> None:
@@ -218,17 +196,6 @@ def test_the_eps_of_adamw_does_not_reach_the_matrices() -> None:
     assert torch.equal(*ended)
 
 
-def test_muon_keeps_a_momentum_in_float32_for_a_matrix_and_two_moments_for_a_vector() -> None:
-    matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
-    optimizer = make_muon([{"params": [matrix], "hidden": True}, {"params": [vector], "hidden": False}])
-    matrix.grad, vector.grad = torch.randn(6, 4), torch.randn(4)
-    optimizer.step()
-    assert {name: v.dtype for name, v in optimizer.state[matrix].items() if isinstance(v, Tensor)} == {
-        "momentum_buffer": torch.float32
-    }
-    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[vector])
-
-
 CLASSIC: dict[str, Callable[[str], Callable[[Groups], Optimizer]]] = {
     "sgd": lambda i: lambda g: make_optimizer("sgd", g, lr=9.0, momentum=0.9, nesterov=True, implementation=i),
     "adamw": lambda i: lambda g: make_optimizer("adamw", g, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=i),
@@ -244,6 +211,21 @@ def sgd_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: 
 
 
 FORMULAS = {"sgd": sgd_formula, "adamw": adamw_formula, "lamb": lamb_formula, "lion": lion_formula}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("implementation", ["loop", "foreach"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name: str, implementation: str, dtype: torch.dtype, tolerance: float) -> None:
+    assert errors(CLASSIC[name](implementation), lambda _: FORMULAS[name], dtype) < tolerance
+
+
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_implementation_is_the_one_asked_for(name: str, implementation: str) -> None:
+    optimizer = CLASSIC[name](implementation)([{"params": [nn.Parameter(torch.ones(1))]}])
+    for flag in ("foreach", "fused"):
+        assert optimizer.defaults[flag] == (implementation == flag)
 
 
 @pytest.mark.parametrize(
@@ -323,15 +305,6 @@ def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) 
         return muon_formula if parameter.ndim >= 2 else adamw_formula
 
     assert errors(make, formula, torch.float32, after=compile_step) < tolerance
-
-
-def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
-    with pytest.raises(UserError) as caught:
-        make_optimizer("adamw8bit", [{"params": [nn.Parameter(torch.ones(1))]}], lr=1.0, betas=(0.9, 0.9), eps=1e-8)
-    assert caught.value.lines == (
-        "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'",
-    )
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import compile_step, load_named_state, named_state, set_lr
 from tests.factories import make_optimizer
@@ -132,24 +130,6 @@ def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
     there_and_back(plain, split)
 
 
-def test_the_state_has_every_parameter_and_the_count_of_steps() -> None:
-    for name, facts in Chosen.choices().items():
-        if name == "adamw8bit":
-            continue
-        training = Training(configured(name, f"speed.optimizer={facts.implementations[0]}"))
-        training.run(0, 3)
-        kept = named_state(training.optimizer, training.network.named_parameters())
-        assert set(kept) == {parameter for parameter, _ in training.network.named_parameters()}
-        if name in ("adamw", "lamb", "adafactor"):
-            assert {float(values["step"]) for values in kept.values()} == {3.0}
-
-
-@pytest.mark.parametrize(("name", "implementation"), EVERY)
-def test_the_loss_falls(name: str, implementation: str) -> None:
-    losses = Training(configured(name, f"speed.optimizer={implementation}", "schedule.epochs=30")).run(0, 30)
-    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
-
-
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
@@ -176,28 +156,6 @@ def test_eight_bits_resume_and_learn() -> None:
     assert any(type(value) is not torch.Tensor for values in kept.values() for value in values.values())
     losses = Training(configured("adamw8bit", "schedule.epochs=30")).run(0, 30)
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
-
-
-@pytest.mark.parametrize("missing", ["the compiler", "Python.h"])
-def test_a_compiler_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str) -> None:
-    if missing == "Python.h":
-        monkeypatch.setattr("sysconfig.get_path", lambda _, scheme: str(tmp_path))
-    else:
-        monkeypatch.setattr("shutil.which", lambda _: None)
-    needs = "needs a C++ compiler and Python's headers on a CPU and did not find both; install g++ and python3-dev, or"
-    for overrides, line in [
-        (
-            ["optim=adamw", "speed.optimizer_compile=on"],
-            f"speed.optimizer_compile: on {needs} use speed.optimizer_compile=off",
-        ),
-        (
-            ["optim=adamw8bit"],
-            f"optim.name: adamw8bit {needs} use optim=adamw",
-        ),
-    ]:
-        with pytest.raises(UserError) as caught:
-            Training(load_config("vit_digits", overrides))
-        assert caught.value.lines == (line,)
 
 
 def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
@@ -228,13 +186,3 @@ def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
     compile_step(optimizer)
     set_lr(optimizer, 0.5)
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
-
-
-def test_a_state_of_another_network_is_refused(tmp_path: Path) -> None:
-    training = Training(configured("sgd"))
-    training.run(0, 1)
-    kept = named_state(training.optimizer, training.network.named_parameters())
-    with pytest.raises(KeyError, match="elsewhere"):
-        load_named_state(
-            training.optimizer, training.network.named_parameters(), {**kept, "elsewhere": kept["head.bias"]}
-        )

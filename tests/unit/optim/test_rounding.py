@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ParallelModel
@@ -68,14 +66,6 @@ def test_every_third_step_with_the_third_power(implementation: str, warmup: bool
         for value, wanted in zip(ema.values.values(), expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
     assert updates == 33
-
-
-def test_the_configuration_reaches_the_average() -> None:
-    config = load_config("vit_digits", ["optim.ema_decay=0.9", "optim.ema_every_steps=4"])
-    switches = build.switches(config, CPU)
-    made = build.ema(config, ModelWeights(nn.Linear(1, 1)), switches)
-    assert made is not None
-    assert made.every == 4
 
 
 def clipped(foreach: bool, dtype: torch.dtype, limit: float) -> tuple[float, list[Tensor]]:

@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
-from pycls_fast.optim.shards import local
+from pycls_fast.optim.weights import local
 from pycls_fast.parallel import ParallelModel, StrategySettings, World, start_world, wrap_model
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.fsdp import materialise
