@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pycls_fast.models.products import products_attention
+from pycls_fast.models.cpu_kernels import products_attention
 
 AttentionKernel = Callable[..., Tensor]
 """`(queries_BHNE, keys_BHNE, values_BHNE, *, keys=None) -> features_BHNE`."""

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.models.attention import ATTENTION, AttentionName
+from pycls_fast.models.cpu_kernels import GELU, LINEAR, GeluName, LinearName, linear_layer
 from pycls_fast.models.drop_path import DropPathCompute
-from pycls_fast.models.gelu import GELU, GeluName
-from pycls_fast.models.products import LINEAR, LinearName, linear_layer
 
 Layout = Literal["batch_first", "batch_second"]
 Qkv = Literal["separate", "fused"]
@@ -45,9 +44,9 @@ class Compute:
     sequence_padding: int = 1
     """The blocks see a multiple of this many tokens; padding tokens are never attended to and dropped after them."""
     linear: LinearName = "torch"
-    """The kernel of the blocks' linear layers, a key of `products.LINEAR`."""
+    """The kernel of the blocks' linear layers, a key of `cpu_kernels.LINEAR`."""
     gelu: GeluName = "torch"
-    """How the blocks compute GELU, a key of `gelu.GELU`."""
+    """How the blocks compute GELU, a key of `cpu_kernels.GELU`."""
     patches: Patches = "convolution"
     """How the patches are projected; see `PatchStem`."""
     drop_path_compute: DropPathCompute = "multiply"

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.gelu import GELU, GeluName
+from pycls_fast.models.cpu_kernels import GELU, GeluName
 
 Choices = Literal[1, 2]
 
@@ -112,7 +112,7 @@ class ExpertsMlp(nn.Module):
         width: D.
         hidden_width: M.
         experts: their number, and how tokens come to them.
-        gelu: how GELU is computed, a key of `gelu.GELU`.
+        gelu: how GELU is computed, a key of `cpu_kernels.GELU`.
     """
 
     def __init__(self, width: int, hidden_width: int, experts: Experts, *, gelu: GeluName = "torch") -> None:

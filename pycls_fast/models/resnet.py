@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.convolutions import ConvolutionName, compute_convolutions
+from pycls_fast.models.cpu_kernels import CONVOLUTION, ConvolutionName, MaxPool2d
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
-from pycls_fast.models.max_pool import MaxPool2d
 from pycls_fast.network import Network, Units
 
 Stem = Literal["imagenet", "deep", "small"]
@@ -218,7 +217,7 @@ class ResNet(Network):
             shortcut (Goyal et al. 2017, section 5.1).
         drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
             linearly.
-        convolution: kernel of the convolutions, a key of `convolutions.CONVOLUTION`.
+        convolution: kernel of the convolutions, a key of `cpu_kernels.CONVOLUTION`.
 
     Raises:
         UserError: groups with blocks that have no bottleneck.
@@ -273,7 +272,7 @@ class ResNet(Network):
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
-            compute_convolutions(self, convolution)
+            _compute_convolutions(self, convolution)
         self.to_empty(device=device)
         self.initialise()
 
@@ -329,3 +328,13 @@ def _zero_scale(norm: nn.BatchNorm2d) -> None:
 def _small_normal(head: nn.Linear) -> None:
     nn.init.normal_(head.weight, std=0.01)
     nn.init.zeros_(head.bias)
+
+
+def _compute_convolutions(network: nn.Module, kernel: ConvolutionName) -> None:
+    """Give a network on the meta device convolutions with this kernel, in place."""
+    for module in list(network.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Conv2d) and type(layer) is not CONVOLUTION[kernel]:
+                sizes = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
+                made = CONVOLUTION[kernel](*sizes, groups=layer.groups, bias=layer.bias is not None)  # type: ignore[arg-type]
+                setattr(module, name, made)

@@ -1,0 +1,529 @@
+"""The CPU's kernels: torch's functions, no further from float64 than torch's own, eager and compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pycls_fast.models import ResNet, VisionTransformer, cpu_kernels
+from pycls_fast.models.attention import reference_attention
+from pycls_fast.models.cpu_kernels import (
+    MaxPool2d,
+    PolynomialGelu,
+    ProductsConv2d,
+    polynomial_gelu,
+    products_attention,
+    products_convolution,
+    products_linear,
+)
+from pycls_fast.models.layers import Compute, Mlp, PatchStem
+from pycls_fast.parallel import keep_in_float32, save_activation_memory
+from tests.unit.models.conftest import draw, fill_random
+
+Function = Callable[..., Tensor]
+# Input and output width: the gradient is the narrower factor, the wider one, and neither.
+WIDTHS = pytest.mark.parametrize(("inputs", "outputs"), [(24, 8), (8, 24), (16, 16)])
+
+
+def with_gradients(function: Function, tensors: list[Tensor], dtype: torch.dtype, **named: Any) -> list[Tensor]:
+    """The result and the gradients of every tensor, in float64."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    out = function(*leaves, **named)
+    out.backward(draw(*out.shape, seed=99).to(out.dtype))
+    found = [out, *(leaf.grad for leaf in leaves)]
+    assert all(tensor is not None and tensor.dtype == dtype for tensor in found[1:])
+    return [tensor.detach().double() for tensor in found if tensor is not None]
+
+
+def layer(inputs: int, outputs: int, shape: tuple[int, ...] = (3, 5)) -> list[Tensor]:
+    """Features, weight and bias."""
+    return [draw(*shape, inputs, seed=0), draw(outputs, inputs, seed=1), draw(outputs, seed=2)]
+
+
+@WIDTHS
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_linear_is_torch_s_in_float64(inputs: int, outputs: int, shape: tuple[int, ...]) -> None:
+    tensors = layer(inputs, outputs, shape)
+    exact = with_gradients(F.linear, tensors, torch.float64)
+    for found, right in zip(with_gradients(products_linear, tensors, torch.float64), exact, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@WIDTHS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_linear_in_compiled_code(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Which has products of its own: other factors are transposed, and in bfloat16 the bias is added behind."""
+    torch._dynamo.reset()
+    tensors = layer(inputs, outputs, (16, 25))
+    exact = with_gradients(F.linear, [tensor.to(dtype).double() for tensor in tensors], torch.float64)
+    compiled = torch.compile(products_linear, backend="aot_eager", fullgraph=True)
+    found = with_gradients(compiled, tensors, dtype)
+    if dtype == torch.float64:
+        for mine, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    else:
+        check_rounding(with_gradients(F.linear, tensors, dtype), found, exact)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_linear_computes_the_gradients_that_are_asked_for(needed: tuple[int, ...]) -> None:
+    """A frozen weight, or a first layer."""
+    tensors = layer(6, 4)
+    results = []
+    for function in (F.linear, products_linear):
+        leaves = [tensor.clone().requires_grad_(position in needed) for position, tensor in enumerate(tensors)]
+        function(*leaves).backward(draw(3, 5, 4, seed=9))
+        results.append([leaf.grad for leaf in leaves])
+    for expected, found in zip(*results, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_rounding(plain: list[Tensor], found: list[Tensor], exact: list[Tensor]) -> None:
+    """Every error at most four times that of torch's own way."""
+    for reference, other, right in zip(plain, found, exact, strict=True):
+        own = (reference - right).norm()
+        assert own > 0
+        assert (other - right).norm() <= 4 * own
+
+
+@WIDTHS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_rounds_no_more_than_four_times_as_torch_s(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    tensors = layer(inputs, outputs, (16, 25))
+    exact = with_gradients(F.linear, [tensor.to(dtype).double() for tensor in tensors], torch.float64)
+    plain, found = (with_gradients(function, tensors, dtype) for function in (F.linear, products_linear))
+    check_rounding(plain, found, exact)
+
+
+def under_autocast(function: Function) -> Function:
+    def call(*tensors: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(*tensors)
+        assert out.dtype == torch.bfloat16
+        return out
+
+    return call
+
+
+@WIDTHS
+def test_linear_obeys_autocast(inputs: int, outputs: int) -> None:
+    """bfloat16 comes out, float32 tensors get float32 gradients."""
+    tensors = layer(inputs, outputs, (16, 25))
+    exact = with_gradients(F.linear, tensors, torch.float64)
+    results = [
+        with_gradients(under_autocast(function), tensors, torch.float32) for function in (F.linear, products_linear)
+    ]
+    check_rounding(results[0], results[1], exact)
+
+
+def attend(kernel: Function) -> Function:
+    """Attention of float32 features, cut out of products as in the model."""
+
+    def call(queries: Tensor, keys: Tensor, values: Tensor, eye: Tensor) -> Tensor:
+        return F.linear(kernel(*(F.linear(part, eye) for part in (queries, keys, values))), eye)
+
+    return call
+
+
+def test_attention_under_autocast_rounds_no_more_than_four_times_as_the_formula_with_softmax_in_float32() -> None:
+    keep_in_float32(torch.device("cpu"))
+    tensors = [*(draw(2, 3, 50, 16, seed=seed) for seed in range(3)), draw(16, 16, seed=3) / 4]
+    exact = with_gradients(attend(reference_attention), tensors, torch.float64)
+    plain, found = (
+        with_gradients(under_autocast(attend(kernel)), tensors, torch.float32)
+        for kernel in (reference_attention, products_attention)
+    )
+    check_rounding(plain, found, exact)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+def test_patches_as_a_product_are_the_convolution(layout: Any, memory_format: torch.memory_format) -> None:
+    images = draw(3, 2, 8, 12, seed=5).to(memory_format=memory_format)
+    results = []
+    for patches in ("convolution", "product"):
+        stem: Any = fill_random(PatchStem(2, 4, 5, layout=layout, patches=patches).double())
+        leaf = images.clone().requires_grad_()
+        out = stem(leaf)
+        assert out.shape == ((6, 3, 5) if layout == "batch_second" else (3, 6, 5))
+        (out * draw(*out.shape, seed=6)).sum().backward()
+        results.append([out.detach(), leaf.grad, *(p.grad for p in stem.parameters())])
+        assert list(stem.state_dict()) == ["projection.weight", "projection.bias"]
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+def test_the_whole_model_in_float64(layout: str) -> None:
+    sizes: dict[str, Any] = {"image_size": 12, "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp_width": 24}
+    fast = {"attention": "products", "linear": "products", "patches": "product", "qkv": "fused"}
+    results = []
+    for kernels in ({}, fast):
+        model = fill_random(VisionTransformer(**sizes, num_classes=5, layout=layout, **kernels).double())
+        logits = model(draw(4, 3, 12, 12, seed=1))
+        (logits * draw(4, 5, seed=2)).sum().backward()
+        results.append({"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-9, atol=1e-11)
+
+
+_IN_BFLOAT16 = """
+import torch
+from pycls_fast.models import VisionTransformer
+
+fast = dict(attention="products", linear="products", patches="product", qkv="fused")
+sizes = dict(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3)
+model = VisionTransformer(**sizes, **fast, init="trunc_normal").bfloat16()
+model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
+assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+assert all(block.mlp.fc1.weight.grad.any() for block in model.blocks)
+print("bfloat16 in oneDNN:", torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
+def test_bfloat16_on_processors_for_which_onednn_has_none() -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _IN_BFLOAT16],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (0, "bfloat16 in oneDNN: False\n"), found.stderr
+
+
+@pytest.mark.skipif(not cpu_kernels._FUSES_BIAS, reason="a processor without bfloat16 in oneDNN")
+def test_selective_recomputation_keeps_these_products_too() -> None:
+    """Of 4 products a block it does the projection again, as with torch's."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3, qkv="fused",
+        attention="products", linear="products",
+    ).bfloat16()  # fmt: skip
+    save_activation_memory(model, model.units(), recompute="selective")
+    with Ran() as ran:
+        model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
+    assert ran.counts["mkldnn::_linear_pointwise"] == 4 + 1
+
+
+class Ran(TorchDispatchMode):
+    """Counts operators that really run; what recomputation hands out again does not come here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+# Maps (B, C, H, W), channels out, side of the kernel, stride: every branch, odd and even sides.
+SHAPES = pytest.mark.parametrize(
+    ("shape", "outputs", "side", "stride"),
+    [
+        ((2, 6, 7, 5), 4, 1, 1),
+        ((2, 6, 7, 5), 8, 1, 2),
+        ((2, 6, 8, 6), 3, 1, 2),
+        ((2, 4, 5, 3), 8, 3, 1),
+        ((2, 4, 4, 3), 8, 3, 1),
+        ((2, 4, 7, 8), 6, 3, 2),
+        ((3, 2, 12, 12), 2, 3, 1),
+        ((3, 2, 24, 24), 2, 3, 2),
+        ((2, 3, 9, 10), 4, 7, 2),
+        ((1, 3, 1, 1), 4, 3, 1),
+    ],
+)
+
+
+def conv_layer(shape: tuple[int, ...], outputs: int, side: int) -> list[Tensor]:
+    """Maps and weight, channels last."""
+    tensors = [draw(*shape, seed=0), draw(outputs, shape[1], side, side, seed=1)]
+    return [tensor.to(memory_format=torch.channels_last) for tensor in tensors]
+
+
+def torch_convolution(maps: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    return F.conv2d(maps, weight, None, stride, padding)
+
+
+def conv_gradients(
+    function: Callable[..., Tensor], tensors: list[Tensor], stride: int, *, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """The result and both resnet_gradients, in float64."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    out = function(*leaves, stride, tensors[1].shape[-1] // 2)
+    out.backward(draw(*out.shape, seed=9).to(out).contiguous(memory_format=torch.channels_last))
+    found = [out, *(leaf.grad for leaf in leaves)]
+    assert all(tensor is not None and tensor.dtype == dtype for tensor in found[1:])
+    return [tensor.detach().double() for tensor in found if tensor is not None]
+
+
+def check_conv_rounding(reference: list[Tensor], found: list[Tensor], exact: list[Tensor]) -> None:
+    """Every error at most four times that of torch's own way."""
+    for other, mine, right in zip(reference, found, exact, strict=True):
+        own = (other - right).norm()
+        assert (mine - right).norm() <= 4 * own + 1e-7 * right.norm()
+
+
+@SHAPES
+def test_float64_is_torch_s(shape: tuple[int, ...], outputs: int, side: int, stride: int) -> None:
+    tensors = conv_layer(shape, outputs, side)
+    exact = conv_gradients(torch_convolution, tensors, stride)
+    for found, right in zip(conv_gradients(products_convolution, tensors, stride), exact, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounds_no_more_than_four_times_as_torch_s(
+    shape: tuple[int, ...], outputs: int, side: int, stride: int, dtype: torch.dtype
+) -> None:
+    tensors = conv_layer(shape, outputs, side)
+    exact = conv_gradients(torch_convolution, [tensor.to(dtype).double() for tensor in tensors], stride)
+    reference, found = (
+        conv_gradients(function, tensors, stride, dtype=dtype) for function in (torch_convolution, products_convolution)
+    )
+    check_conv_rounding(reference, found, exact)
+
+
+@SHAPES
+def test_autocast_is_obeyed(shape: tuple[int, ...], outputs: int, side: int, stride: int) -> None:
+    """bfloat16 comes out, float32 tensors get float32 resnet_gradients."""
+    tensors = conv_layer(shape, outputs, side)
+    exact = conv_gradients(torch_convolution, tensors, stride)
+
+    def under_autocast(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = function(*arguments)
+            assert out.dtype == torch.bfloat16
+            return out
+
+        return call
+
+    reference, found = (
+        conv_gradients(under_autocast(function), tensors, stride, dtype=torch.float32)
+        for function in (torch_convolution, products_convolution)
+    )
+    check_conv_rounding(reference, found, exact)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,)])
+@pytest.mark.parametrize(("side", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_computes_the_gradients_that_are_asked_for(side: int, stride: int, needed: tuple[int, ...]) -> None:
+    """A frozen weight, or a first conv_layer."""
+    results = []
+    for function in (torch_convolution, products_convolution):
+        tensors = conv_layer((2, 4, 5, 3), 8, side)
+        leaves = [tensor.requires_grad_(position in needed) for position, tensor in enumerate(tensors)]
+        # The gradient of a sum is one number with strides of zero.
+        function(*leaves, stride, side // 2).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for expected, found in zip(*results, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_layer_keeps_the_format_of_its_maps(groups: int, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    made = ProductsConv2d(4, 6, 1, stride=2, groups=groups, bias=False).double().to(memory_format=memory_format)
+    maps = draw(2, 4, 5, 7, seed=3).contiguous(memory_format=memory_format)
+    out = made(maps)
+    assert out.is_contiguous(memory_format=memory_format)
+    expected = F.conv2d(maps, made.weight, None, 2, groups=groups)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    used = memory_format == torch.channels_last and groups == 1
+    assert ("_Convolution" in str(out.grad_fn)) == used
+    with torch.no_grad():
+        torch.testing.assert_close(made(maps), expected, rtol=1e-12, atol=1e-12)
+
+
+def resnet(depth: Any, **choices: Any) -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(depth=depth, num_classes=5, **choices)
+
+
+def resnet_gradients(model: nn.Module, compiled: bool = False) -> dict[str, Any]:
+    images = draw(4, 3, 32, 32, seed=1).contiguous(memory_format=torch.channels_last)
+    logits = (torch.compile(model, fullgraph=True) if compiled else model)(images)
+    (logits * draw(4, 5, seed=2)).sum().backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choices",
+    [{"depth": 18, "stem": "small"}, {"depth": 50}, {"depth": 50, "groups": 4, "width_per_group": 16}],
+    ids=["18", "50", "grouped"],
+)
+def test_a_whole_resnet_in_float64(choices: dict[str, Any]) -> None:
+    results = []
+    for kernel in ("torch", "products"):
+        model = fill_random(resnet(**choices, convolution=kernel).double()).to(memory_format=torch.channels_last)
+        results.append(resnet_gradients(model))
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("recompute", "repeated"), [("off", 0), ("full", 3), ("selective", 0)])
+def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, repeated: int) -> None:
+    """A bottleneck with a projection has three 1x1 kernels; counted in its forward and in its backward graph."""
+    counts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        counts.append(sum(node.target is torch.ops.pycls_fast.pointwise.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    model = resnet(26, stem="small", convolution="products").to(memory_format=torch.channels_last).eval()
+    units = list(model.units())
+    save_activation_memory(model, units, recompute=recompute)
+    _, unit = units[0]
+    torch._dynamo.reset()
+    # As "aot_eager" does.
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    unit.compile(backend=backend)
+    maps = draw(2, 64, 8, 8, seed=1).float().contiguous(memory_format=torch.channels_last).requires_grad_()
+    unit(maps).sum().backward()
+    assert counts == [3, repeated]
+
+
+@pytest.mark.slow
+def test_compiled_in_one_graph() -> None:
+    """The stem's max-pool included."""
+    results = []
+    for compiled in (False, True):
+        model = fill_random(resnet(26, convolution="products").double()).to(memory_format=torch.channels_last)
+        results.append(resnet_gradients(model, compiled))
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def value_and_slope(function: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    out = function(leaf)
+    out.backward(torch.ones_like(out))
+    assert leaf.grad is not None
+    assert out.dtype == leaf.grad.dtype == x.dtype
+    return out.detach().double(), leaf.grad.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_it_is_within_what_it_promises(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.linspace(-9, 9, 100_001), torch.tensor([-1e4, -50.0, -4.5, 4.5, 50.0, 1e4])]).to(dtype)
+    value, slope = value_and_slope(PolynomialGelu.apply, x)
+    exact_value, exact_slope = value_and_slope(F.gelu, x.double())
+    assert ((value - exact_value).abs() <= 3e-6 * x.abs().double()).all()
+    assert (slope - exact_slope).abs().max() <= 9e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+def test_it_rounds_no_more_than_torch_s(dtype: torch.dtype, size: float) -> None:
+    """Rounding hides what the polynomials are off by: half as much again at most, not the fourfold of a switch."""
+    generator = torch.Generator().manual_seed(0)
+    x = (size * torch.randn(50_000, generator=generator)).to(dtype)
+    exact = value_and_slope(F.gelu, x.double())
+    plain = value_and_slope(F.gelu, x)
+    found = value_and_slope(PolynomialGelu.apply, x)
+    for reference, other, right in zip(plain, found, exact, strict=True):
+        own = (reference - right).norm()
+        assert own > 0
+        assert (other - right).norm() <= 1.5 * own
+
+
+def test_code_that_is_not_compiled_has_torch_s() -> None:
+    x = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    for mine, right in zip(value_and_slope(polynomial_gelu, x), value_and_slope(F.gelu, x), strict=True):
+        assert torch.equal(mine, right)
+
+
+def test_compiled_code_has_the_polynomials() -> None:
+    """And no error function; the layer's results are the twin's within what the polynomials are off by."""
+    graphs: list[str] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    twins: dict[str, Any] = {
+        name: Mlp(6, 12, Compute(gelu=name))  # type: ignore[arg-type]  # a Literal
+        for name in ("torch", "polynomial")
+    }
+    fill_random(twins["torch"])
+    twins["polynomial"].load_state_dict(twins["torch"].state_dict())
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
+    for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):
+        graphs.clear()
+        results = {name: torch.compile(mlp.to(dtype), backend=backend)(x.to(dtype)) for name, mlp in twins.items()}
+        assert ["_nn.gelu(" in graph for graph in graphs] == [True, not narrow]
+        assert ("clamp" in graphs[1]) == narrow
+        torch.testing.assert_close(results["polynomial"], results["torch"], rtol=1e-2, atol=1e-2)
+        assert narrow or torch.equal(results["polynomial"], results["torch"])
+
+
+FORMATS = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+
+
+def pooled(pool: Any, maps: Tensor) -> tuple[Tensor, Tensor]:
+    """The maxima and the gradient of the maps, behind and before something that the compiler may fuse."""
+    leaf = maps.clone().requires_grad_()
+    out = pool(leaf)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
+def test_is_torch_s_to_the_bit(compiled: bool, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(2, 8, 13, 10, generator=generator).to(dtype).contiguous(memory_format=memory_format)
+    # ReLU: ties.
+    pool, plain = (nn.Sequential(nn.ReLU(), kind(3, stride=2, padding=1)) for kind in (MaxPool2d, nn.MaxPool2d))
+    expected = pooled(plain, maps)
+    found = pooled(torch.compile(pool, fullgraph=True) if compiled else pool, maps)
+    for mine, right in zip(found, expected, strict=True):
+        assert torch.equal(mine, right)
+        assert mine.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_the_operator() -> None:
+    pool = torch.compile(nn.Sequential(nn.ReLU(), MaxPool2d(3, stride=2, padding=1)))
+    maps = torch.randn(2, 8, 12, 12, requires_grad=True)
+    _, codes = run_fw_bw_and_get_code(lambda: pool(maps))
+    for name in ("max_pool2d", "max_pool2d_backward"):
+        assert any(f"torch.ops.pycls_fast.{name}.default(" in code for code in codes)
