@@ -161,41 +161,24 @@ class TimmNetwork(Network):
             return timm.create_model(self.name, pretrained=False, **self.arguments)
         except Exception as error:
             # timm passes unknown arguments to the model's constructor, and checks little of the known ones.
-            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if unknown is not None and unknown[1] == "drop_path_rate":
-                line = f"model.drop_path: timm's {self.name} does not take it; use model.drop_path=0"
-            elif unknown is not None and unknown[1] in self.options:
-                key = f"model.options.{unknown[1]}"
-                line = f"{key}: timm's {self.name} does not take it; leave it out (~{key})"
-            elif unknown is not None and unknown[1] not in self.arguments:
-                line = (
-                    f"model.name: {self.name} does not take {unknown[1]}, which timm passes; let the function that is "
-                    "registered under this name take **options, and pass on only what its model takes"
-                )
-            elif self.options or isinstance(error, AssertionError):
-                key = "model.options" if self.options else "data.image_size"
-                line = f"{key}: timm's {self.name} refuses {self.arguments} ({_told(error)}); correct what it names"
-            else:
-                raise
-            raise UserError(line) from error
+            raise self._refusal(f"refuses {self.arguments}", error) from error
 
     def _blocks_met(self, num_classes: int) -> tuple[list[str], list[str]]:
         """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
         try:
             return _find_blocks(self.network, num_classes, self.image_size, self.in_channels)
         except Exception as error:
-            what = f"timm's {self.name} does not take images of {self.image_size} pixels"
-            if self.options:
-                raise UserError(
-                    f"model.options: with {self.options} {what} ({_told(error)}); correct the options, or "
-                    "data.image_size"
-                ) from error
-            own_size = self.network.default_cfg.get("input_size", (None,))[-1]
-            if own_size in (None, self.image_size):
-                raise
-            raise UserError(
-                f"data.image_size: {what} ({_told(error)}); use data.image_size={own_size}, for which it was made"
-            ) from error
+            made_for = self.network.default_cfg.get("input_size", (None,))[-1]
+            hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
+            what = f"does not take images of {self.image_size} pixels{hint}"
+            raise self._refusal(what, error) from error
+
+    def _refusal(self, what: str, error: Exception) -> UserError:
+        keys = [f"model.options.{key}" for key in self.options] + ["data.image_size"]
+        if "drop_path_rate" in str(error):
+            keys = ["model.drop_path"]
+        told = f"{type(error).__name__}: {first_line(error)}"
+        return UserError(f"model.name: timm's {self.name} {what} ({told}); correct {' or '.join(keys)}")
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
@@ -211,11 +194,6 @@ def _without_children(module: nn.Module) -> nn.Module:
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
     return own
-
-
-def _told(error: Exception) -> str:
-    kind = type(error).__name__
-    return f"{kind}: {first_line(error)}" if str(error).strip() else kind
 
 
 def _built_for_one_size(name: str) -> bool:
