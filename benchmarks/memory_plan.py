@@ -56,7 +56,7 @@ def paper() -> Iterator[str]:
             for gigabytes in GIGABYTES:
                 steps = made.fitting(gigabytes * 1e9)
                 chosen = "-" if steps is None else f"{steps} x {made.per_rank // steps}"
-                peak = made.least() if steps is None else made.peak(steps)
+                peak = made.peak(made.parts()[0]) if steps is None else made.peak(steps)
                 note = made.elsewhere(gigabytes * 1e9) if steps is None else ""
                 batch = config.data.global_batch_size
                 yield f"| {name} | {gigabytes} GB | {ranks} | {batch} | {chosen} | {plan.gigabytes(peak)} | {note} |"

@@ -12,7 +12,7 @@ from pycls_fast.plan.activations import Activations, measure
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.cluster import Cluster, accelerator, cluster, interval
 from pycls_fast.plan.live_memory import LiveMemory
-from pycls_fast.plan.memory import Copies, Sizes, State, divisors, largest, peak, state, update_transient
+from pycls_fast.plan.memory import Copies, Sizes, State, divisors, peak, state, update_transient
 from pycls_fast.plan.memory_plan import MemoryPlan, device_memory, gigabytes
 from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Layout, Outcome, Search
@@ -35,7 +35,6 @@ __all__ = [
     "divisors",
     "gigabytes",
     "interval",
-    "largest",
     "measure",
     "peak",
     "resolve_auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -236,15 +236,6 @@ def update_transient(make: Callable[[list[nn.Parameter]], Optimizer], side: int 
     size = 4 * side * side
     per_byte = max(many - few, 0) / (2 * size)
     return per_byte, max(few / size - 2 * per_byte, 0.0)
-
-
-def largest(fits: Callable[[int], bool], candidates: Sequence[int]) -> int | None:
-    """The largest of ascending candidates that fits, assuming that all smaller ones do; None if none does."""
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(candidates[middle]) else (low, middle)
-    return candidates[low - 1] if low else None
 
 
 def divisors(number: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +22,7 @@ from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.parallel.launch import degrees
 from pycls_fast.plan.activations import Activations, measure
-from pycls_fast.plan.memory import Copies, Sizes, divisors, largest, peak, state, update_transient
+from pycls_fast.plan.memory import Copies, Sizes, divisors, peak, state, update_transient
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.values import AUTO
@@ -209,11 +210,10 @@ class MemoryPlan:
 
     def fitting(self, memory: float) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
-        return largest(lambda parts: self.peak(parts) <= USABLE * memory, self.parts())
-
-    def least(self) -> float:
-        """The peak with the most microbatches."""
-        return self.peak(self.parts()[0])
+        parts = self.parts()
+        # If a microbatch fits, all smaller ones do.
+        count = bisect(parts, False, key=lambda each: self.peak(each) > USABLE * memory)
+        return parts[count - 1] if count else None
 
     def elsewhere(self, memory: float) -> str:
         """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
@@ -265,7 +265,7 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
             way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
             raise UserError(
                 f"optim.accumulation_steps: auto finds no microbatch that fits into {gigabytes(memory)}: the smallest "
-                f"needs {gigabytes(made.least())}; {way_out}"
+                f"needs {gigabytes(made.peak(made.parts()[0]))}; {way_out}"
             )
         steps = found
     config = config.with_values(optim={"accumulation_steps": steps})

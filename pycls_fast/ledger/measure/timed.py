@@ -315,6 +315,7 @@ def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[s
         [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]
         for record in (reference, variant)
     ]
+    peaks = [record[part]["memory_peak_bytes"] for record in (reference, variant)]
     ratio = paired_ratio(*rates)
     low, high = ratio.interval or (None, None)
     return {
@@ -326,10 +327,5 @@ def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[s
         "speedup_high": high,
         "confidence": CONFIDENCE,
         "pairs": list(ratio.pairs),
-        "memory_ratio": _memory_ratio(reference[part], variant[part]),
+        "memory_ratio": None if None in peaks else peaks[1] / peaks[0],
     }
-
-
-def _memory_ratio(reference: Mapping[str, Any], variant: Mapping[str, Any]) -> float | None:
-    old, new = reference["memory_peak_bytes"], variant["memory_peak_bytes"]
-    return None if old is None or new is None else new / old
