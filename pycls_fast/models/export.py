@@ -139,22 +139,26 @@ def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         return _timm_resnet(model, state)
     if isinstance(model, VisionTransformer):
         return _timm_vit(model, state)
-    raise UserError(f"format: timm has no {type(model).__name__}; export as safetensors, onnx or program")
+    raise _unlike_timm(type(model).__name__)
+
+
+def _unlike_timm(what: str) -> UserError:
+    return UserError(f"format: timm has no {what}; export as safetensors, onnx or program")
 
 
 def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     block: Any = model.blocks[0]
     width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
-    if hidden != int(width * (hidden / width)):
-        raise UserError(f"model.mlp_width: {hidden} is not a multiple of {width} that timm can express")
     for is_in_the_way, key in (
+        # timm takes the MLP's width as a multiple of the other, rounded down.
+        (hidden != int(width * (hidden / width)), f"model.mlp_width={hidden}"),
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (any(".router." in name for name in state), "model.experts"),
         (model.pre_logits is not None, "model.pre_logits"),
         (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
     ):
         if is_in_the_way:
-            raise UserError(f"format: timm's vision transformer has no {key}; export as safetensors, onnx or program")
+            raise _unlike_timm(key)
     # timm gets fixed positions as learned ones.
     state.setdefault("positions.value", model.positions.value.detach())
     pooled_norm = model.classifier != "token" and model.classifier_norm == "after_pool"
@@ -179,7 +183,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
 
 def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     if model.stem.pool is None:
-        raise UserError("format: timm's resnet has no model.stem=small; export as safetensors, onnx or program")
+        raise _unlike_timm("model.stem=small")
     bottleneck = "stages.0.0.conv3.weight" in state
     first = state["stages.0.0.conv2.weight"].shape
     groups = first[0] // first[1] if bottleneck else 1

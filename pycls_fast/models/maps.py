@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -163,17 +164,14 @@ def watched(model: VisionTransformer, visit: Visit) -> Iterator[None]:
         modules.append((model.pooling.attention, None))
     kernels = [module.kernel for module, _ in modules]
 
-    def written_out(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None) -> Tensor:
+    def written_out(keys: int | None, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
         probabilities_BHNN = attention_probabilities(queries_BHNE, keys_BHNE, keys=keys)
         visit(probabilities_BHNN[:, :, :tokens, :tokens])
         return probabilities_BHNN @ values_BHNE
 
-    def kernel(keys: int | None) -> Callable[..., Tensor]:
-        return lambda queries, its_keys, values: written_out(queries, its_keys, values, keys=keys)
-
     try:
         for module, keys in modules:
-            module.kernel = kernel(keys)
+            module.kernel = partial(written_out, keys)
         yield
     finally:
         for (module, _), before in zip(modules, kernels, strict=True):

@@ -53,81 +53,72 @@ def described(source: str | Path, *, model: str | None = None, for_scoring: bool
     Raises:
         UserError: no such weights, or, for scoring, a preprocessing that is not supported here.
     """
-    about = _described(str(source))
-    if about is None and model is not None:
-        about = _of_timm_model(model)
+    project, _, name = str(source).partition(":")
+    if project == "timm":
+        about = _of_timm_model(name)
+        if about is None:
+            raise UserError(f"weights: timm has no weights {name}")
+    elif project == "torchvision":
+        about = _of_torchvision(name)
+    else:
+        about = _beside(user_path(source)) or (_of_timm_model(model) if model else None)
     if about is not None and for_scoring and about.unknown:
         raise UserError(f"weights: {source} asks for {about.unknown}; preprocessing=config takes the configuration's")
     return about
 
 
-def _described(text: str) -> Preprocessing | None:
-    if text.startswith("timm:"):
-        return _of_timm_name(text.removeprefix("timm:"))
-    if text.startswith("torchvision:"):
-        return _of_torchvision_name(text.removeprefix("torchvision:"))
-    path = user_path(text)
+def _beside(path: Path) -> Preprocessing | None:
+    """That of the `config.json` beside a file; other libraries keep one there, too."""
     about = path.parent / "config.json"
     if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
         return None
     try:
         config = read_json(about)
-    except (OSError, ValueError) as error:
-        raise UserError(f"weights: {about} is not valid JSON ({error})") from error
-    # Other libraries keep a config.json beside their weights, too.
-    kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
-    return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
-
-
-def _timm_config(name: str) -> Any:
-    """timm's `PretrainedCfg`; None for a model or a tag that it does not have."""
-    import timm as library
-
-    try:
-        return library.models.get_pretrained_cfg(name) if library.is_model(name) else None
-    except RuntimeError:
-        return None
+        kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
+        return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"weights: {about} is not timm's description of a model ({error}); correct it") from error
 
 
 def _of_timm_model(name: str) -> Preprocessing | None:
-    kept = _timm_config(name)
-    # A model of the user's own, registered with timm, has none, or one without weights.
-    return _of_timm(kept.to_dict(), name) if kept is not None and kept.has_weights else None
+    """That of timm's own weights; None for a name without any, such as a user's own model."""
+    import timm
 
-
-def _of_timm_name(name: str) -> Preprocessing | None:
-    kept = _timm_config(name)
-    if kept is None:
-        raise UserError(f"weights: timm has no weights {name}")
+    try:
+        kept = timm.models.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:
+        return None
+    if kept is None or not kept.has_weights:
+        return None
     return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
 
 
 def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
-    """The preprocessing as `timm.data.create_transform` reads it, at the size meant for testing."""
+    """The preprocessing as `timm.data.create_transform` has it, at the size meant for testing."""
+    from timm.data import resolve_data_config
+
+    found = resolve_data_config(pretrained_cfg=kept, use_test_size=True)
+    height, size = (int(side) for side in found["input_size"][-2:])
+    ratio, crop = found["crop_pct"], found["crop_mode"]
+    unknown = _unknown(found["interpolation"])
+    if height != size:
+        unknown = f"images of {height} x {size} pixels, but only square ones are supported"
+    elif crop not in ("center", "squash", "border") or ratio > 1:
+        unknown = (
+            f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
+        )
     trained = kept.get("input_size")
-    height, size = _height_and_width(kept.get("test_input_size") or trained or (3, 224, 224))
-    ratio = kept.get("test_crop_pct") or kept.get("crop_pct") or 0.875
-    crop = kept.get("crop_mode") or "center"
-    interpolation = str(kept.get("interpolation", "bicubic"))
     return Preprocessing(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
-        image_size=int(size),
+        image_size=size,
         resized_side=math.floor(size / ratio),
-        interpolation=interpolation,
-        mean=rgb_triple(kept.get("mean", (0.485, 0.456, 0.406))),
-        std=rgb_triple(kept.get("std", (0.229, 0.224, 0.225))),
+        interpolation=found["interpolation"],
+        mean=rgb_triple(found["mean"]),
+        std=rgb_triple(found["std"]),
         crop=crop,
-        unknown=_unknown_crop(crop, ratio, height, size) or _unknown(interpolation),
-        trained_size=_height_and_width(trained)[1] if trained else None,
+        unknown=unknown,
+        trained_size=int(trained[-1]) if trained else None,
     )
-
-
-def _height_and_width(size: Any) -> tuple[int, int]:
-    """Height and width of an input size in pixels, (C, height, width), or without C as some files have it."""
-    match size:
-        case (*_, int(height), int(width)):
-            return height, width
-    raise UserError(f"weights: input_size in their config.json is {size}; correct it to [channels, height, width]")
 
 
 def torchvision_weights(name: str) -> tuple[str, Any]:
@@ -136,16 +127,16 @@ def torchvision_weights(name: str) -> tuple[str, Any]:
     Raises:
         UserError: torchvision has no such weights.
     """
-    import torchvision as library
+    import torchvision
 
     model, _, tag = name.partition(".")
     try:
-        return model, library.models.get_model_weights(model)[tag or "DEFAULT"]
+        return model, torchvision.models.get_model_weights(model)[tag or "DEFAULT"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"weights: torchvision {library.__version__} has no weights {name} ({error})") from error
+        raise UserError(f"weights: torchvision {torchvision.__version__} has no weights {name} ({error})") from error
 
 
-def _of_torchvision_name(name: str) -> Preprocessing:
+def _of_torchvision(name: str) -> Preprocessing:
     model, weights = torchvision_weights(name)
     steps = weights.transforms()
     return Preprocessing(
@@ -158,16 +149,6 @@ def _of_torchvision_name(name: str) -> Preprocessing:
         unknown=_unknown(steps.interpolation.value),
         trained_size=steps.crop_size[0],
     )
-
-
-def _unknown_crop(crop: str, ratio: float, height: int, width: int) -> str:
-    if height != width:
-        return f"images of {height} x {width} pixels, but only square ones are supported"
-    if crop not in ("center", "squash", "border") or ratio > 1:
-        return (
-            f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
-        )
-    return ""
 
 
 def _unknown(interpolation: str) -> str:
