@@ -15,7 +15,7 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, together
+from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, closed, crossing, families, together
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.trainings import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
@@ -49,6 +49,7 @@ class CrossedTrainings:
         settings: how much is trained.
         folder: open.
         names: the variants that run here.
+        alike: those of them that made no difference to the bits of the weights after some steps.
         refused: whether the settings of a combination are refused.
         train: starts the runs that are not done, and waits for them.
         say: called with a message.
@@ -61,12 +62,13 @@ class CrossedTrainings:
         folder: LedgerFolder,
         names: Sequence[str],
         *,
+        alike: Sequence[str] = (),
         refused: Callable[[Variant], bool],
         train: Callable[[Sequence[TrainingRun]], None],
         say: Callable[[str], None],
     ) -> None:
         self._ladder, self._settings, self._folder = ladder, settings, folder
-        self._train, self._say = train, say
+        self._train, self._say, self._alike = train, say, alike
         self._pairs: dict[PlannedPair, Pair | None] = {}
         before = folder.crossing
         self.known = Crossing(**before) if before else crossing(ladder, names, refused)
@@ -78,7 +80,8 @@ class CrossedTrainings:
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
-        runs = [run for group in self.groups() for f in group for pair in f.pairs for run in self._runs(pair)]
+        pairs = [pair for group in self.groups() for family in group for pair in family.pairs]
+        runs = [run for pair in (*self._screening(), *pairs) for run in self._runs(pair)]
         return list({run.folder: run for run in runs}.values())
 
     def run(self) -> None:
@@ -88,9 +91,39 @@ class CrossedTrainings:
             UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
         """
         self._check_plan()
+        self._screen()
         place = 0
         while place < len(groups := self.groups()):
             place += self._decided(groups[place])
+
+    def _screening(self) -> list[PlannedPair]:
+        """A pair that differs in all variants that may be identical; empty if there is none."""
+        names = self.known.alike or []
+        on = closed(self._ladder, names)
+        without = tuple(name for name in on if name not in names)
+        return [PlannedPair(self._settings.first_seed, (on, without))] if names else []
+
+    def _screen(self) -> None:
+        """Leave out variants that change no bit of the weights at first, and no prediction of a whole training."""
+        known = self.known
+        if known.alike is None:
+            known.alike = [
+                name
+                for name in self._alike
+                # What alternatives do together is not known.
+                if name in known.crossed and not any(name in pair for pair in known.conflicts)
+            ]
+            for pair in self._screening():
+                if closed(self._ladder, pair.on[1]) != pair.on[1]:
+                    known.alike = []
+            self._folder.keep_crossing(asdict(known))
+        for pair in self._screening() if not known.identical and not known.looked else []:
+            self._train(self._runs(pair))
+            found = self._predictions(pair)
+            if found is not None and all(np.array_equal(*each) for each in zip(*found, strict=True)):
+                known.identical = list(known.alike)
+                self._say(f"{', '.join(known.alike)}: identical: every prediction is the same")
+            self._folder.keep_crossing(asdict(known))
 
     def _decided(self, group: Sequence[Family]) -> bool:
         """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
@@ -183,7 +216,10 @@ class CrossedTrainings:
         known = [pair for each in pilot if (pair := self._ended(each)) is not None]
         return Accuracy(
             runs=self.trained([family for group in groups for family in group]),
-            effects=[effect for effects, *_ in found for effect in effects],
+            effects=[
+                *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.known.identical),
+                *(effect for effects, *_ in found for effect in effects),
+            ],
             looks=[look for _, looks, _ in found for look in looks],
             total=[total for *_, total in found],
             broken=self.known.broken,
@@ -235,15 +271,23 @@ class CrossedTrainings:
         return self._pairs[planned]
 
     def _read(self, planned: PlannedPair) -> Pair | None:
+        found = self._predictions(planned)
+        if found is None:
+            return None
+        (one_indices_N, one_labels_N, one_N), (two_indices_N, two_labels_N, two_N) = found
+        # Images that one of the two could not read are left out of both.
+        _, at_one, at_two = np.intersect1d(one_indices_N, two_indices_N, assume_unique=True, return_indices=True)
+        right, other = one_N[at_one] == one_labels_N[at_one], two_N[at_two] == two_labels_N[at_two]
+        difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
+        return Pair(planned.on, difference, int((right != other).sum()), len(right))
+
+    def _predictions(self, planned: PlannedPair) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None:
+        """Indices, labels and predictions of both trainings; None if one of them failed."""
         folders = [RunFolder(run.folder) for run in self._runs(planned)]
         if not all((folder.path / "summary.json").is_file() for folder in folders):
             return None
-        one, two = (Predictions.load(folder.predictions) for folder in folders)
-        # Images that one of the two could not read are left out of both.
-        _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
-        right, other = (p.predicted_N[at] == p.labels_N[at] for p, at in ((one, at_one), (two, at_two)))
-        difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
-        return Pair(planned.on, difference, int((right != other).sum()), len(right))
+        loaded = [Predictions.load(folder.predictions) for folder in folders]
+        return [(each.indices_N, each.labels_N, each.predicted_N) for each in loaded]
 
     def trained(self, chosen: Sequence[Family]) -> list[TrainedRun]:
         """The trainings that have ended, in order."""

@@ -54,7 +54,8 @@ class Crossing:
         crossed: names of those that are combined.
         alone: names of those that are compared one at a time.
         conflicts: pairs of names that are never on together.
-        identical: names of those whose predictions are the reference's.
+        alike: names of those whose weights are the same bits after some steps; None before that is known.
+        identical: names of those whose predictions are then the same, too.
         broken: those that make trainings fail, and the evidence in words.
         looked: runs_at_most and margin, once there were verdicts, after which both are fixed.
     """
@@ -62,6 +63,7 @@ class Crossing:
     crossed: list[str] = field(default_factory=list)
     alone: list[str] = field(default_factory=list)
     conflicts: list[tuple[str, str]] = field(default_factory=list)
+    alike: list[str] | None = None
     identical: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
     looked: list[float | None] = field(default_factory=list)

@@ -16,7 +16,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder import processes
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.crossed import default_runs
-from pycls_fast.ledger.ladder.folder import LedgerFolder
+from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
 from pycls_fast.ledger.ladder.processes import Process, ProcessResult
 from pycls_fast.ledger.ladder.trainings import FAILED, Progress, TrainingRun, Trainings
@@ -143,9 +143,23 @@ class Ledger:
         """The trainings of what is known to run."""
         names = [variant.name for variant in self.selection.runnable()[1:]]
         self.crossed = CrossedTrainings(
-            self.ladder, self.settings, self.folder, names, refused=self.refused, train=self.train, say=self.say
+            self.ladder,
+            self.settings,
+            self.folder,
+            names,
+            alike=self._alike(),
+            refused=self.refused,
+            train=self.train,
+            say=self.say,
         )
         return self.crossed
+
+    def _alike(self) -> list[str]:
+        """The variants whose weights are those of the one before them, bit for bit, after `numerics_steps`."""
+        variants = {variant.name: variant for variant in self.selection.runnable()}
+        files = {name: self.folder.numerics_file(variant) for name, variant in variants.items()}
+        digests = {name: read_measurement(file).get("weights") for name, file in files.items() if file.is_file()}
+        return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
     def total(self) -> int:
         """Number of processes in the whole plan, as far as it is known."""

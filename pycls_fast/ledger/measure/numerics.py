@@ -10,8 +10,9 @@ has small random weights for the measurement.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 
@@ -56,10 +57,26 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         for _ in range(steps):
             training.step()
         records.append({"step": steps, **errors(step, network, exact, probe)})
+        weights = _digest(step.weights.live())
     finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
-    record = {"kind": "numerics", "config_name": config.config_name, "errors": finite, **provenance(device, 1)}
+    record = {
+        "kind": "numerics",
+        "config_name": config.config_name,
+        "errors": finite,
+        "weights": weights,
+        **provenance(device, 1),
+    }
     write_json(training.file, record)
     return DONE
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the trained weights: two settings with the same one have computed the same bits."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode())
+        found.update(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 @contextmanager

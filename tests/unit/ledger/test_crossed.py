@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -70,6 +71,9 @@ class Training(FakeProcess):
     """Writes a run whose number of wrong images follows its variants: "a" costs 2 points, the seed moves all."""
 
     broken_variant = ""
+    # Those that change no bit of the first steps, and those that change no prediction.
+    alike: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
 
     def __init__(self, verb: str, arguments: list[str], **more: Any) -> None:
         super().__init__(verb, arguments, **more)
@@ -80,9 +84,13 @@ class Training(FakeProcess):
 
     def _write(self, file: Path, arguments: list[str]) -> None:
         super()._write(file, arguments)
+        own = [a for a in arguments if a in {f"{name}=1" for name in NAMES}]
+        if "numerics" in str(file.parent):
+            file.write_text(json.dumps({"errors": [], "weights": str([a for a in own if a not in self.alike])}))
         if file.name == "summary.json":
+            own = [a for a in own if a not in self.inert]
             seed = next(int(a.removeprefix("seed=")) for a in arguments if a.startswith("seed="))
-            generator = np.random.default_rng([seed, len(arguments)])
+            generator = np.random.default_rng([seed, len(own)])
             wrong = 500 + 40 * (seed % 3) + 200 * ("a=1" in arguments) + int(generator.integers(0, 12))
             predicted = (np.arange(10_000) < wrong).astype(np.int64)
             ones = np.ones(10_000, np.float32)
@@ -172,6 +180,20 @@ def test_what_cannot_be_decided_is_refused_after_the_pilot(trained: type[Trainin
     assert len(list(tmp_path.rglob("summary.json"))) == 8
     # The pilot counts, and a wider margin is the way out.
     assert words(work(crossed(tmp_path)))["a"] == "costs"
+
+
+def test_what_changes_nothing_is_identical_and_not_tested(
+    trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "alike", ("c=1", "d=1"))
+    monkeypatch.setattr(trained, "inert", ("c=1", "d=1"))
+    record = work(crossed(tmp_path / "a", numerics_steps=2))
+    assert words(record) == {**dict.fromkeys("cd", "identical"), "a": "costs", **dict.fromkeys("befgh", "free")}
+    assert record.accuracy is not None
+    assert not any({"c", "d"} & set(run.on) for run in record.accuracy.runs)
+    # Whoever changes something only later is found out by one training, and tested like all others.
+    monkeypatch.setattr(trained, "inert", ("c=1",))
+    assert words(work(crossed(tmp_path / "b", numerics_steps=2))) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}
 
 
 def test_too_few_trainings_are_refused_before_any(trained: type[Training], tmp_path: Path) -> None:
