@@ -453,7 +453,10 @@ def test_the_other_shortcut_is_told(
     """All names and shapes fit."""
     torch.save(timm.create_model(theirs, num_classes=CLASSES).state_dict(), tmp_path / "theirs.pth")
     sizes = {**model, "depth": int(theirs[6:8]), "num_classes": classes}
-    with pytest.raises(UserError, match=rf"^weights: .*theirs\.pth is of a ResNet .*; use model\.shortcut={needed}$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^weights: .*theirs\.pth was trained with model\.shortcut={needed} .*; use model\.shortcut={needed}$",
+    ):
         load(ResNet(**sizes), tmp_path / "theirs.pth")
     fitted = load(ResNet(**{**sizes, "shortcut": needed}), tmp_path / "theirs.pth")
     assert set(fitted.fresh) == (set() if classes == CLASSES else {"head.weight", "head.bias"})
@@ -777,17 +780,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             return print, ("ran",)
 
     torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
-    with pytest.raises(UserError, match=r"code.pth is not a PyTorch file of only tensors and plain values, .*print"):
+    with pytest.raises(UserError, match=r"code.pth is no file of only tensors and plain values, .*print"):
         pretrained.read_weights(str(tmp_path / "code.pth"))
     (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
-    with pytest.raises(UserError, match=r"^weights: .*text.pth is not a PyTorch file of only tensors"):
+    with pytest.raises(UserError, match=r"^weights: .*text.pth is no file of only tensors"):
         pretrained.read_weights(str(tmp_path / "text.pth"))
     for name in ("half.pth", "half.npz", "half.safetensors"):
         (tmp_path / name).write_bytes(b"half a file")
         with pytest.raises(UserError, match=f"weights: .*{name}"):
             pretrained.read_weights(str(tmp_path / name))
     torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(UserError, match="holds a list, not weights by name"):
+    with pytest.raises(UserError, match="it holds a list, not weights by name"):
         pretrained.read_weights(str(tmp_path / "list.pth"))
     for source, line in (
         (str(tmp_path / "none.pth"), "is not a file"),

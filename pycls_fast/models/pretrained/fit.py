@@ -25,7 +25,6 @@ from pycls_fast.models.pretrained.names import (
 )
 from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_kind, check_settings
-from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
@@ -108,7 +107,6 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
             f"weights: {read.source} is in the form of Hugging Face's transformers; use timm's (timm:NAME, or "
             "hf:timm/NAME)"
         )
-    _check_shortcut(network, read.shortcut, read.source)
     check_kind(network, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part, read.step)
@@ -127,16 +125,6 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
-
-
-def _check_shortcut(network: nn.Module, shortcut: ShortcutKind | None, source: str) -> None:
-    """Check the kind of shortcut: both have the same tensors, but compute different functions."""
-    if isinstance(network, ResNet) and shortcut not in (None, network.shortcut):
-        how = {"pool": "a mean before their convolution", "conv": "the stride of their convolution"}
-        raise UserError(
-            f"weights: {source} is of a ResNet whose shortcuts make maps smaller by {how[shortcut]}; use "
-            f"model.shortcut={shortcut}"
-        )
 
 
 def _in_names_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from pycls_fast.files import our_config, user_path
 from pycls_fast.models.pretrained.hubs import from_hub, is_hub
 from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNETS, VITS, read_names, resnet_shortcut
 from pycls_fast.models.pretrained.traits import Traits, jax_traits, pycls_takes_bgr, pycls_traits
-from pycls_fast.models.resnet import ShortcutKind
 from pycls_fast.reading import parse_json
 
 NormPlace = Literal["every_token", "after_pool"]
@@ -39,7 +37,6 @@ class ReadWeights:
         unknown: names in the file of tensors that have none in ours.
         unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
         norm: what a vision transformer's final norm was trained on; None if the file does not say.
-        shortcut: how a ResNet's shortcuts downsample; None if the file does not say.
         bgr: the first layer takes the channels as blue, green, red.
         traits: settings that the source gives and no tensor shows.
         part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
@@ -54,7 +51,6 @@ class ReadWeights:
     unknown: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     norm: NormPlace | None = None
-    shortcut: ShortcutKind | None = None
     bgr: bool = False
     traits: Traits = field(default_factory=Traits)
     part: str = ""
@@ -82,11 +78,21 @@ def read_weights(source: str) -> ReadWeights:
         raise UserError(
             f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or hf:ORG/NAME"
         )
-    if path.suffix == ".safetensors":
-        return _in_our_names(_read_safetensors(source, path))
-    if path.suffix == ".npz":
-        return _in_our_names(ReadWeights(source, plain=_read_npz(path)))
-    return _read_torch(source, path)
+    try:
+        if path.suffix == ".safetensors":
+            read = _read_safetensors(source, path)
+        elif path.suffix == ".npz":
+            read = ReadWeights(source, plain=_read_npz(path))
+        else:
+            read = _one_set(source, _read_torch(path))
+    except Exception as error:  # libraries raise many kinds for a file that is not theirs
+        # torch tells what it has not loaded in the middle of its advice.
+        reasons = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line)
+        raise UserError(
+            f"weights: {path} is no file of only tensors and plain values, which alone are read because others could "
+            f"run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
+        ) from error
+    return _in_our_names(read)
 
 
 def _in_our_names(read: ReadWeights) -> ReadWeights:
@@ -97,6 +103,8 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
         norm = "after_pool" if "fc_norm.weight" in state else "every_token"
     if layout == JAX_VIT:
         traits = jax_traits(state)
+    if layout in RESNETS:
+        traits = replace(traits, shortcut=resnet_shortcut(state))
     if layout in (JAX_VIT, PYCLS_VIT) and "class_token.value" in tensors:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
@@ -108,20 +116,16 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
         unknown=tuple(name for name in unknown if not is_unused[name]),
         unused=tuple(name for name in unknown if is_unused[name]),
         norm=norm,
-        shortcut=resnet_shortcut(state) if layout in RESNETS else None,
         traits=traits,
     )
 
 
 def _read_safetensors(source: str, path: Path) -> ReadWeights:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"weights: {path} cannot be read ({error})") from error
+    with safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     own = own_metadata(about)
     return ReadWeights(source, plain=_bare(state), part=about.get("weights", ""), classes=own.classes, step=own.step)
 
@@ -157,15 +161,12 @@ def _json_or_none(text: str) -> Any:
 def _read_npz(path: Path) -> dict[str, Tensor]:
     import numpy as np
 
-    try:
-        with np.load(path, allow_pickle=False) as opened:
-            archive: Any = opened
-            size = sum(part.file_size for part in archive.zip.infolist())
-            if size > _MOST_UNPACKED * path.stat().st_size:
-                raise ValueError(f"it would unpack to {size:,} bytes")
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
-        raise UserError(f"weights: {path} is not an archive of plain arrays ({error})") from error
+    with np.load(path, allow_pickle=False) as opened:
+        archive: Any = opened
+        size = sum(part.file_size for part in archive.zip.infolist())
+        if size > _MOST_UNPACKED * path.stat().st_size:
+            raise ValueError(f"it would unpack to {size:,} bytes")
+        arrays = {name: archive[name] for name in archive.files}
     tensors = {}
     for name, array in arrays.items():
         # numpy sees bfloat16 as two bytes of an unknown type.
@@ -176,42 +177,34 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_torch(source: str, path: Path) -> ReadWeights:
+def _one_set(source: str, loaded: Any) -> ReadWeights:
     """The one set of weights to use from what a training script saved."""
-    loaded = _loaded(path)
     if not isinstance(loaded, Mapping):
-        raise UserError(f"weights: {path} holds a {type(loaded).__name__}, not weights by name")
+        raise TypeError(f"it holds a {type(loaded).__name__}, not weights by name")
     part = _choose_part(loaded)
     entries = loaded[part] if part else loaded
     tensors = {str(name): value for name, value in entries.items() if isinstance(value, Tensor)}
     odd = [name for name, t in tensors.items() if t.layout != torch.strided or t.is_quantized or t.device.type != "cpu"]
     if odd or not tensors:
-        what = f"{first_few(odd)}: sparse, quantized or without values" if odd else f"only {first_few(list(loaded), 8)}"
-        raise UserError(f"weights: {path} holds no dense weights by name ({what})")
+        what = f"{first_few(odd)}: sparse, quantized or without values" if odd else first_few(list(map(str, loaded)), 8)
+        raise ValueError(f"it holds no dense weights by name, but {what}")
     state = _bare(tensors)
     read = ReadWeights(source, plain=state, part=part)
     if "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state:
         settings = str(loaded.get("cfg", ""))
         read = replace(read, traits=pycls_traits(settings), bgr=pycls_takes_bgr(settings))
-    return _in_our_names(read)
+    return read
 
 
-def _loaded(path: Path) -> Any:
+def _read_torch(path: Path) -> Any:
     # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. All are plain data.
     import numpy as np
 
     harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
     harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
     harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
-    try:
-        with torch.serialization.safe_globals(harmless):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is not its own
-        reasons = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line)
-        raise UserError(
-            f"weights: {path} is not a PyTorch file of only tensors and plain values, which alone are read because "
-            f"others could run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
-        ) from error
+    with torch.serialization.safe_globals(harmless):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

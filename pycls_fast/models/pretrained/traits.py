@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.pretrained.names import jax_heads
+from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import Classifier, VisionTransformer
 
@@ -24,6 +25,7 @@ class Traits:
         heads: attention heads of a vision transformer.
         norm_eps: epsilon of its LayerNorms.
         classifier: what its head sees.
+        shortcut: how a ResNet's shortcuts make maps smaller.
         unlike: what it does and our models do not, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
     """
@@ -31,6 +33,7 @@ class Traits:
     heads: int | None = None
     norm_eps: float | None = None
     classifier: Classifier | None = None
+    shortcut: ShortcutKind | None = None
     unlike: str = ""
     pools_unlike: str = ""
 
@@ -127,17 +130,16 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
     Raises:
         UserError: one line for each setting that differs.
     """
-    if not isinstance(network, VisionTransformer):
-        return
-    if traits.pools_unlike and with_head:
-        raise UserError(_other_model(traits.pools_unlike, source))
-    block: Any = network.blocks[0]
-    found: list[tuple[str, object, object]] = [
-        ("heads", traits.heads, block.attention.heads),
-        ("norm_eps", traits.norm_eps, network.norm.eps),
-    ]
-    if with_head:
-        found.append(("classifier", traits.classifier, network.classifier))
+    found: list[tuple[str, object, object]] = []
+    if isinstance(network, ResNet):
+        found.append(("shortcut", traits.shortcut, network.shortcut))
+    elif isinstance(network, VisionTransformer):
+        if traits.pools_unlike and with_head:
+            raise UserError(_other_model(traits.pools_unlike, source))
+        block: Any = network.blocks[0]
+        found += [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
+        if with_head:
+            found.append(("classifier", traits.classifier, network.classifier))
     lines = [
         f"weights: {source} was trained with model.{key}={_text(theirs)} and the model has {_text(ours)}, which "
         f"computes something else with the same tensors; use model.{key}={_text(theirs)}"
