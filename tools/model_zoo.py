@@ -1,6 +1,6 @@
 """Write `docs/zoo.md`, one row per experiment with a fixed data set: `python tools/model_zoo.py`.
 
-Published numbers are in `pycls_fast/published.py`, numbers measured here in `docs/results/top1.json`.
+Published numbers are in `pycls_fast/published.yaml`, numbers measured here in `docs/results/top1.json`.
 """
 
 from __future__ import annotations
