@@ -289,7 +289,10 @@ def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, f
     numbers = []
     for position in range(STEPS):
         step(position, [batch(position)], metrics)
-        numbers.append(metrics.read(ALONE))
+        read = metrics.read(ALONE)
+        # The network's own numbers, of which these have none.
+        assert read.pop("facts") == {}
+        numbers.append(read)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     return numbers, {**state, **{f"average of {name}": value.clone() for name, value in step.ema.values.items()}}
 
