@@ -20,9 +20,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+        return _Sum.forward(ctx, gradient)
 
 
 class HostSyncBatchNorm(nn.BatchNorm2d):

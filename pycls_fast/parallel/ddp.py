@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,14 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.powersgd import PowerSGD
 from pycls_fast.parallel.world import World
-
-# BatchNorm's statistics stay local during training and are averaged before they are read (World.average_buffers).
-# torch 2.13 renamed the flag.
-_LOCAL_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
 
 # One layer's weights in a ViT-H have 26 MB, more than torch's bucket of 25. Larger ones have fewer messages; but there
 # have to be some, so that the exchange begins while the backward pass goes on.
@@ -39,7 +30,9 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
     model = DistributedDataParallel(
         network,
         device_ids=[world.device] if world.device.type == "cuda" else None,
-        **_LOCAL_BUFFERS,
+        # BatchNorm's statistics stay local during training and are averaged before they are read
+        # (World.average_buffers).
+        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         bucket_cap_mb=_bucket_megabytes(network),
         static_graph=settings.static_graph,

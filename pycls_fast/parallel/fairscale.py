@@ -1,23 +1,22 @@
 """FairScale's two strategies (0.4.13, its last release), for runs that come from it.
 
 FullyShardedDataParallel (`shard_weights`): parameters, gradients and optimizer state are sharded over the ranks, as in
-ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054). Each repeated unit is one wrapper, and so is the rest of the network
-around them. FairScale's own flattening makes one tensor of a whole wrapper, which can have only one weight decay; here
-a wrapper has one flat tensor for each optimizer group in it: FairScale's FlattenParamsWrapper inside a wrapper that
-flattens nothing.
+ZeRO-3 (Rajbhandari et al. 2020), in one wrapper for each repeated unit and one for the rest around them. FairScale's
+own flattening makes one tensor of a whole wrapper, which can have only one weight decay; here a wrapper has one flat
+tensor for each optimizer group in it: a FlattenParamsWrapper inside a wrapper that flattens nothing.
 
 OSS and ShardedDataParallel (`shard_state`): weights on every rank, each gradient and optimizer state on one rank, as in
-ZeRO-2 with whole parameters as the unit of sharding. Each parameter has an owner, to which its gradient is reduced;
-only the owner updates it, and broadcasts it after the step.
+ZeRO-2 with whole parameters. Each parameter has an owner, to which its gradient is reduced; only the owner updates it,
+and broadcasts it after the step.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
 from pycls_fast.optim.masters import CastOutput, cast_buffers
@@ -48,13 +46,11 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
             around the units.
         world: the ranks, with their mesh.
         settings: with the optimizer's `groups`.
-
-    Raises:
-        UserError: no CUDA device, or FairScale is not installed.
     """
     wrap = _Wrapping(world, settings)
     waiting = dict(network.units())
-    for module, fill in _empty_parts(network):
+    # In the order of their random draws.
+    for module, fill in list(network.initialisers()) if is_empty(network) else []:
         module.to_empty(device="cpu")
         fill(module)
         module.to(world.device)
@@ -90,14 +86,9 @@ class _Wrapping:
     """Makes FairScale's wrappers, from the inside out."""
 
     def __init__(self, world: World, settings: StrategySettings) -> None:
-        try:
-            from fairscale.nn.data_parallel import FullyShardedDataParallel
-            from fairscale.nn.misc import FlattenParamsWrapper
-        except ImportError as error:
-            raise UserError(
-                "parallel.name: fairscale_fsdp needs FairScale, which is not installed; pip install fairscale, or use "
-                "parallel=fsdp"
-            ) from error
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+        from fairscale.nn.misc import FlattenParamsWrapper
+
         _accept_old_names()
         self._fsdp, self._flatten = FullyShardedDataParallel, FlattenParamsWrapper
         self._group_of = {name: index for index, group in enumerate(settings.groups) for name in group["params"]}
@@ -166,11 +157,6 @@ class _Cast:
         return tuple(x.to(self._dtype) for x in inputs)
 
 
-def _empty_parts(network: Network) -> Sequence[Any]:
-    """Modules of a network on the meta device, with their initialisers, in the order of their random draws."""
-    return list(network.initialisers()) if is_empty(network) else []
-
-
 def _flats(root: nn.Module) -> Iterator[Flat]:
     from fairscale.nn.misc import FlattenParamsWrapper
 
@@ -225,17 +211,9 @@ def shard_state(network: nn.Module, world: World, settings: StrategySettings) ->
         network: on the device, the same on all ranks.
         world: the ranks, with their mesh.
         settings: with the optimizer's `groups` and `make_optimizer`.
-
-    Raises:
-        UserError: FairScale is not installed.
     """
-    try:
-        from fairscale.nn.data_parallel import ShardedDataParallel
-    except ImportError as error:
-        raise UserError(
-            "parallel.name: fairscale_sharded_ddp needs FairScale, which is not installed; pip install fairscale, or "
-            "use parallel=ddp"
-        ) from error
+    from fairscale.nn.data_parallel import ShardedDataParallel
+
     assert settings.make_optimizer is not None
     assert world.mesh is not None
     # FairScale's communication buffers will make the weights contiguous. The optimizer creates its state before that,
@@ -293,25 +271,23 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
 
         def state_dict(self) -> dict[str, Any]:
             """A copy in torch's form, in which tensors of a parameter's shape are DTensors sharded along the first
-            axis. One parameter is broadcast at a time. All ranks call this."""
-            mine = {index: self.optim.state_dict()["state"].get(local, {}) for local, index in self._owned()}
-            told = world.gather({index: _outline(values) for index, values in mine.items()})
+            axis. One parameter is broadcast at a time, through the host. All ranks call this."""
+            own = self.optim.state_dict()["state"]
+            local_of = self._owned()
             state: dict[int, dict[str, Any]] = {}
             for index, (owner, parameter) in enumerate(self._owners()):
-                for key, value in told[owner].get(index, {}).items():
-                    if isinstance(value, _Sent):
-                        whole = torch.empty(value.shape, dtype=value.dtype, device=world.device)
-                        if owner == world.rank:
-                            whole.copy_(mine[index][key])
-                        dist.broadcast(whole, src=owner)
-                        value = cut(whole, mesh) if whole.shape == parameter.shape else whole
-                    state.setdefault(index, {})[key] = value
+                values = own.get(local_of.get(index), {})
+                told = [{key: v.cpu() if isinstance(v, Tensor) else v for key, v in values.items()}]
+                dist.broadcast_object_list(told, src=owner, group=world.host_group)
+                for key, value in told[0].items():
+                    is_cut = isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+                    state.setdefault(index, {})[key] = cut(value.to(world.device), mesh) if is_cut else value
             return {"state": state, "param_groups": Optimizer.state_dict(self)["param_groups"]}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Restore what `state_dict` returned, on any number of ranks, also from whole tensors; the groups keep
             their settings. All ranks call this."""
-            local_of = {index: local for local, index in self._owned()}
+            local_of = self._owned()
             own: dict[int, dict[str, Any]] = {}
             for index, values in sorted(state_dict["state"].items()):
                 whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in values.items()}
@@ -325,31 +301,10 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
                 for parameter in group["params"]:
                     yield self._param_to_rank[parameter], parameter
 
-        def _owned(self) -> Iterator[tuple[int, int]]:
-            """This rank's parameters: index in its own optimizer, index among all parameters."""
+        def _owned(self) -> dict[int, int]:
+            """This rank's parameters: index among all parameters to index in its own optimizer."""
             mine = [index for index, (owner, _) in enumerate(self._owners()) if owner == world.rank]
-            yield from enumerate(mine)
+            return {index: local for local, index in enumerate(mine)}
 
     made: Optimizer = ShardedOptimizer(groups, optim=make, group=dist.group.WORLD)
     return made
-
-
-class _Sent(NamedTuple):
-    """Shape and dtype of a tensor that only the parameter's owner has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _outline(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and 0-d tensors, moved to the host, and descriptions of all other tensors.
-
-    A tensor is unpickled on the device it came from: every rank would open a context on every other rank's GPU.
-    """
-
-    def told(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return _Sent(value.shape, value.dtype) if value.ndim else value.cpu()
-
-    return {key: told(value) for key, value in values.items()}

@@ -36,11 +36,6 @@ class Flat:
         """The first parameter's name and "+", so that it is the same on any number of ranks."""
         return f"{self.names[0]}+"
 
-    @property
-    def numels(self) -> list[int]:
-        """Number of elements of each parameter in it."""
-        return [shape.numel() for shape in self.shapes]
-
 
 class FlatShards(OwnedWeights):
     """A network's flat parameters: as shards for the optimizer, as the network's tensors for checkpoints.
@@ -51,12 +46,10 @@ class FlatShards(OwnedWeights):
     Args:
         flats: all flat parameters, in the network's order.
         buffers: the network's persistent buffers by name; every rank has them whole.
-        groups: the optimizer's groups; their `params` are names of the network's parameters.
+        groups: the optimizer's groups; their `params` are names of the network's parameters. A flat parameter is
+            within one of them.
         mesh: one-dimensional, over all ranks.
         free_gathered: frees gathered weights, after the shards were changed other than by the optimizer.
-
-    Raises:
-        ValueError: a flat parameter that is not within one group.
     """
 
     def __init__(
@@ -68,7 +61,11 @@ class FlatShards(OwnedWeights):
         free_gathered: Callable[[], None],
     ) -> None:
         self.flats = tuple(flats)
-        self.groups = _groups(flats, groups)
+        trained = {flat.names[0]: flat.shard for flat in self.flats if flat.shard.requires_grad}
+        self.groups: list[Group] = [
+            {**group, "params": [shard for name, shard in trained.items() if name in group["params"]]}
+            for group in groups
+        ]
         """The optimizer's groups of shards."""
         self._buffers = dict(buffers)
         self._mesh = mesh
@@ -111,9 +108,7 @@ class FlatShards(OwnedWeights):
 
         A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated for each name.
         """
-        state: dict[str, dict[str, Any]] = {}
-        for flat in self.flats:
-            state.update({name: {} for name in flat.names})
+        state: dict[str, dict[str, Any]] = {name: {} for flat in self.flats for name in flat.names}
         found = super().optimizer_state(optimizer)
         for flat in self.flats:
             for key, value in found.get(flat.name, {}).items():
@@ -167,7 +162,8 @@ class FlatShards(OwnedWeights):
         own = shard.to(device)
         whole = own.new_empty(self._mesh.size() * own.numel())
         dist.all_gather_into_tensor(whole, own, group=self._mesh.get_group())
-        parts = whole[: sum(flat.numels)].split(flat.numels)
+        sizes = [shape.numel() for shape in flat.shapes]
+        parts = whole[: sum(sizes)].split(sizes)
         return {
             name: cut(part.view(shape), self._mesh)
             for name, shape, part in zip(flat.names, flat.shapes, parts, strict=True)
@@ -192,17 +188,3 @@ def cut(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     rows = -(-whole.shape[0] // mesh.size())
     own = whole[mesh.get_local_rank() * rows :][:rows].clone()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def _groups(flats: Sequence[Flat], groups: Sequence[Group]) -> list[Group]:
-    group_of = {name: index for index, group in enumerate(groups) for name in group["params"]}
-    found: list[list[nn.Parameter]] = [[] for _ in groups]
-    for flat in flats:
-        if not flat.shard.requires_grad:
-            continue
-        indices = {group_of.get(name) for name in flat.names}
-        index = indices.pop()
-        if indices or index is None:
-            raise ValueError(f"{flat.name} holds parameters of several optimizer groups, or of none: {flat.names}")
-        found[index].append(flat.shard)
-    return [{**group, "params": shards} for group, shards in zip(groups, found, strict=True)]

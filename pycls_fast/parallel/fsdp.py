@@ -6,8 +6,8 @@ same shards (hybrid sharding). Parameters keep their names and become DTensors s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,10 +79,9 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
 
 
 def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPolicy:
-    """The format in which each weight is gathered; gradients are reduced in float32.
+    """The format in which each weight is gathered: under autocast the one in which that would compute with it.
 
-    Under autocast that is the format in which autocast would compute with the weight: it is cast once, before it
-    travels, and residual sums and norms stay float32 as in one process.
+    It is cast once, before it travels; residual sums and norms stay float32 as in one process.
     """
     narrow = settings.compute or settings.autocast
     if narrow is None:
@@ -116,47 +115,36 @@ def _prefetch(network: Any, units: Sequence[Any], count: int) -> None:
 
 def is_empty(module: nn.Module) -> bool:
     """Whether any of its tensors is on the meta device."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return any(tensor.is_meta for tensor in _tensors(module))
 
 
-def materialise(network: Network, device: torch.device, *, param_offload: bool = False) -> None:
+@torch.no_grad()
+def materialise(network: Network, plain: Network, device: torch.device, *, param_offload: bool = False) -> None:
     """Allocate each rank's shards, with the values of a direct build on the CPU under torch's current seed.
 
     Every rank draws the whole model's values, one module at a time, and keeps only its own part: the same values on any
     number of ranks, and never more than one whole module in memory.
+
+    Args:
+        network: sharded, on the meta device.
+        plain: a copy of it from before, on the meta device.
+        device: of the computation.
+        param_offload: the shards are on the host, and the buffers on the device.
     """
     network.to_empty(device=torch.device("cpu") if param_offload else device)
     if param_offload:
         for module in network.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-    for module, fill in network.initialisers():
-        with _whole(module):
-            fill(module)
+    target_of = dict(zip(_tensors(plain), _tensors(network), strict=True))
+    for module, fill in plain.initialisers():
+        targets = [target_of[tensor] for tensor in _tensors(module)]
+        module.to_empty(device="cpu")
+        fill(module)
+        for target, value in zip(targets, _tensors(module), strict=True):
+            assign(target, value)
+        module.to("meta")
 
 
-@contextmanager
-def _whole(module: nn.Module) -> Iterator[None]:
-    """Replace the module's tensors by whole float32 CPU tensors inside; on exit each shard copies its part of them."""
-    held: list[tuple[Any, str, Tensor]] = []
-    for inner in module.modules():
-        tables: tuple[Any, Any] = (inner._parameters, inner._buffers)
-        for own in tables:
-            for name, value in own.items():
-                if value is not None:
-                    held.append((own, name, value))
-                    own[name] = _like(value)
-    try:
-        yield
-    finally:
-        filled = [own[name] for own, name, _ in held]
-        for own, name, value in held:
-            own[name] = value
-    for (_, _, value), whole in zip(held, filled, strict=True):
-        assign(value, whole)
-
-
-def _like(value: Tensor) -> Tensor:
-    dtype = torch.float32 if value.is_floating_point() else value.dtype
-    empty = torch.empty(value.shape, dtype=dtype)
-    return nn.Parameter(empty) if isinstance(value, nn.Parameter) else empty
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

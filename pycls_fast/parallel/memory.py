@@ -12,8 +12,8 @@ stochastic as in ActNN: at 8 bits the error is small, and no random number is dr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -176,19 +176,10 @@ class SavedTensors:
     def __call__(self, images: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.inner(images)
-        with keep(self.model, images, in_8_bits=self.in_8_bits, on_host=self.on_host):
+        hook = _Hook((*self.model.parameters(), images), in_8_bits=self.in_8_bits, on_host=self.on_host)
+        relus = BitReLUs() if self.in_8_bits else nullcontext()
+        with relus, torch.autograd.graph.saved_tensors_hooks(hook.pack, _unpack):
             return self.inner(images)
-
-
-@contextmanager
-def keep(model: nn.Module, *held: Tensor, in_8_bits: bool, on_host: bool) -> Iterator[None]:
-    """A context that keeps saved tensors as `SavedTensors` does; `held` are tensors that stay alive anyway."""
-    hook = _Hook(model, held, in_8_bits=in_8_bits, on_host=on_host)
-    with ExitStack() as stack:
-        if in_8_bits:
-            stack.enter_context(BitReLUs())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hook.pack, _unpack))
-        yield
 
 
 def _unpack(kept: Tensor | View) -> Tensor:
@@ -234,12 +225,12 @@ class View:
 
 
 class _Hook:
-    """The packing side, for one forward pass."""
+    """The packing side, for one forward pass; `held` are tensors that stay alive anyway."""
 
-    def __init__(self, model: nn.Module, held: Sequence[Tensor], *, in_8_bits: bool, on_host: bool) -> None:
+    def __init__(self, held: Iterable[Tensor], *, in_8_bits: bool, on_host: bool) -> None:
         self.in_8_bits, self.on_host = in_8_bits, on_host
-        self.left_alone = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *held)}
-        # By storage, version and range. The weak reference prevents the storage's id from being reused.
+        self.left_alone = {tensor.untyped_storage()._cdata for tensor in held}
+        # By storage, version and part. The weak reference prevents the storage's id from being reused.
         self.done: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[PackedStorage]]] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | View:
@@ -248,31 +239,21 @@ class _Hook:
             # Detached, because an operation's output and its node would otherwise keep each other alive.
             return tensor.detach()
         reference = StorageWeakRef(tensor.untyped_storage())
-        start, stop = _stretch(tensor)
-        scattered = 2 * tensor.numel() < stop - start
-        layout = (tensor.shape, tensor.stride()) if scattered else None
-        key = (reference.cdata, tensor._version, tensor.dtype, in_8_bits, start, stop, layout)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        # A small part of a storage is kept alone.
+        part = None if 2 * tensor.numel() >= size else (tensor.shape, tensor.stride(), tensor.storage_offset())
+        key = (reference.cdata, tensor._version, tensor.dtype, in_8_bits, part)
         _, known = self.done.get(key, (None, None))
         packed = known() if known is not None else None
         if packed is None:
-            tensor_ = tensor.detach()
-            flat = tensor_.reshape(-1) if scattered else tensor_.as_strided((stop - start,), (1,), start)
+            whole = tensor.detach()
+            flat = whole.as_strided((size,), (1,), 0) if part is None else whole.reshape(-1)
             packed = PackedStorage(flat, in_8_bits=in_8_bits, on_host=self.on_host)
             self.done[key] = (reference, weakref.ref(packed))
-        return View(packed, tensor, None if scattered else int(tensor.storage_offset()) - start)
+        return View(packed, tensor, int(tensor.storage_offset()) if part is None else None)
 
     def _stays(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.left_alone or _comes_from_one_leaf(tensor)
-
-
-def _stretch(tensor: Tensor) -> tuple[int, int]:
-    """The range [start, stop) of its storage that is kept: all of it if the tensor is at least half of it."""
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if 2 * tensor.numel() >= size:
-        return 0, size
-    start = int(tensor.storage_offset())
-    last = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + last + 1
 
 
 def _comes_from_one_leaf(tensor: Tensor) -> bool:

@@ -20,23 +20,15 @@ from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
 
 # Overloads of `precision.KEPT_IN_FLOAT32` that torch's CPU list leaves in the half format (torch 2.11 and 2.15).
 _ADDED = (
-    "layer_norm",
-    "group_norm",
-    "softmax.int",
-    "log_softmax.int",
-    "exp",
-    "log",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-)
+    "layer_norm", "group_norm", "softmax.int", "log_softmax.int",
+    "exp", "log", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar",
+)  # fmt: skip
 
 
 def keep_in_float32(device: torch.device) -> None:
-    """Make the device's autocast compute the operations of `precision.KEPT_IN_FLOAT32` in float32.
+    """Make the device's autocast compute the operations of `precision.KEPT_IN_FLOAT32` in float32; CUDA's does already.
 
-    CUDA's does already. For the CPU, kernels are registered with torch's dispatcher, for the whole process; a mode or
-    a cast in the model would not apply to a forward pass that is recomputed in the backward pass.
+    A mode or a cast in the model would not apply to a forward pass that is recomputed in the backward pass.
     """
     if device.type == "cpu":
         _register()
@@ -44,6 +36,7 @@ def keep_in_float32(device: torch.device) -> None:
 
 @cache
 def _register() -> torch.library.Library:
+    """Kernels of torch's dispatcher, for the whole process."""
     library = torch.library.Library("aten", "IMPL")
     for name in _ADDED:
         packet, _, overload = name.partition(".")
@@ -99,18 +92,21 @@ def use_float8(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError("precision: fp8 needs torchao; pip install -e '.[torchao]'") from error
-    skipped = [part for pattern in skip for part in _parts(network, pattern, head)]
+    skipped: list[str] = []
+    for pattern in skip:
+        parts = named_parts(network, pattern, head=head)
+        if not parts and pattern != _POOLING:
+            raise unknown_part("precision.fp8_skip", pattern, network, what="nothing in this network", words=(HEAD,))
+        skipped += parts
     converted: list[str] = []
 
     def fits(module: nn.Module, name: str) -> bool:
-        fitting = (
-            isinstance(module, nn.Linear)
-            and module.in_features % _MULTIPLE == 0
-            and module.out_features % _MULTIPLE == 0
-            and not is_inside(name, skipped)
-        )
-        converted.extend([name] if fitting else [])
-        return fitting
+        if not isinstance(module, nn.Linear) or is_inside(name, skipped):
+            return False
+        if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+            return False
+        converted.append(name)
+        return True
 
     # The weight gradient is a product over a microbatch's tokens, whose number may not be a multiple of 16.
     settings: Any = dataclasses.replace(
@@ -127,27 +123,14 @@ def use_float8(
         )
 
 
-def _parts(network: nn.Module, pattern: str, head: str) -> list[str]:
-    parts = named_parts(network, pattern, head=head)
-    if not parts and pattern != _POOLING:
-        raise unknown_part("precision.fp8_skip", pattern, network, what="nothing in this network", words=(HEAD,))
-    return parts
-
-
 def _autocast_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast inputs as CPU autocast would: torchao only checks CUDA's autocast."""
     return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
 
 
 def _check_hardware(device: torch.device) -> None:
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise UserError(
-            f"precision: fp8 needs CUDA and this run is on {device.type.upper()}; use precision=amp_bf16, or "
+            "precision: fp8 needs CUDA and a GPU of compute capability 8.9 or higher; use precision=amp_bf16, or "
             "precision.fp8_emulate=true to try its rounding, slowly"
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _CAPABILITY:
-        raise UserError(
-            f"precision: fp8 needs compute capability 8.9 and this GPU has {capability[0]}.{capability[1]}; use "
-            "precision=amp_bf16"
         )

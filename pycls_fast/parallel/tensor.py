@@ -68,6 +68,5 @@ def is_divided(parameter: nn.Parameter) -> bool:
     """Whether each of the ranks that compute the model together has another part of it."""
     if not isinstance(parameter, DTensor):
         return False
-    sharded: Any = parameter  # the placements' type changed between versions of torch
-    names = sharded.device_mesh.mesh_dim_names
-    return "tensor" in names and isinstance(sharded.placements[names.index("tensor")], Shard)
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and isinstance(parameter.placements[names.index("tensor")], Shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -67,14 +68,15 @@ def wrap_model(
     """
     settings = settings or StrategySettings()
     name = strategy or ("ddp" if world.size > 1 else "single")
+    plain = copy.deepcopy(model) if is_empty(model) else None
     if settings.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)
     if compiled != "off":
         compile_model(model, model.units(), what=compiled, mode=compile_mode, budget=compile_budget)
-    empty = is_empty(model)
     wrapped = IMPLEMENTATIONS[name](model, world, settings)
-    if is_empty(model):
-        materialise(model, world.device, param_offload=settings.param_offload)
-    if empty and initialise is not None:
-        initialise(wrapped.weights)
+    if plain is not None:
+        if is_empty(model):
+            materialise(model, plain, world.device, param_offload=settings.param_offload)
+        if initialise is not None:
+            initialise(wrapped.weights)
     return wrapped

@@ -63,17 +63,6 @@ IDENTICAL = ["speed.recompute=full", "speed.recompute=selective"] + [
 ]
 
 
-def test_a_small_run_after_a_large_one_has_its_own_peak_memory(tmp_path: Path) -> None:
-    common = (*TINY, "data=synthetic", "data.num_workers=0", "runtime.device=cuda", "schedule.max_steps=1")
-    peaks = []
-    for width in (512, 32):
-        overrides = [*common, "model.heads=4", f"model.width={width}", f"run_dir={tmp_path / str(width)}"]
-        assert train(load_config("vit_digits", overrides)) == 0
-        (record,) = records(tmp_path / str(width), "train")
-        peaks.append(record["memory_peak_bytes"])
-    assert peaks[1] < peaks[0] / 2
-
-
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     # torchao 0.18 asks for autocast's format by its old name.

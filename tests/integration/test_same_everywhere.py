@@ -13,9 +13,11 @@ from tests.integration.runs import ROOT, TINY, run_process, under_torchrun
 
 pytestmark = pytest.mark.slow
 
+# Each rank in a folder of its own.
 SCRIPT = """
 import os, runpy, sys
-sys.argv = [{tool!r}, *sys.argv[1:], *{own!r}[int(os.environ["RANK"])]]
+os.chdir(["first", "second"][int(os.environ["RANK"])])
+sys.argv = [{tool!r}, *sys.argv[1:]]
 runpy.run_path({tool!r}, run_name="__main__")
 """
 
@@ -28,40 +30,23 @@ def write_images(root: Path, counts: dict[str, int]) -> None:
             Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
 
 
-def test_ranks_with_other_labels_end_with_one_line(tmp_path: Path) -> None:
-    """As many images, but one of them in the other class."""
-    write_images(tmp_path / "first", {"a": 30, "b": 40})
-    write_images(tmp_path / "second", {"a": 31, "b": 39})
-    own = [[f"data.root={tmp_path / name}"] for name in ("first", "second")]
+@pytest.mark.parametrize(
+    ("second", "run_dir", "error"),
+    [
+        # As many images, but one of them in the other class.
+        ({"a": 31, "b": 39}, "../run", "data.root: checksum of the train labels: "),
+        ({"a": 30, "b": 40}, "run", "run_dir: run on rank 1 "),
+    ],
+)
+def test_ranks_that_differ_end_with_one_line(tmp_path: Path, second: dict[str, int], run_dir: str, error: str) -> None:
+    write_images(tmp_path / "first" / "images", {"a": 30, "b": 40})
+    write_images(tmp_path / "second" / "images", second)
     script = tmp_path / "tool.py"
-    script.write_text(SCRIPT.format(tool=str(ROOT / "tools" / "train_net.py"), own=own))
+    script.write_text(SCRIPT.format(tool=str(ROOT / "tools" / "train_net.py")))
     common = ("data=folder", *TINY, "data.global_batch_size=8", "data.num_workers=0", "schedule.max_steps=1")
-    command = under_torchrun([sys.executable, str(script), *common, f"run_dir={tmp_path / 'run'}"], 2)
-    done = run_process(command, cwd=tmp_path, expect=1)
+    chosen = ("data.root=images", f"run_dir={run_dir}")
+    done = run_process(under_torchrun([sys.executable, str(script), *common, *chosen], 2), cwd=tmp_path, expect=1)
     errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
-    assert errors[0].startswith("error: data.root: checksum of the train labels: ")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-FOLDERS = """
-import os, runpy, sys
-os.chdir({folders!r}[int(os.environ["RANK"])])
-sys.argv = [{tool!r}, *sys.argv[1:]]
-runpy.run_path({tool!r}, run_name="__main__")
-"""
-
-
-def test_ranks_that_do_not_share_the_run_folder_end_with_one_line(tmp_path: Path, digits: Path) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    script = tmp_path / "tool.py"
-    script.write_text(FOLDERS.format(tool=str(ROOT / "tools" / "train_net.py"), folders=list(map(str, folders))))
-    common = ("--config-name", "vit_digits", *TINY, f"data.root={digits}", "data.num_workers=0", "schedule.max_steps=2")
-    command = under_torchrun([sys.executable, str(script), *common, "run_dir=run"], 2)
-    done = run_process(command, cwd=tmp_path, expect=1)
-    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: run_dir: run on rank 1 ")
-    assert not any((folder / "run" / "metrics.jsonl").exists() for folder in folders)
+    assert errors[0].startswith(f"error: {error}")
+    assert not list(tmp_path.glob("**/metrics.jsonl"))

@@ -1,10 +1,9 @@
-"""FairScale's strategies in one process: what is flattened together, what comes out of it, what is refused."""
+"""FairScale's strategies in one process: what is flattened together, what comes out of it."""
 
 from __future__ import annotations
 
 import copy
 import datetime
-import sys
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
@@ -168,30 +166,6 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
     for name, values in expected.items():
         torch.testing.assert_close(_whole(found[name]["momentum_buffer"]), values["momentum_buffer"])
     torch.testing.assert_close(network.weight, plain.weight)
-
-
-def test_numbers_are_told_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is pickled on a GPU is unpickled on that one, by every rank."""
-    on_device, on_host = torch.tensor(3.0), torch.tensor(3.0)
-    monkeypatch.setattr(Tensor, "cpu", lambda tensor: {id(on_device): on_host}[id(tensor)])
-    told = fairscale._outline({"step": on_device, "exp_avg": torch.zeros(2, 3), "n": 4})
-    assert told == {"step": on_host, "exp_avg": ((2, 3), torch.float32), "n": 4}
-    assert told["step"] is on_host
-
-
-def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(UserError, match=r"needs CUDA .* on the CPU; use parallel=fsdp"),
-        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("name", ["fairscale_fsdp", "fairscale_sharded_ddp"])
-def test_without_fairscale(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "fairscale.nn.data_parallel", None)
-    with pytest.raises(UserError, match=rf"parallel.name: {name} needs FairScale, which is not installed"):
-        wrapped(world, f"parallel={name}")
 
 
 def _whole(value: Any) -> torch.Tensor:

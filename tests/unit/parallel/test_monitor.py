@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch.distributed as dist
 
-from pycls_fast.parallel.monitor import Monitor, Place, report
+from pycls_fast.parallel.monitor import Monitor
 
 
 class Rank:
@@ -85,19 +85,6 @@ def test_a_wait_longer_than_the_timeout_ends_all_ranks(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_short_wait_after_the_timeout_ends_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    """A tool that never says where it is, and whose ranks meet in a collective late."""
-    with ranks(2, timeout=1.5) as (first, second):
-        time.sleep(1.7)
-        wait_for_others(first, 0.8).join()
-        first.monitor._main = second.monitor._main
-        time.sleep(0.3)
-        assert not first.ended.is_set()
-        assert not second.ended.is_set()
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.slow
 def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.6) as (first, second):
         first.monitor.at("evaluating: 3 batches done")
@@ -129,14 +116,6 @@ def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.Captu
         second.monitor._stop.set()
         assert first.ended.wait(20)
     assert "rank 1: no sign of life; last seen at: starting" in capsys.readouterr().err
-
-
-def test_a_rank_that_never_spoke() -> None:
-    lines = report([Place("computing step 1", 12.0, 0.0, "", 3), None], [], 10)
-    assert lines[1:] == [
-        "error:   rank 0: for 12 s: computing step 1",
-        "error:   rank 1: has not reported yet",
-    ]
 
 
 class Unreliable:

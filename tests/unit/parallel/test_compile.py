@@ -1,20 +1,26 @@
-"""torch.compile in place: the same function and names, blocks of a shape compiled once, evaluation left alone."""
+"""torch.compile in place: the same function and names, few graphs at any depth, evaluation left alone."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pycls_fast import build
+from pycls_fast.config import load_config
 from pycls_fast.models import ResNet, VisionTransformer
-from pycls_fast.parallel.compile import compile_model, uncompiled
+from pycls_fast.parallel import World, place_model
+from pycls_fast.parallel.compile import _WithBudget, compile_model, uncompiled
+from pycls_fast.train.assemble import make_step
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+CPU = torch.device("cpu")
+
 
 MODELS: dict[str, Callable[..., Any]] = {
     "vit": lambda depth=12: VisionTransformer(
@@ -69,34 +75,6 @@ def filled(name: str, **kwargs: Any) -> Any:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-@pytest.mark.parametrize("what", ["off", "blocks", "model"])
-def test_what_is_compiled_and_how(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["vit"]()
-    names = {id(module): name for name, module in model.named_modules()}
-    found = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: found.append((names[id(self)], kwargs)))
-    compile_model(model, model.units(), what=what, mode="max-autotune-no-cudagraphs")
-    expected = {"off": [], "blocks": [f"blocks.{n}" for n in range(12)], "model": [""]}
-    assert [name for name, _ in found] == expected[what]
-    for _, kwargs in found:
-        assert kwargs["dynamic"] is (None if what == "blocks" else False)
-        assert kwargs["options"]["fallback_random"] is True
-        assert kwargs["options"]["max_autotune"] is True
-        assert "triton.cudagraphs" not in kwargs["options"]
-
-
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_advice_that_does_not_fit_blocks_is_not_given(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["vit"]()
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: None)
-    advice = "Unable to hit fast path of CUDAGraphs because of pending, uninvoked backwards. Consider"
-    compile_model(model, model.units(), what="blocks", mode="max-autotune-no-cudagraphs")
-    with pytest.warns(UserWarning, match="Unable to hit"):
-        warnings.warn(advice, stacklevel=1)
-    compile_model(model, model.units(), what="blocks", mode=mode)
-    warnings.warn(advice, stacklevel=1)
 
 
 def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
@@ -177,3 +155,95 @@ def test_same_gradients_and_dropped_samples(name: str, what: Any, sizes: dict[st
         model(images(2))
     gradients(model, images())
     assert graphs() - before == compiled
+
+
+SMALL = ["model.width=32", "model.mlp_width=36", "data.image_size=8", "model.drop_path=0.3", "speed.compile=blocks"]
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """dynamo's, with a backend that compiles nothing."""
+    import torch._dynamo
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.utils import counters
+
+    compile_module = nn.Module.compile
+
+    def traced(self: nn.Module, *, dynamic: bool | None, backend: Any = "aot_eager", **_: Any) -> None:
+        compile_module(self, dynamic=dynamic, backend=backend)
+
+    def untouched(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", untouched)
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    monkeypatch.setattr(build.network, "need_compiler", lambda *_: None)
+    torch._dynamo.reset()
+    yield counters
+    torch._dynamo.reset()
+
+
+AMP = ["precision=amp_bf16"]
+CASES = [
+    *((strategy, [*AMP, f"speed.recompute={how}"]) for strategy, how in (("single", "selective"), ("fsdp", "full"))),
+    ("fsdp", [*AMP, "speed.recompute=budget"]),
+    ("fsdp", ["precision=fp16_master"]),
+    ("single", ["precision=fp32", "model.drop_path_rule=constant"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides"),
+    [
+        *((strategy, AMP) for strategy in ("single", "ddp", "fsdp")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)
+def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, overrides: list[str]) -> None:
+    """One for the first block, which drops nothing, and one for all others, whose rates differ."""
+    found = []
+    for depth in (3, 5):
+        torch._dynamo.reset()
+        counters.clear()
+        config = load_config("vit_digits", [*SMALL, f"parallel={strategy}", f"model.depth={depth}", *overrides])
+        switches = build.switches(config, CPU)
+        network = build.model(config, 10, switches, empty=build.is_sharded(config, world))
+        network = place_model(network, world, memory_format="contiguous")
+        step = make_step(config, network, world, switches, steps_per_epoch=4)
+        narrow = build.level(config).weights != "float32"
+        images = torch.randn(2, 3, 8, 8, dtype=build.compute_dtype(config) if narrow else torch.float32)
+        for _ in range(2):
+            with step.wrapped.exchange(True), step.autocast():
+                step.wrapped.forward(images).sum().backward()
+        assert not counters["graph_break"]
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == ([1, 1] if "model.drop_path_rule=constant" in overrides else [2, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.has_compiler("cpu"), reason="needs a C++ compiler")
+def test_a_budget_keeps_less_and_computes_the_same() -> None:
+    """What a linear layer and GELU save for the backward pass, by the bytes that autograd holds."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    # Cheap to recompute: a chain of element-wise operations between two products.
+    layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 32))
+    inputs = torch.randn(64, 32, requires_grad=True)
+    held, gradients = [], []
+    for budget in (1.0, 0.3):
+        compiled = torch.compile(layers, backend=_WithBudget({}, budget), dynamic=False)
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = compiled(inputs).square().sum()
+        (gradient,) = torch.autograd.grad(loss, inputs)
+        held.append(sum(saved.values()))
+        gradients.append(gradient)
+        torch._dynamo.reset()
+    assert held[1] < held[0]
+    torch.testing.assert_close(gradients[0], gradients[1])

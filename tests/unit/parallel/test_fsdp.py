@@ -1,9 +1,9 @@
-"""Meshes, values of sharded models, clipping, and batch norm over ranks, with one rank in this process."""
+"""Values of sharded models, and where and when their weights are, with one rank in this process."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,50 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
-from pycls_fast.parallel import ParallelModel, StrategySettings, World, start_world, wrap_model
-from pycls_fast.parallel.batch_norm import synchronise
+from pycls_fast.parallel import StrategySettings, World, wrap_model
 from pycls_fast.parallel.fsdp import materialise
-from pycls_fast.parallel.launch import degrees
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.train.assemble import make_step
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with start_world(device="cpu", backend="gloo", timeout_seconds=60, strategy="fsdp") as made:
-        yield made
-
-
-@pytest.mark.parametrize(
-    ("size", "shard", "replicate", "here", "expected"),
-    [
-        (8, None, None, 4, (2, 4)),
-        (8, 2, None, 4, (4, 2)),
-        (8, None, 2, 8, (2, 4)),
-        (6, 3, 2, 6, (2, 3)),
-        (1, None, None, 1, (1, 1)),
-    ],
-)
-def test_degrees(size: int, shard: int | None, replicate: int | None, here: int, expected: tuple[int, int]) -> None:
-    assert degrees(size, shard=shard, replicate=replicate, ranks_per_node=here) == expected
-
-
-@pytest.mark.parametrize(("shard", "replicate", "usable"), [(3, None, (2, 2)), (None, 3, (1, 4))])
-def test_degrees_that_do_not_fit(shard: int | None, replicate: int | None, usable: tuple[int, int]) -> None:
-    with pytest.raises(UserError) as caught:
-        degrees(4, shard=shard, replicate=replicate, ranks_per_node=4)
-    (line,) = caught.value.lines
-    assert line.startswith("parallel.shard_degree: ")
-    assert line.endswith(f"use parallel.shard_degree={usable[0]} parallel.replicate_degree={usable[1]}")
-    assert degrees(4, shard=usable[0], replicate=usable[1], ranks_per_node=4) == usable[::-1]
 
 
 def test_filling_needs_one_module_at_a_time() -> None:
@@ -69,7 +36,7 @@ def test_filling_needs_one_module_at_a_time() -> None:
     whole = sum(p.numel() for p in network.parameters()) * 4
     block = sum(p.numel() for p in network.blocks[0].parameters()) * 4
     with LiveMemory() as memory:
-        materialise(network, CPU)
+        materialise(network, copy.deepcopy(network), CPU)
     # The process has one rank, whose share is the model.
     assert whole + block <= memory.peak < whole + 1.5 * block
 
@@ -82,7 +49,7 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
     whole = sum(p.numel() for p in network.parameters()) * 4
     torch.manual_seed(3)
     with LiveMemory() as memory:
-        materialise(network, CPU)
+        materialise(network, copy.deepcopy(network), CPU)
     assert memory.peak < 2.2 * whole
     assert all(torch.equal(value, direct.state_dict()[name]) for name, value in network.state_dict().items())
 
@@ -90,6 +57,17 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
 def make_timm() -> TimmNetwork:
     options = {"depth": 4, "embed_dim": 64, "num_heads": 2}
     return TimmNetwork(name="vit_tiny_patch16_224", num_classes=3, image_size=32, options=options)
+
+
+def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    for model in (
+        VisionTransformer(image_size=8, patch_size=4, num_classes=3, **sizes),
+        ResNet(depth=18, num_classes=3),
+        make_timm(),
+    ):
+        covered = [id(t) for module, _ in model.initialisers() for t in (*module.parameters(), *module.buffers())]
+        assert sorted(covered) == sorted(id(t) for t in (*model.parameters(), *model.buffers()))
 
 
 def test_shards_on_the_host_train_the_same(world: World) -> None:
@@ -169,50 +147,6 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
     assert gathered == [*range(len(names) - 1)][::-1]
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 0.1, 1e6])
-def test_clipping_is_torchs(foreach: bool, max_norm: float | None) -> None:
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    ours(torch.randn(7, 5, dtype=torch.float64)).square().sum().backward()
-    theirs = copy.deepcopy(ours)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert mine.grad is not None
-        other.grad = mine.grad.clone()
-    wrapped = ParallelModel(forward=ours, evaluated=ours, device=CPU)
-    norm = wrapped.clip(list(ours.parameters()), max_norm, foreach=foreach)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), float("inf") if max_norm is None else max_norm)
-    torch.testing.assert_close(norm, expected)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
-
-
-def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
-    torch.manual_seed(0)
-    plain = nn.BatchNorm2d(3).double()
-    nn.init.normal_(plain.weight)
-    nn.init.normal_(plain.bias)
-    synchronised = copy.deepcopy(plain)
-    owned = dict(synchronised.named_parameters())
-    synchronise(nn.Sequential(synchronised), CPU)
-    assert type(synchronised) is not nn.BatchNorm2d
-    assert all(value is owned[name] for name, value in synchronised.named_parameters())
-    for _ in range(2):
-        maps = torch.randn(4, 3, 5, 5, dtype=torch.float64) * 3 + 1
-        results = []
-        for norm in (plain, synchronised):
-            images = maps.clone().requires_grad_()
-            out = norm(images)
-            out.square().mul(torch.arange(5.0)).sum().backward()
-            results.append((out, images.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
-        for mine, other in zip(*results, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
-    assert synchronised.num_batches_tracked == 2
-    plain.eval()
-    synchronised.eval()
-    torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("experiment", "precision"),
     [
@@ -252,14 +186,3 @@ def test_weights_travel_in_the_format_of_their_products(
             assert found[id(module)] == {torch.float32 if stays else narrow}, name
     assert {local(p).dtype for p in network.parameters()} == {torch.float32}
     assert {local(p.grad).dtype for p in network.parameters() if p.grad is not None} == {torch.float32}
-
-
-def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
-    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
-    for model in (
-        VisionTransformer(image_size=8, patch_size=4, num_classes=3, **sizes),
-        ResNet(depth=18, num_classes=3),
-        make_timm(),
-    ):
-        covered = [id(t) for module, _ in model.initialisers() for t in (*module.parameters(), *module.buffers())]
-        assert sorted(covered) == sorted(id(t) for t in (*model.parameters(), *model.buffers()))
