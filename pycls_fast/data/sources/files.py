@@ -164,10 +164,13 @@ def _list_files(root: str, suffixes: tuple[str, ...], deep: bool) -> Iterator[st
     elif Path(root).is_file():
         yield root
     else:
-        # Told if there is none.
-        Path(root).stat()
+
+        def fail(error: OSError) -> None:
+            raise error
+
         seen: set[tuple[int, int]] = set()
-        for folder, inner, files in os.walk(root, followlinks=True):
+        # A folder that is missing or cannot be read is told, not left out.
+        for folder, inner, files in os.walk(root, followlinks=True, onerror=fail):
             status = Path(folder).stat()
             is_new = (status.st_dev, status.st_ino) not in seen
             seen.add((status.st_dev, status.st_ino))

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +93,18 @@ def test_after_an_error_the_file_is_opened_again(tmp_path: Path, monkeypatch: py
     assert len(opens) == 2
     with pytest.raises(OSError, match="ends before the image does"):
         files.read(str(path), 4, 3)
+
+
+def test_a_folder_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "train.tar").touch()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        find_files(str(tmp_path), (".tar",))

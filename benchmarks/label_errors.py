@@ -1,0 +1,88 @@
+"""How many planted label errors are first on the page of mistakes: `python benchmarks/label_errors.py DATA WEIGHTS`.
+
+DATA is a folder of class folders (CIFAR-10's training images), WEIGHTS timm's tf_efficientnet_lite0 as safetensors. A
+tenth of one class's images get other labels. Each fold's images are predicted by a logistic head on the features of the
+others, as `finetune` begins, and put in the order in which `pycls-fast test report=` shows them. `images=2000` of each
+class, `size=128` pixels, `class=3`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from torchvision import transforms
+
+from pycls_fast.train.evaluate import Predictions, mistakes
+from pycls_fast.train.features import fit_logistic
+
+FIRST, FOLDS = 100, 5
+
+
+@torch.no_grad()
+def features(files: list[Path], weights: Path, size: int) -> Tensor:
+    """The last layer's inputs, float32 (N, D)."""
+    net: Any = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
+    net.load_state_dict(load_file(weights))
+    net.reset_classifier(0)
+    net.eval()
+    prepare = transforms.Compose([
+        transforms.Resize((size, size), transforms.InterpolationMode.BICUBIC),
+        transforms.ToTensor(),
+        transforms.Normalize([0.5] * 3, [0.5] * 3),
+    ])  # fmt: skip
+    parts = []
+    for first in range(0, len(files), 64):
+        images = [prepare(Image.open(file).convert("RGB")) for file in files[first : first + 64]]
+        parts.append(net(torch.stack(images)))
+    return torch.cat(parts)
+
+
+def predicted(features_ND: Tensor, labels_N: Tensor, classes: int) -> Predictions:
+    """Each image by a head that was fitted to the other folds."""
+    fold_N = torch.arange(len(labels_N)) % FOLDS
+    logits_NK = torch.empty(len(labels_N), classes)
+    for fold in range(FOLDS):
+        head = fit_logistic(features_ND[fold_N != fold], labels_N[fold_N != fold], classes)
+        logits_NK[fold_N == fold] = features_ND[fold_N == fold] @ head.weight_KD.T + head.bias_K
+    losses_N = torch.nn.functional.cross_entropy(logits_NK, labels_N, reduction="none")
+    probability_N, predicted_N = logits_NK.softmax(1).max(1)
+    return Predictions(
+        np.arange(len(labels_N)), labels_N.numpy(), predicted_N.numpy(), losses_N.numpy(), probability_N.numpy()
+    )
+
+
+def main() -> None:
+    """Plant, predict, count."""
+    root, weights = map(Path, sys.argv[1:3])
+    options = {"images": 2000, "size": 128, "class": 3}
+    options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[3:])}
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
+    items = [
+        (file, label) for label, folder in enumerate(folders) for file in sorted(folder.iterdir())[: options["images"]]
+    ]
+    draw = np.random.default_rng(0)
+    order = draw.permutation(len(items))
+    files, true_N = [items[place][0] for place in order], np.array([items[place][1] for place in order])
+    own = np.flatnonzero(true_N == options["class"])
+    planted = draw.choice(own, len(own) // 10, replace=False)
+    labels_N = true_N.copy()
+    labels_N[planted] = (true_N[planted] + draw.integers(1, len(folders), len(planted))) % len(folders)
+    predictions = predicted(features(files, weights, options["size"]), torch.from_numpy(labels_N), len(folders))
+    right = 100 * (predictions.predicted_N == true_N).mean()
+    wrong_M, doubted_M = mistakes(predictions, len(folders))
+    found = np.isin(wrong_M, planted)
+    name = folders[options["class"]].name
+    print(f"{len(items):,} images, {len(planted)} of {name} with other labels; top-1 {right:.1f}")
+    print(f"{found[:FIRST].sum()} of the first {FIRST} of the page are planted; {int(doubted_M.sum())} are doubted")
+
+
+if __name__ == "__main__":
+    main()
