@@ -102,11 +102,11 @@ def time(config: RunConfig, options: TimeOptions) -> int:
 class Named(Section):
     """A ladder, by its name or the path of its file."""
 
-    name: str | None = None
-    """Its name, or the path of its file; null: modern, or of the experiment as it is if there are switches."""
+    name: str = "auto"
+    """Its name, or the path of its file; auto: modern, or of the experiment as it is if there are switches."""
 
     def __str__(self) -> str:
-        return self.name or ""
+        return self.name
 
 
 class LedgerOptions(Repeats):
@@ -116,7 +116,7 @@ class LedgerOptions(Repeats):
     """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); or a single
     measurement (gradients, numerics); null: the ladder's own."""
     ladder: Named = Named()
-    """The variants: a ladder of configs/ladder/, or a file."""
+    """The variants: a ladder of configs/ladder/, or a file; auto: modern, or just the switches if there are any."""
     switches: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
     precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
@@ -221,8 +221,8 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     from pycls_fast.ledger.ladder.plan import pick
     from pycls_fast.ledger.ladder.run import run_ladder
 
-    asks = options.ladder.name is None and bool(options.switches)
-    name = options.ladder.name or ("switches" if asks else "modern")
+    asks = options.ladder.name == "auto" and bool(options.switches)
+    name = {"auto": "switches" if asks else "modern"}.get(options.ladder.name, options.ladder.name)
     ladder = ladder_of(options.switches) if asks else read_ladder(name, config_folders())
     mode = options.mode or ladder.mode
     own = {key: getattr(options, key) for key in Repeats.model_fields}
