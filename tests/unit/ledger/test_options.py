@@ -49,11 +49,11 @@ def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
         ("modern", {}, "cumulative"),
         ("apex", {}, "crossed"),
         ("modern", {"mode": "crossed"}, None),
-        (None, {"switches": ("precision.amp_bf16",)}, "crossed"),
+        ("auto", {"switches": ("precision.amp_bf16",)}, "crossed"),
     ],
 )
 def test_a_ladder_may_bring_its_mode(
-    ladder: str | None, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    ladder: str, given: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
