@@ -220,6 +220,16 @@ _DEIT3: dict[str, Any] = {**_DEIT, "position_tokens": "patches", "layer_scale": 
 _D = {"stem": "deep", "shortcut": "pool"}
 _WIDE_STEM = ([64, 128, 128, 256, 256, 512], [2, 2, 1, 2, 1, 2])
 
+_DIGITS = {
+    "kind": "vit",
+    "patch_size": 4,
+    "width": 64,
+    "depth": 4,
+    "heads": 4,
+    "mlp_width": 128,
+    "classifier": "pooled",
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "vit_ti16": _vit("ti"),
     "vit_s16": _vit("s"),
@@ -247,29 +257,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vit_c_18gf": _vit_c("18gf", *_WIDE_STEM),
     "vit_c_36gf": _vit_c("36gf", *_WIDE_STEM),
     # For images of 16 x 16: 16 patches of 4 x 4.
-    "vit_digits": {
-        "kind": "vit",
-        "patch_size": 4,
-        "width": 64,
-        "depth": 4,
-        "heads": 4,
-        "mlp_width": 128,
-        "classifier": "pooled",
-    },
+    "vit_digits": _DIGITS,
     # V-MoE (Riquelme et al. 2021): experts in every second block; 8 of them, where the paper has 32 for JFT-300M.
     "vit_moe_s16": _vit("s", experts=8),
     "vit_moe_b16": _vit("b", experts=8),
     # As vit_digits, with 4 experts in two of its four blocks.
-    "vit_moe_digits": {
-        "kind": "vit",
-        "patch_size": 4,
-        "width": 64,
-        "depth": 4,
-        "heads": 4,
-        "mlp_width": 128,
-        "classifier": "pooled",
-        "experts": 4,
-    },
+    "vit_moe_digits": {**_DIGITS, "experts": 4},
     # For images of 32 x 32: 64 patches of 4 x 4 made by convolutions (Xiao et al. 2021), half of its operations.
     "vit_cifar": {
         "kind": "vit",
