@@ -166,14 +166,29 @@ def test_every_key_is_read_by_the_code() -> None:
     assert unread == set()
 
 
+# Millions of parameters with 1,000 classes, from the papers (ResNet: torchvision's documentation).
+PARAMETERS = {
+    "resnet200": 64.7,  # as timm builds it
+    "vit_ti16": 5.7,  # DeiT, Touvron et al. 2021, Table 1: 5M, 22M, 86M
+    "vit_s16": 22.1,
+    "vit_b16": 86.6,
+    "deit_ti16": 5.7,
+    "deit_s16": 22.1,
+    "deit_b16": 86.6,
+    "vit_l16": 304.3,  # Dosovitskiy et al. 2021, Table 1: 307M with the larger head of its pre-training
+    "vit_h16": 632.2,
+    "resnet18": 11.7,
+    "resnet34": 21.8,
+    "resnet50": 25.6,
+    "resnet101": 44.5,
+    "resnet152": 60.2,
+}
+
+
 # Millions of parameters with 1,000 classes, billions of multiply-adds at 224 px, as published: Xiao et al. 2021, Table
 # 2 (operations cut off, not rounded); README_revenge.md of DeiT III; pycls, dev/model_complexity.json; torchvision's
 # documentation; timm's model cards; H/14: Zhai et al., Scaling Vision Transformers, 2022, Table 2.
 FAMILY = {
-    "resnet200": (64.7, 15.0),  # as timm builds it; operations as counted here
-    "resnet34": (21.8, 3.7),
-    "resnet101": (44.5, 7.8),
-    "resnet152": (60.2, 11.5),
     "vit_p_1gf": (4.8, 1.1),
     "vit_p_4gf": (18.5, 3.9),
     "vit_p_18gf": (86.6, 17.5),
@@ -200,6 +215,11 @@ FAMILY = {
     "regnety_4gf": (20.6, 4.0),
     "efficientnet_b0": (5.3, 0.4),
 }
+
+
+def test_models_have_their_published_sizes() -> None:
+    for name, millions in PARAMETERS.items():
+        assert size_of(f"model={name}")[0] == pytest.approx(millions, abs=0.06), name
 
 
 @pytest.mark.slow
