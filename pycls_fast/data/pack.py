@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -124,7 +125,8 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
 
 
 def verify(source: Images, *, workers: int, title: str) -> Iterator[Damaged]:
-    """Read and decode every image, in the source's order; yield those that a run would skip."""
+    """Read and decode every image, in the source's order; yield those that a run would skip, and packed ones whose
+    bytes have changed."""
     shards = _shards(len(source))
     with progress(title, len(source), "images") as advance:
         for shard, found in zip(shards, in_processes(_check_shard, source, shards, workers), strict=True):
@@ -180,7 +182,7 @@ def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSett
                 damaged.append((source.name(index), error.reason))
             else:
                 indices.append(index)
-                entries.append((images.tell(), len(data), label, height, width))
+                entries.append((images.tell(), len(data), zlib.crc32(data), label, height, width))
                 images.write(data)
         flush(images)
     arrays = {"table": np.array(entries, dtype=ENTRY), "indices": np.array(indices, dtype=np.int64)}
@@ -275,9 +277,12 @@ def _common_start(names: list[str]) -> str:
 
 def _check_shard(source: Images, shard: Sequence[int]) -> list[Damaged]:
     found = []
-    for index in shard:
+    whole, rows = source.origin(np.asarray(shard))
+    for index, row in zip(shard, rows.tolist(), strict=True):
         try:
             decode(source.read(index)[0])
+            if isinstance(whole, PackedImages) and not whole.is_as_packed(row):
+                found.append(Damaged(index, source.name(index), "the bytes are not those that were packed (checksum)"))
         except OSError as error:
             found.append(Damaged(index, source.name(index), f"cannot be read: {error.strerror or error}"))
         except DamagedImage as error:

@@ -11,6 +11,7 @@ it (`pycls_fast/data/pack.py`).
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +25,21 @@ from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.reading import check
 
-VERSION = 3
+VERSION = 4
 INDEX = "index.npz"
 
 ENTRY = np.dtype(
     [
         ("offset", "<u8"),
         ("size", "<u4"),
+        ("crc32", "<u4"),
         ("label", "<i4"),
         # Size of raw images, else 0.
         ("height", "<u2"),
         ("width", "<u2"),
     ]
 )
-"""An entry of the table: 20 bytes."""
+"""An entry of the table: 24 bytes."""
 
 RAW = "raw"
 
@@ -98,14 +100,22 @@ class PackedImages(Images):
         self._files = OpenFiles()
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        offset, size, label, height, width = self._table[index].item()
-        shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
-        stored = self._files.read(shard, offset, size)
+        offset, size, _, label, height, width = self._table[index].item()
+        stored = self._stored(index, offset, size)
         if self._is_raw:
             if size != height * width * 3:
                 raise OSError(f"{size:,} bytes are no {height} x {width} pixels")
             return np.frombuffer(stored, np.uint8).reshape(height, width, 3), label
         return stored, label
+
+    def is_as_packed(self, index: int) -> bool:
+        """Whether the stored bytes have the checksum of those that were packed; only this sees a changed raw pixel."""
+        offset, size, crc32, *_ = self._table[index].item()
+        return zlib.crc32(self._stored(index, offset, size)) == crc32
+
+    def _stored(self, index: int, offset: int, size: int) -> bytes:
+        shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
+        return self._files.read(shard, offset, size)
 
     def name(self, index: int) -> str:
         return f"{self.folder}[{index}: {self._names[index]}]"

@@ -233,6 +233,20 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
 
 
+def test_changed_pixels_are_found(tmp_path: Path, folder: Path) -> None:
+    """Only their checksums can tell, in a part of a packed split, too."""
+    pack(scan_classes(folder / "train"), tmp_path / "out/train", PackSettings(store="raw"), workers=0, title="")
+    with (tmp_path / "out/train/00000.bin").open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    # No validation split: it is drawn from the images.
+    sources = opened("packed", tmp_path / "out")
+    assert not isinstance(sources["train"], PackedImages)
+    (found,) = (damaged for name in ("train", "val") for damaged in verify(sources[name], workers=0, title=""))
+    assert "checksum" in found.reason
+
+
 def test_packed_splits_that_are_damaged(tmp_path: Path) -> None:
     root = Path(write_packed(tmp_path / "packed", CONTENT))
     for folder in (root / "train", tmp_path):
