@@ -13,7 +13,7 @@ the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,6 +71,7 @@ def collect_features(
     switches: Speed,
     display: Display,
     after_batch: Callable[[], None] = lambda: None,
+    report: Callable[[Mapping[str, str]], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
 
@@ -80,6 +81,7 @@ def collect_features(
         network: the one in `wrapped`, whose train/eval mode is restored.
         split: the images' name, which is shown.
         after_batch: called after each batch; may raise to stop.
+        report: called with the damaged images that this rank has met, name to reason; None shows them.
 
     Raises:
         UserError: more damaged images than `data.max_damaged`, or no other.
@@ -111,7 +113,10 @@ def collect_features(
         wrapped.free_gathered()
         model.train(was_training)
     display.end_features()
-    report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
+    if report is None:
+        report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
+    else:
+        report(damaged)
     # Gathered in host memory, which is larger.
     mine = (torch.cat(seen), torch.cat(labels)) if seen and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
@@ -271,18 +276,19 @@ def _path(
         yield weight, bias
 
 
-def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
+def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mapping[str, str]], None]) -> None:
     """Fit the head to the training images' features and write it into the network; all ranks call this.
 
     Args:
         after_batch: called after each batch; may raise to stop.
+        report: called with the damaged images that this rank has met, name to reason.
 
     Raises:
         UserError: images cannot be read (`data.max_damaged`).
     """
     last = run.parts.network.last_layer()
     train, val = _some(run.parts.sources["train"], run.config.seed), run.parts.sources["val"]
-    parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch)
+    parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch, report)
     features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
     held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
     head = None

@@ -164,7 +164,7 @@ class Loop:
         """What comes before the first step of this process."""
         run = self.run
         if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
-            fit_head(run, self._stop_if_asked)
+            fit_head(run, self._stop_if_asked, self._report_while_fitting)
         self._evaluate_if_left_out(run.start_step)
         if self.evaluations.stop_early(run.start_step):
             # An earlier process had stopped early, and nothing has changed since.
@@ -243,6 +243,13 @@ class Loop:
         self.divergence.saved(done)
         if not run.config.runtime.checkpoint_async:
             self._finish_saving(done)
+
+    def _report_while_fitting(self, damaged: Mapping[str, str]) -> None:
+        """Report damaged images before the first step; nothing is saved, so that the head is fitted when resumed."""
+        self.damaged.note(damaged.items())
+        self.damaged.report(self.run.start_step, self.run.epoch(self.run.start_step))
+        if len(self.damaged.reported) > self.run.config.data.max_damaged:
+            raise too_many_damaged(self.damaged.reported, self.run.config.data.max_damaged)
 
     def _report_damage(self, done: int) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
