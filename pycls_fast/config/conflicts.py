@@ -256,6 +256,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ),
     ("data.image_size_schedule!=[]", "model.kind=vit",
      "a ViT has positions for one image size", "data.image_size_schedule=[]"),
+    ("model.experts=1", "model.experts_per_token=2",
+     "there is no second one", "model.experts_per_token=1 or model.experts=2"),
     (EXPERTS, "speed.sequence_padding=8|64", "padding would take the experts' room", "speed.sequence_padding=none"),
     # Several ranks.
     *(
