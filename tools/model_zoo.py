@@ -27,21 +27,21 @@ _HEAD = """\
 # Model zoo
 
 Made by `python tools/model_zoo.py`. Each experiment is a file `configs/NAME.yaml` with its command, hardware and
-source; a test compares its values with the source's. Top-1 accuracy in percent on ImageNet-1k's 50,000 validation
-images, one crop, as published: no recipe of this table has been trained here yet.
-
-```
-python tools/train_net.py --config-name deit_s16 data.root=/path/to/imagenet
-pycls-fast test --config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k data.root=/path/to/imagenet
-```
+source; a test compares its values with the source's. Published top-1 is in percent on ImageNet-1k's 50,000 validation
+images, one crop: no recipe of this table has been trained here yet.
 
 M: millions of parameters with 1,000 classes. GMACs: billions of multiply-adds of one image (FLOPs are twice as many).
 h: hours on one H100 by arithmetic, three forward passes an image at its bfloat16 peak; published runs reach a fifth
-to a third of it. Weights: those that others have published for the experiment, with the score that their library
-gives. Files without `timm:` or `torchvision:` are linked from the source's page.
+to a third of it. Weights: what others have published for the experiment, with their library's score where it differs.
+Score them with `pycls-fast test --config-name EXPERIMENT weights=NAME data.root=PATH`; files are linked from the
+source's page.
 
-| experiment | model | M | GMACs | px | epochs | h | top-1 | source | weights (top-1) |
-|---|---|---|---|---|---|---|---|---|---|
+| experiment | M | GMACs | px | epochs | h | top-1 | source | weights |
+|---|---|---|---|---|---|---|---|---|
+"""
+_MEASURED_HEAD = """
+## Measured here, by `--config-name`
+
 """
 
 
@@ -49,10 +49,10 @@ def page(measured: Sequence[Mapping[str, Any]]) -> str:
     """The whole page.
 
     Args:
-        measured: entries of `top1.json`: `experiment` or `weights`, with `top1`, `hardware`, `date`, `command`, and
-            optionally `minutes` and a `note`.
+        measured: entries of `top1.json`: `experiment`, `top1`, `hardware`, `date`, `command`, and optionally
+            `minutes` and a `note`.
     """
-    return "".join([_HEAD, *map(_line, _rows()), "\n", "## Measured here\n\n", *map(_run, measured)])
+    return "".join([_HEAD, *map(_line, _rows()), _MEASURED_HEAD, *map(_run, measured)])
 
 
 def _line(cells: Sequence[object]) -> str:
@@ -65,21 +65,14 @@ def _rows() -> Iterator[Sequence[object]]:
         epochs = config.schedule.epochs
         top1 = "" if known.top1 is None else f"{known.top1:g}"
         size = (f"{known.parameters:g}", f"{known.gmacs:g}", known.size, epochs, hours(known, config.data, epochs))
-        yield (f"`{name}`", _network(config.model.model_dump()), *size, top1, known.source, _weights(known.weights))
+        yield (f"`{name}`", *size, top1, known.source, _weights(known))
 
 
-def _weights(name: str) -> str:
-    score = published.WEIGHTS.get(name)
-    return f"`{name}`" + (f" ({score.top1:.2f})" if score is not None else "") if name else ""
-
-
-def _network(model: Mapping[str, Any]) -> str:
-    if model["kind"] == "resnet":
-        return f"ResNet-{model['depth']}"
-    if model["kind"] == "timm":
-        return str(model["name"])
-    stem = "conv" if model["stem"] == "conv" else f"/{model['patch_size']}"
-    return f"ViT {stem} {model['width']} x {model['depth']}"
+def _weights(known: Published) -> str:
+    score = published.WEIGHTS.get(known.weights)
+    if score and known.top1 and round(score.top1, 1) != round(known.top1, 1):
+        return f"`{known.weights}` ({score.top1:.2f})"
+    return f"`{known.weights}`" if known.weights else ""
 
 
 def hours(known: Published, data: Source, epochs: int) -> str:
@@ -93,12 +86,11 @@ def hours(known: Published, data: Source, epochs: int) -> str:
 
 def _run(entry: Mapping[str, Any]) -> str:
     """How one of our own numbers was measured."""
-    name = entry.get("experiment") or entry.get("weights")
     minutes = f"{entry['minutes']:g} min on " if "minutes" in entry else ""
     note = f" ({entry['note']})" if "note" in entry else ""
-    return (
-        f"- `{name}`: {entry['top1']:.2f}{note}, {minutes}{entry['hardware']}, {entry['date']}: `{entry['command']}`\n"
-    )
+    given = entry["command"].removeprefix("python tools/train_net.py").removeprefix(" --config-name ")
+    where = f"{minutes}{entry['hardware']}, {entry['date']}"
+    return f"- `{given or entry['experiment']}`: {entry['top1']:.2f}{note}, {where}\n"
 
 
 def main(options: Section) -> int:
