@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Literal
 
 from pycls_fast.config import ModuleNames, Section, command
-from pycls_fast.errors import UserError
 from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Text
 
 Which = Literal["auto", "model", "ema"]
@@ -17,18 +16,13 @@ class _ImagesOptions(Section):
     run: Text
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file from
     pycls-fast export; each includes class names and preprocessing."""
-    images: tuple[str, ...] = ()
+    images: tuple[str, ...]
     """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of files on
     standard input."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     device: Device = "auto"
     """Where the network runs."""
-
-    def require_images(self) -> None:
-        """Raise a `UserError` if there are none."""
-        if not self.images:
-            raise UserError("images: none were given; give files, folders or patterns after the run")
 
 
 class PredictOptions(_ImagesOptions):
@@ -57,7 +51,6 @@ def predict(options: PredictOptions) -> int:
 
     Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
     """
-    options.require_images()
     from pycls_fast.config.compose import import_modules
     from pycls_fast.inference.predict import predict as predict_images
 
@@ -90,7 +83,6 @@ def maps(options: MapsOptions) -> int:
 
     Draws one row per image: the crop that the network sees with its prediction, and maps over it.
     """
-    options.require_images()
     from pycls_fast.inference.maps import draw_maps
 
     return draw_maps(**dict(options))

@@ -1,20 +1,21 @@
 """`pycls-fast runs` and `pycls-fast compare`."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from pycls_fast.config import Section, command
-from pycls_fast.errors import UserError
 from pycls_fast.values import NonNegativeInt
 
 
 class RunsOptions(Section):
     """Keys of `pycls-fast runs`."""
 
-    folders: tuple[str, ...] = ()
+    folders: Annotated[tuple[str, ...], Field(min_length=1)]
     """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
     sort: Literal["best_top1", "final_top1", "class_top1", "images_per_second", "hours", "epoch"] = "best_top1"
     """By what the rows are sorted, largest first."""
-    output: str | None = None
+    output: Annotated[str, Field(pattern=r"\.(csv|json)$")] | None = None
     """A .csv or .json file: the same rows, with every setting that differs."""
 
 
@@ -28,10 +29,6 @@ def runs(options: RunsOptions) -> int:
     with everything saved), failed (ended by an error), or running or killed. Damaged and empty run folders are listed
     at the end, with the reason. Exit status: 0, or 2 when no run could be read.
     """
-    if not options.folders:
-        raise UserError("folders: none were given; give run folders, or folders that contain some, such as runs")
-    if options.output is not None and not options.output.lower().endswith((".csv", ".json")):
-        raise UserError(f"output: {options.output} must end in .csv or .json; rename it")
     from pycls_fast.ledger.runs import list_runs
 
     return list_runs(options.folders, sort=options.sort, output=options.output)

@@ -11,8 +11,17 @@ from contextlib import suppress
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
 
 from pycls_fast.errors import discard_output, printable
@@ -41,13 +50,14 @@ class Display:
         self._evaluating: TaskID | None = None
         self._last_line = float("-inf")
         if speaks and (mode == "bar" or (mode == "auto" and self.console.is_terminal)):
+            whole = Column(no_wrap=True)
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24 if self.console.width >= _WIDE else 8),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                BarColumn(24 if self.console.width >= _WIDE else 8, table_column=whole),
+                MofNCompleteColumn(table_column=whole),
+                _Numbers(table_column=Column()),
                 TextColumn("left"),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(table_column=whole),
                 console=self.console,
                 refresh_per_second=4,
                 # Otherwise it would stay below the last line, which names the run folder.
@@ -95,7 +105,7 @@ class Display:
         rate = f"{record['images_per_second']:,.0f} images/s"
         if self._bar is not None and self._training is not None:
             description = f"epoch {record['epoch']:.1f}/{epochs}"
-            numbers = _fitting((loss, rate, lr), self.console.width - _width_without_numbers(self._bar, description))
+            numbers = f"{loss}  {rate}  {lr}"
             self._bar.update(self._training, completed=record["step"], description=description, numbers=numbers)
             return
         now = time.monotonic()
@@ -133,23 +143,11 @@ class Display:
         )
 
 
-def _width_without_numbers(bar: Progress, description: str) -> int:
-    """Columns of the terminal that the other cells take, with the longest counter that an evaluation may add."""
-    assert isinstance(bar.columns[1], BarColumn)
-    total = max(1e5 - 1, *(task.total or 0 for task in bar.tasks))
-    cells = (max(description, "evaluate val", key=len), f"{total:.0f}/{total:.0f}", "left", "00:00:00")
-    # Each column is followed by a space.
-    return sum(len(cell) + 1 for cell in cells) + (bar.columns[1].bar_width or 0) + 1
+class _Numbers(ProgressColumn):
+    """A task's numbers, the least important last; they are cut off where the terminal is too narrow for all."""
 
-
-def _fitting(parts: Sequence[str], width: int) -> str:
-    """The first of the parts, the most important ones, that fit next to each other."""
-    line = parts[0]
-    for part in parts[1:]:
-        if len(f"{line}  {part}") > width:
-            break
-        line = f"{line}  {part}"
-    return line
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
 
 class _Output:

@@ -6,7 +6,7 @@ import csv
 import io
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,8 @@ class Evaluation:
     loss: float | None
     count: int
     predictions: Predictions
-    damaged: tuple[tuple[str, str], ...] = ()
+    damaged: Mapping[str, str]
+    """Images that cannot be read, name to reason, in the order of the names."""
 
     def record(self) -> dict[str, Any]:
         """The four numbers under the names that `metrics.jsonl` uses."""
@@ -109,49 +110,66 @@ def evaluate(
     """Score the model on this rank's batches and sum over the ranks.
 
     Args:
-        wrapped: its `evaluated` is scored, because ranks may have different numbers of batches. The train/eval mode is
-            restored.
-        batches: on the device; a batch is empty if all its images were damaged.
+        wrapped, batches, prepare, autocast: see `forwarded`.
         criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
         eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
             several true classes the one with the highest score counts; images without any are left out.
     """
-    model = wrapped.evaluated
     among = answers_NM = None
     if eval_set is not None:
         among, answers_NM = (
             None if values is None else torch.from_numpy(values).to(world.device)
             for values in (eval_set.among, eval_set.answers_NM)
         )
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
-    damaged: list[tuple[str, str]] = []
+    damaged: dict[str, str] = {}
     outcomes: list[tuple[torch.Tensor, ...]] = []
-    try:
-        for batch in batches:
-            damaged.extend(batch.damaged)
-            if len(batch.labels_B):
-                with uncompiled(model), autocast():
-                    logits_BK = model(prepare(batch))
-                answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-                columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
-                sums += added
-                outcomes.append((batch.indices_B, *columns))
-            elif wrapped.forward_is_collective:
-                # A rank whose batch is empty must take part.
-                empty_BCHW = prepare(batch)
-                with uncompiled(model), autocast():
-                    model(empty_BCHW.new_zeros(1, *empty_BCHW.shape[1:]))
-    finally:
-        wrapped.free_gathered()
-        model.train(was_training)
+    for batch, logits_BK in forwarded(wrapped, batches, prepare, autocast, damaged):
+        answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
+        columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
+        sums += added
+        outcomes.append((batch.indices_B, *columns))
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
-    everyone = tuple(sorted({item for part in world.gather(damaged) for item in part}))
+    everyone = dict(sorted(item for part in world.gather(damaged) for item in part.items()))
     share = 100.0 / max(count, 1)
     mean_loss = None if answers_NM is not None else loss / max(count, 1)
     return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
+
+
+def forwarded(
+    wrapped: ParallelModel,
+    batches: Iterable[Batch],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[None]],
+    damaged: dict[str, str],
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients.
+
+    Args:
+        wrapped: its `evaluated` is called, because ranks may have different numbers of batches. The train/eval mode is
+            restored.
+        batches: on the device; a batch is empty if all its images were damaged.
+        damaged: gets the damaged images, name to reason.
+    """
+    model = wrapped.evaluated
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            damaged.update(batch.damaged)
+            empty = not len(batch.labels_B)
+            if empty and not wrapped.forward_is_collective:
+                continue
+            images_BCHW = prepare(batch)
+            with uncompiled(model), autocast():
+                # A rank whose batch is empty must take part.
+                logits_BK = model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
+            if not empty:
+                yield batch, logits_BK
+    finally:
+        wrapped.free_gathered()
+        model.train(was_training)
 
 
 def with_progress(

@@ -28,11 +28,11 @@ from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
-from pycls_fast.parallel import ParallelModel, World, uncompiled
+from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import with_progress
-from pycls_fast.train.health import noting_damage, report_damage
+from pycls_fast.train.evaluate import forwarded, with_progress
+from pycls_fast.train.health import report_damage
 from pycls_fast.train.run import Run
 
 # Images whose votes are counted at a time.
@@ -86,39 +86,26 @@ def collect_features(
     Raises:
         UserError: more damaged images than `data.max_damaged`, or no other.
     """
-    model = wrapped.evaluated
     prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
+    features: list[Tensor] = []
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     doing = f"features of {split}"
     display.begin_evaluation(doing, len(source))
-    batches = noting_damage(build.eval_batches(config, source, world, switches), damaged)
-    was_training = model.training
-    model.eval()
-    try:
-        with head_inputs(network) as seen:
-            for batch in with_progress(batches, doing, world, display, after_batch):
-                empty = not len(batch.labels_B)
-                if empty and not wrapped.forward_is_collective:
-                    continue
-                images_BCHW = prepare(batch)
-                with uncompiled(model), autocast():
-                    # A rank whose batch is empty must take part.
-                    model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
-                if empty:
-                    del seen[-1]
-                else:
-                    labels.append(batch.labels_B.cpu())
-    finally:
-        wrapped.free_gathered()
-        model.train(was_training)
+    batches = build.eval_batches(config, source, world, switches)
+    with head_inputs(network) as seen:
+        shown = with_progress(batches, doing, world, display, after_batch)
+        for batch, _ in forwarded(wrapped, shown, prepare, autocast, damaged):
+            features.append(seen[-1])
+            labels.append(batch.labels_B.cpu())
+            seen.clear()
     display.end_features()
     if report is None:
         report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     else:
         report(damaged)
     # Gathered in host memory, which is larger.
-    mine = (torch.cat(seen), torch.cat(labels)) if seen and world.counts else None
+    mine = (torch.cat(features), torch.cat(labels)) if features and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
     if not found:
         raise UserError(f"split: {split} has no image that can be read")

@@ -60,9 +60,6 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
     Raises:
         UserError: it cannot; names the `key` of the tool.
     """
-    if output == "":
-        # As of `output=$FILE` without such a variable; pathlib would take it for the current folder.
-        raise UserError(f"{key}: is empty; give the path of a file, or leave {key}= out")
     file = user_path(output)
     # Not `Path.is_symlink`, which raises for a name that is too long; `check` reports it.
     if os.path.islink(file):  # noqa: PTH114
@@ -144,20 +141,15 @@ class RunFolder:
         Raises:
             UserError: it cannot be made or written to.
         """
-        try:
+        with writing(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe.{os.getpid()}"
             probe.touch()
             probe.unlink()
-        except OSError as error:
-            raise self._cannot_be_written(error) from error
 
     def keep(self) -> None:
         """Keep the folder even if no step is trained in it."""
         self._remove_unused = False
-
-    def _cannot_be_written(self, error: OSError) -> UserError:
-        return UserError(f"run_dir: {self.path} cannot be written to ({error.strerror}); give another")
 
     def occupy(self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None) -> None:
         """Lock an existing folder until the context ends.
@@ -170,10 +162,8 @@ class RunFolder:
         """
         until, holder = time.monotonic() + wait_seconds, ""
         while self._lock is None and self.path.is_dir():
-            try:
+            with writing(self.path):
                 found = self._try_lock()
-            except OSError as error:
-                raise self._cannot_be_written(error) from error
             if found is None:
                 return
             if time.monotonic() > until:
@@ -322,7 +312,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"run_dir: {path} cannot be written ({error.strerror or error}); fix this, then the same command resumes "
-            "from the newest checkpoint"
+            "from the newest checkpoint, or give another run_dir"
         ) from error
 
 

@@ -234,24 +234,14 @@ class StepProfile:
         with writing(self._file):
             self._file.parent.mkdir(exist_ok=True)
             running.export_chrome_trace(str(self._file))
-        # Each operator's own time, without the operators that it calls, in microseconds.
-        name = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        times = sorted(((getattr(event, name), event) for event in running.key_averages()), key=lambda item: -item[0])
-        whole = max(sum(time for time, _ in times), 1e-9)
-        rows = [
-            (event.key, f"{time / 1000 / STEPS:9.3f}  {time / whole:4.0%}  {event.count / STEPS:g} calls")
-            for time, event in times[:_OPERATORS]
-        ]
-        place = "GPU" if self._cuda else "CPU"
-        title = f"steps {self._first} to {step}: operators by time on the {place}, ms per step"
-        self._display.table(title, rows)
-        self._display.note(f"profile: {self._file} (open it in https://ui.perfetto.dev)")
-        self._first = None
+        by = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
+        self._display.note(running.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=40))
+        self._display.note(
+            f"profile of steps {self._first} to {step}: {self._file} (open it in https://ui.perfetto.dev)"
+        )
 
     def close(self) -> None:
-        """Stop a profile that the end of the run has cut off; a note says that there is none."""
+        """Stop a profile that the end of the run has cut off."""
         if self._running is not None:
             self._running.stop()
-        if self._first is not None:
-            last = self._first + STEPS - 1
-            self._display.note(f"runtime.profile_step: no profile; steps {self._first} to {last} were not all trained")
+            self._display.note("runtime.profile_step: no profile; the run ended before its last step")

@@ -8,6 +8,8 @@ import secrets
 import shlex
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import State
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
-from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.folder import RunFolder, writing
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import early_stop
 
@@ -87,17 +89,13 @@ def _choose(config: RunConfig) -> tuple[Path, bool]:
 
 def _new_folder(experiment: str) -> Path:
     """Make a new folder, so that two runs that start in the same second get different ones."""
-    time_of_start = timestamp()
-    for suffix in ("", *(f"~{number}" for number in range(2, 10_000))):
-        path = Path("runs") / experiment / f"{time_of_start}{suffix}"
-        try:
+    path = first = Path("runs") / experiment / timestamp()
+    for number in count(2):
+        with writing(path), suppress(FileExistsError):
             path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"run_dir: {path} cannot be made ({error.strerror}); give another") from error
-        return path
-    raise AssertionError("10,000 runs in a second")
+            break
+        path = first.with_name(f"{first.name}~{number}")
+    return path
 
 
 def find_start(
@@ -243,16 +241,12 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
     order was chosen (`data.shuffle`) does not matter.
     """
     train, ordered, start_again = run.parts.sources["train"], state["order"], "or start again in another run_dir"
-    if state["train_images"] != len(train) or tuple(state["classes"]) != run.classes:
+    same = state["train_images"] == len(train) and tuple(state["classes"]) == run.classes
+    if not same or (not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names)):
         yield (
-            f"data.root: {len(train)} training images in {len(run.classes)} classes now, but {state['train_images']} "
-            f"in {len(state['classes'])} (or other class names) when {path} was saved; use the same files and classes, "
-            f"{start_again}"
-        )
-    elif not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names):
-        yield (
-            f"data.root: the {state['train_images']} training images are not those of when {path} was saved, or in "
-            f"another order; use the same files and data.source, {start_again}"
+            f"data.root: the {len(train)} training images in {len(run.classes)} classes are not the "
+            f"{state['train_images']} in {len(state['classes'])} of when {path} was saved, or in another order; use "
+            f"the same files and data.source, {start_again}"
         )
     elif "data.sampling" not in reported and ordered != (order := order_name(train, run.config.data)):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"

@@ -116,8 +116,6 @@ def check_same_folder(path: Path, world: World) -> None:
             )
 
 
-# A GPU is seldom busy with fewer.
-_FEW_IMAGES = 16
 _MUCH_SLOWER = 2.0
 _UNBALANCED = 3
 
@@ -162,12 +160,7 @@ def introduce(run: Run) -> None:
 def _notes(run: Run) -> Iterator[str]:
     """What is allowed, but slow or not as good as what a note proposes."""
     config, world, optim = run.config, run.world, run.config.optim
-    on_gpu, images = world.device.type == "cuda", build.microbatch_size(run.config, run.world)
-    if on_gpu and world.size > 1 and images < _FEW_IMAGES:
-        yield (
-            f"data.global_batch_size: {images} images at a time keep few GPUs busy; use fewer than {world.size} ranks, "
-            "less accumulation, or a larger batch with a higher optim.lr"
-        )
+    on_gpu = world.device.type == "cuda"
     gpus = torch.cuda.device_count() if on_gpu else 1
     if world.size == 1 and gpus > 1 and config.parallel.name == "auto":
         yield (

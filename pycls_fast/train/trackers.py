@@ -120,24 +120,18 @@ def check_installed(config: RunConfig, world: World) -> None:
     """
 
     def check() -> None:
-        names = [tracker.package for tracker in config.trackers if tracker.package]
-        problems = [f"trackers: {problem}" for problem in map(_import_problem, names) if problem]
-        if problems:
-            raise UserError(*problems)
+        for name in filter(None, (tracker.package for tracker in config.trackers)):
+            try:
+                # Any folder of this name, such as the one that W&B writes to, is a package, but without a file.
+                if getattr(importlib.import_module(name), "__file__", None) is None:
+                    raise ImportError("it is a folder of data")
+            except Exception as error:  # versions that do not fit each other fail in any way
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise UserError(
+                    f"trackers: {name} cannot be imported ({reason}); pip install -e '.[{name}]'"
+                ) from error
 
     on_main(world, check)
-
-
-def _import_problem(name: str) -> str | None:
-    missing = f"{name} is not installed: pip install -e '.[{name}]'"
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001  # versions that do not fit each other fail in any way
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            return missing
-        return f"{name} cannot be imported ({type(error).__name__}: {first_line(error)}); correct its installation"
-    # Python takes any folder of this name, such as the one that W&B writes to, for a package, which has no file.
-    return None if getattr(module, "__file__", None) else missing
 
 
 def open_board(run: Run) -> Board:

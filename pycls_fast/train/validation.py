@@ -128,7 +128,7 @@ class Evaluations:
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
-    def take(self, done: int) -> dict[str, str]:
+    def take(self, done: int) -> Mapping[str, str]:
         """Evaluate the model and its average, if there is one; returns the damaged images with the reasons."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
@@ -136,10 +136,10 @@ class Evaluations:
         damaged = self._take(done, "model")
         if run.parts.step.ema is not None:
             with run.parts.step.ema.swapped_in():
-                damaged |= self._take(done, "ema")
+                damaged = {**damaged, **self._take(done, "ema")}
         return damaged
 
-    def _take(self, done: int, weights: str) -> dict[str, str]:
+    def _take(self, done: int, weights: str) -> Mapping[str, str]:
         run = self.run
         source = run.parts.sources["val"]
         run.display.begin_evaluation("val", len(source))
@@ -155,7 +155,7 @@ class Evaluations:
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._write_down(done, weights, result)
-        return dict(result.damaged)
+        return result.damaged
 
     def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run

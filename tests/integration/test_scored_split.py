@@ -134,6 +134,6 @@ def test_other_images_are_not_resumed_with(
     # As many as before.
     rename_cats(tmp_path / "moved")
     with pytest.raises(
-        UserError, match=r"^data\.root: the 40 training images are not those of when .*step_000000003 was"
+        UserError, match=r"^data\.root: the 40 training images in \d classes are not the 40 in .*step_000000003 was"
     ):
         go_on(tmp_path / "moved", run, "schedule.max_steps=4")

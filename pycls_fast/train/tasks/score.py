@@ -225,7 +225,7 @@ def _evaluated(setup: Setup, split: str, scored: EvalSet) -> tuple[Loaded, Evalu
             config.loss.criterion(),
             eval_set=scored,
         )
-    report_damage(dict(result.damaged), config.data.max_damaged, world, display, outcome="not counted")
+    report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")
     return origin, result
@@ -303,6 +303,6 @@ def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: E
         "checkpoint": str(origin.path),
         "step": origin.step,
         "config_name": config.config_name,
-        "damaged": [list(item) for item in result.damaged],
+        "damaged": [list(item) for item in result.damaged.items()],
         **provenance(world.device, world.size),
     }

@@ -134,7 +134,7 @@ def test_damaged_images_are_reported_and_not_counted() -> None:
     result = evaluate(ParallelModel(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
     assert result.count == 2
     assert result.top1 == 100
-    assert result.damaged == (("x.png", "cut off"),)
+    assert result.damaged == {"x.png": "cut off"}
 
 
 @pytest.mark.parametrize("sizes", [[40], [13, 0, 27]])

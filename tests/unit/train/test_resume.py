@@ -112,7 +112,9 @@ def test_another_kind_of_model_is_one_line() -> None:
 
 
 def test_as_many_other_images() -> None:
-    with pytest.raises(UserError, match=r"^data\.root: the 7 training images are not those of when step_000000003"):
+    with pytest.raises(
+        UserError, match=r"^data\.root: the 7 training images in 2 classes are not the 7 in 2 of when step_000000003"
+    ):
         go_on(names="names-2")
     # Equal; of a layout whose images have only numbers.
     for names in ("names-1", "numbers-2"):
