@@ -35,7 +35,7 @@ PEAK = 989.4e12
 HALVINGS = 3
 OUT_OF_MEMORY = "out of memory"
 CLASSES = 1000
-TESTS = ("tests/cuda/test_kernels.py", "tests/integration/test_grid.py")
+TESTS = ("tests/cuda/test_kernels.py", "tests/cuda/test_strategies.py")
 
 
 @dataclass(frozen=True)

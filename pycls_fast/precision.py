@@ -78,6 +78,6 @@ KEPT_IN_FLOAT32: tuple[str, ...] = (
 """Operations whose output is float32 under this package's autocast (level O1), whatever their input.
 
 CUDA's autocast does this itself (torch's documentation, "CUDA Ops that can autocast to float32", lists more); the
-CPU's covers only the losses, and `parallel/autocast.py` adds the others. Batch norm is on neither list: its output has
+CPU's covers only the losses, and `parallel/precision.py` adds the others. Batch norm is on neither list: its output has
 the input's format, its statistics and its arithmetic are float32.
 """
