@@ -1,8 +1,9 @@
 """`pycls-fast time` and `pycls-fast ledger`."""
 
+import importlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -156,28 +157,19 @@ def refuse_unread(options: LedgerOptions) -> None:
         raise UserError(*lines)
 
 
-def _report(arguments: Sequence[str]) -> int:
-    from pycls_fast.ledger.report.page import redraw
-
-    return redraw(arguments)
-
-
-def _check(arguments: Sequence[str]) -> int:
-    from pycls_fast.ledger.report.gate import check
-
-    return check(arguments)
-
-
-def _simulate(arguments: Sequence[str]) -> int:
-    from pycls_fast.ledger.simulate import main
-
-    return main(arguments)
+def _later(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """A function of the ledger, whose module is imported when it is called."""
+    return lambda arguments: getattr(importlib.import_module(f"pycls_fast.ledger.{module}"), function)(arguments)
 
 
 @command(
     options=LedgerOptions,
     purpose=Purpose(trains=True),
-    subcommands={"report": _report, "check": _check, "simulate": _simulate},
+    subcommands={
+        "report": _later("report.page", "redraw"),
+        "check": _later("report.gate", "check"),
+        "simulate": _later("simulate", "main"),
+    },
 )
 def ledger(config: RunConfig, options: LedgerOptions) -> int:
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.

@@ -173,8 +173,6 @@ class Classifier:
 
         Arguments and errors are those of `predict`; the errors are raised at the first image that is asked for.
         """
-        if topk < 1:
-            raise UserError(f"topk: must be at least 1; got {topk}")
         source = images if isinstance(images, GivenImages) else self._given(images)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch).double()

@@ -38,7 +38,7 @@ class Cell:
 def write_sheets(
     cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = 192, page: int = PAGE
 ) -> list[Path]:
-    """Write PNG files: `path`, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it.
+    """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it.
 
     Args:
         columns: cells per row.
@@ -53,9 +53,9 @@ def write_sheets(
         file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
         sheet = draw_sheet(cells[start : start + page], columns=columns, side=side)
         try:
-            sheet.save(file, format="PNG")
-        except OSError as error:
-            raise UserError(f"output: {file} cannot be written ({error.strerror})") from error
+            sheet.save(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"output: {file} cannot be written ({error}); call it {file.stem}.png") from error
         written.append(file)
     return written
 

@@ -16,9 +16,10 @@ from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
-from pycls_fast.inference.predict import collect, percent, png_file, report_unreadable
+from pycls_fast.inference.predict import collect, percent, report_unreadable
 from pycls_fast.models import maps
 from pycls_fast.train.environment import device_name
+from pycls_fast.train.folder import output_file
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
 
 MOST_IMAGES = 200
@@ -56,7 +57,7 @@ def draw_maps(
     source = GivenImages(collect(images))
     if len(source) > MOST_IMAGES:
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at once; give fewer")
-    path = png_file(output or f"{kind}.png")
+    path = output_file(output or f"{kind}.png")
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []

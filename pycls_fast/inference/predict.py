@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -56,9 +57,8 @@ def predict(
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images))
+    output = output or ("predictions.png" if format == "sheet" else None)
     path = None if output is None else output_file(output)
-    if format == "sheet":
-        path = png_file(output or "predictions.png")
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
     too_many = (
@@ -67,7 +67,7 @@ def predict(
     )
     # On a terminal the rows of a CSV show how far it is.
     silent = format == "csv" and path is None and sys.stdout.isatty()
-    bar = nullcontext(_no_advance) if silent else progress("predict", len(source), "images")
+    bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
     with enough_memory(too_many), bar as advance:
         settings: Any = {"topk": topk, "batch_size": batch_size, "num_workers": num_workers, "advance": advance}
@@ -96,40 +96,23 @@ def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None
         print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 
 
-def _no_advance(count: int) -> None:
-    pass
-
-
 def collect(images: Sequence[str]) -> list[Path]:
     """The files that the command line names; those listed on standard input need not exist.
 
     Raises:
-        UserError: nothing was named, an argument matches nothing, or the list is not one of lines.
+        UserError: nothing was named, or an argument matches nothing.
     """
     listed: list[Path] = []
     if "-" in images:
         if isinstance(sys.stdin, io.TextIOWrapper):
             # As in arguments: names need not be UTF-8.
             sys.stdin.reconfigure(errors="surrogateescape")
-        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-        if any("\0" in line for line in lines):
-            raise UserError("images: a NUL in the list on standard input; give one name per line (find, not -print0)")
-        listed = [Path(line) for line in lines]
+        # NUL ends the names of `find -print0`.
+        listed = [Path(line) for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
     named = find_images(word for word in images if word != "-")
     if not listed and not named:
         raise UserError("images: none were given; give files, folders or patterns after the run")
     return [*named, *listed]
-
-
-def png_file(output: str) -> Path:
-    """The path of a sheet to write; see `output_file`.
-
-    Raises:
-        UserError: it cannot be written, or is not called a PNG file.
-    """
-    if not output.lower().endswith(".png"):
-        raise UserError(f"output: a sheet is a PNG file; call it {Path(output).stem}.png")
-    return output_file(output)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
-from pycls_fast.train.graphs import CudaRecorder, GraphedStep, Recorder
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep
 from pycls_fast.train.health import Watchdog
 from pycls_fast.train.pretrained import Loaded, load_weights
 from pycls_fast.train.resolving import after_data, before_data
@@ -160,7 +160,7 @@ def make_step(
     steps_per_epoch: int,
     initialise: Callable[[FlatShards | None], None] | None = None,
     *,
-    recorder: Recorder | None = None,
+    recorder: CudaRecorder | None = None,
     class_counts: np.ndarray | None = None,
 ) -> Step:
     """The training step around a network that is on its device, and that is changed in place.

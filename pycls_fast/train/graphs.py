@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,19 +25,6 @@ WARM_UP = 3
 Action = Callable[[], None]
 
 
-class Recorder(Protocol):
-    """Records what a function does on the device, and replays it."""
-
-    def warm_up(self, action: Action) -> None:
-        """Run the function on the stream on which it will be recorded."""
-
-    def record(self, action: Action) -> None:
-        """Call the function to capture its kernels; nothing is computed."""
-
-    def replay(self) -> None:
-        """Run what was recorded."""
-
-
 class CudaRecorder:
     """A CUDA graph, recorded on its own stream."""
 
@@ -48,6 +34,7 @@ class CudaRecorder:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, action: Action) -> None:
+        """Run the function on the stream on which it will be recorded."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -55,7 +42,8 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, action: Action) -> None:
-        """
+        """Call the function to capture its kernels; nothing is computed.
+
         Raises:
             UserError: something in the step cannot be recorded.
         """
@@ -78,6 +66,7 @@ class CudaRecorder:
             ) from cause
 
     def replay(self) -> None:
+        """Run what was recorded."""
         self._graph.replay()
 
 
@@ -141,11 +130,11 @@ class GraphedStep(Step):
         tape: what the recorded step reads; None before the first call.
     """
 
-    recorder: Recorder = field(kw_only=True)
+    recorder: CudaRecorder = field(kw_only=True)
     tape: Tape | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, step: Step, recorder: Recorder) -> GraphedStep:
+    def of(cls, step: Step, recorder: CudaRecorder) -> GraphedStep:
         """Make a recorded step from a plain one."""
         return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
 

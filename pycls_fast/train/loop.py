@@ -294,8 +294,24 @@ class Loop:
         self.evaluations.draw_if_due()
 
     def _finish_saving(self, done: int) -> None:
-        """Wait for the checkpoint that is being written (see `Run.complete_saving`), and link it if it is the best."""
-        if self.run.complete_saving(done, self.divergence.check_weights):
+        """Wait for the checkpoint that is being written, and link it if it is the best.
+
+        If it cannot be written, this step is saved instead: one write that fails on one of many ranks, for example
+        while a file server is restarted, does not end the run.
+
+        Raises:
+            UserError: that failed, too; the same on all ranks.
+        """
+        run = self.run
+        try:
+            saved = run.finish_saving()
+        except UserError as error:
+            run.display.warn(f"{error}; saving step {done:,} instead")
+            run.saved_step = None
+            self.divergence.check_weights(done)
+            run.save(done)
+            saved = run.finish_saving()
+        if saved:
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_name
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.offload import HostOptimizer
@@ -157,27 +155,6 @@ class Run:
                 seconds=round(saved.seconds, 4),
             )
         return saved is not None
-
-    def complete_saving(self, step: int, check: Callable[[int], None]) -> bool:
-        """`finish_saving`; if that fails, write the state of this step instead, and wait for it.
-
-        One write that fails on one of many ranks, for example while a file server is restarted, does not end the run.
-
-        Args:
-            check: called with the step before its state is written; raises if that should not be.
-
-        Raises:
-            UserError: that failed, too; the same on all ranks.
-        """
-        try:
-            return self.finish_saving()
-        except UserError as error:
-            self.display.warn(f"{error}; saving step {step:,} instead")
-            self.saved_step = None
-            check(step)
-            self.save(step)
-            self.finish_saving()
-            return True
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

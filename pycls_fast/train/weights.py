@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _getdtype
 from torch import Tensor
 
 from pycls_fast import build
@@ -148,10 +149,9 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
-            kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
+            specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
+    except (SafetensorError, OSError, KeyError) as error:
         raise UserError(f"weights: {path} cannot be read ({error})") from error
-    specs = {name: Spec(shape, _dtype(path, kind)) for name, (shape, kind) in kinds.items()}
     saved = about.get("weights", "model")
     if kind not in ("auto", saved):
         raise UserError(f"{path}: holds the weights of the {saved}, not of the {kind}")
@@ -164,16 +164,6 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
 
     own = pretrained.own_metadata(about)
     return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
-
-
-def _dtype(path: Path, name: str) -> torch.dtype:
-    """The torch dtype for a safetensors name: F32, BF16, I64, BOOL, ..."""
-    kinds = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool"}
-    letters = name.rstrip("0123456789")
-    found = getattr(torch, kinds.get(letters, "") + name.removeprefix(letters), None)
-    if not isinstance(found, torch.dtype):
-        raise UserError(f"weights: {path} holds tensors of {name}; save them as F32, BF16 or F16")
-    return found
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import enough_images, noting_damage, report_damage
+from pycls_fast.train.health import noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts
 
@@ -60,6 +60,6 @@ def short_training(config: RunConfig, *, steps: int, output: str | Path) -> Iter
         loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
         damaged: dict[str, str] = {}
         batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-        with closing(batches), enough_images():
+        with closing(batches):
             yield ShortTraining(parts, world, display, TrainMetrics(world.device), file, batches)
         report_damage(damaged, config.data.max_damaged, world, display)

@@ -20,7 +20,6 @@ from pycls_fast.parallel import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import enough_images
 from pycls_fast.train.metrics import memory_peak_bytes
 
 Mode = Literal["train", "model", "loader", "both", "all"]
@@ -169,7 +168,7 @@ def _at_work(variant: TimedVariant, part: PartName, world: World) -> Iterator[No
     """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
     build.set_backend(variant.config, world.device, variant.switches)
     world.barrier()
-    with variant.memory.during(part), enough_images():
+    with variant.memory.during(part):
         yield
 
 

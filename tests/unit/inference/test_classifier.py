@@ -225,8 +225,6 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     ):
         with pytest.raises(UserError, match=line):
             pycls_fast.load(source, **settings)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="topk: must be at least 1"):
-        pycls_fast.load(run_dir).predict(pixels, topk=0)
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
