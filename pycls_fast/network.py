@@ -44,6 +44,11 @@ class Network(nn.Module):
         """How ranks share each of `units()`, by the names of modules within one; empty if they cannot."""
         return {}
 
+    def experts(self) -> Sequence[tuple[nn.Module, nn.Module, nn.Module]]:
+        """Each mixture of experts, with its first and its last layer: their parameters, and what goes in and comes out,
+        have an expert for each index of the first dimension, and tokens along the second."""
+        return []
+
     def auxiliary_loss(self) -> Tensor | None:
         """What the last forward pass adds to the mean loss of its microbatch, if anything (routers of experts)."""
         return None

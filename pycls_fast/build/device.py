@@ -46,6 +46,7 @@ def world(config: RunConfig) -> Iterator[World]:
         shard_degree=config.parallel.shard_degree,
         replicate_degree=config.parallel.replicate_degree,
         tensor_degree=config.parallel.tensor_degree,
+        expert_degree=config.parallel.expert_degree,
     ) as ranks:
         import_modules(config.imports)
         yield ranks

@@ -128,6 +128,10 @@ KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weight
 TOGETHER = Fact(
     "parallel.tensor_degree", lambda now: now.config.parallel.tensor_degree > 1,
     "parallel=fsdp parallel.tensor_degree=2")
+APART = Fact(
+    "parallel.expert_degree", lambda now: now.config.parallel.expert_degree > 1,
+    "model=vit_moe_digits parallel=fsdp parallel.expert_degree=2")
+NO_EXPERTS = Fact("model.experts", lambda now: not getattr(now.config.model, "experts", 0), "model=vit_digits")
 EXPERTS = Fact(
     "model.experts", lambda now: getattr(now.config.model, "experts", 0) > 0,
     "model=vit_moe_digits")
@@ -284,6 +288,18 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
         )
     ),
+    *(
+        (APART, other, why, use)
+        for other, why, use in (
+            (NO_PARTS, "the experts' weights are shared as those of fsdp and hsdp are",
+             "parallel=fsdp or parallel.expert_degree=1"),
+            (NO_EXPERTS, "the model has none", "model.experts=8 or parallel.expert_degree=1"),
+            (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
+            ("speed.compile=blocks|model", "it was not tried on divided experts", "speed.compile=off"),
+            ("speed.recompute=selective|budget", "it chooses among operations of whole blocks", "speed.recompute=full"),
+            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
+        )
+    ),
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
@@ -370,7 +386,7 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         )
 
 
-def _vit_sizes(model: ViTModel, image_size: int, together: int) -> Iterator[tuple[str, str]]:
+def _vit_sizes(model: ViTModel, image_size: int, together: int, apart: int) -> Iterator[tuple[str, str]]:
     if image_size % model.patch_size:
         why = _not_divisible(image_size, model.patch_size, f"model.patch_size={model.patch_size}")
         yield "data.image_size", why
@@ -383,6 +399,9 @@ def _vit_sizes(model: ViTModel, image_size: int, together: int) -> Iterator[tupl
             f"{together} does not divide model.heads={model.heads} and model.mlp_width={model.mlp_width}; use "
             f"parallel.tensor_degree={fits}",
         )
+    if model.experts % apart:
+        fits = max(n for n in range(1, apart) if model.experts % n == 0)
+        yield "parallel.expert_degree", f"{apart} does not divide model.experts={model.experts}; use {fits}"
     if model.positions == "sincos2d" and model.width % 4:
         yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
     strides = model.stem_strides
@@ -401,7 +420,8 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     batch, parts = data.global_batch_size, config.optim.microbatches
     sizes = [data.image_size, *(size for _, size in data.image_size_schedule)]
     if isinstance(model, ViTModel):
-        yield from _vit_sizes(model, data.image_size, config.parallel.tensor_degree)
+        parallel = config.parallel
+        yield from _vit_sizes(model, data.image_size, parallel.tensor_degree, parallel.expert_degree)
     if isinstance(model, ResNetModel) and model.stem != "small" and min(sizes) < 32:
         yield "data.image_size", f"{min(sizes)} is too small for model.stem={model.stem}; use model.stem=small"
     if isinstance(model, TimmModel):

@@ -92,6 +92,9 @@ class Parallel(Section):
     tensor_degree: PositiveInt = 1
     """fsdp and hsdp: the number of neighbouring ranks that compute each block together, on the same images (tensor and
     sequence parallelism); it divides a ViT's heads."""
+    expert_degree: PositiveInt = 1
+    """fsdp and hsdp: the number of neighbouring ranks among which the experts of a model are divided (expert
+    parallelism); they see different images, and each token goes to the ranks that have its experts."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""
     recompute_every: PositiveInt = 1

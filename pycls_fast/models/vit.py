@@ -277,6 +277,10 @@ class VisionTransformer(Network):
     def _expert_layers(self) -> list[ExpertsMlp]:
         return [block.mlp for block in self.blocks if isinstance(block, Block) and isinstance(block.mlp, ExpertsMlp)]
 
+    def experts(self) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+        """The MLPs of which a router chooses."""
+        return [(layer, layer.fc1, layer.fc2) for layer in self._expert_layers()]
+
     def auxiliary_loss(self) -> Tensor | None:
         """The routers' losses of the last forward pass in training, summed over the blocks."""
         losses = [layer.loss for layer in self._expert_layers() if layer.loss is not None]

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
 from pycls_fast.optim.weights import assign
+from pycls_fast.parallel.experts import divide_experts
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.tensor import divide, is_divided
 from pycls_fast.parallel.world import World
@@ -45,6 +47,18 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     if settings.param_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
+    if world.experts is not None:
+        divide_experts(network, world.experts["expert"], settings.compute)
+        # Together: a mesh of the ranks that have the same experts.
+        alike = world.experts[tuple(name for name in world.experts.mesh_dim_names or () if name != "expert")]
+        for _, first, last in network.experts():
+            # The outputs' dimension: there may be fewer experts here than ranks that have them.
+            fully_shard([first, last], **{**common, "mesh": alike}, shard_placement_fn=lambda _: Shard(1))
+            # The mean over all images, of which these ranks saw only some, but the experts those of all.
+            group: Any = first
+            group.set_gradient_divide_factor(world.size)
+            # gloo cannot multiply in its sum; with one rank torch would divide twice (2.15).
+            group.set_force_sum_reduction_for_comms(world.experts["shard"].size() > 1)
     for unit in units:
         # The last unit and the modules around the units are needed again as soon as the backward pass begins.
         gathers_again = settings.reshard_after_forward and unit is not units[-1]

@@ -26,6 +26,8 @@ from pycls_fast.parallel.rendezvous import connect, open_store, report_mistake
 from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Strategy, strategy_of
 
+# Dimensions of a mesh that stay even if they have one rank.
+_ALWAYS = ("replicate", "shard")
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
@@ -39,6 +41,7 @@ def start_world(
     shard_degree: int | None = None,
     replicate_degree: int | None = None,
     tensor_degree: int = 1,
+    expert_degree: int = 1,
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
@@ -53,6 +56,7 @@ def start_world(
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `degrees`.
         tensor_degree: how many neighbours compute one model together.
+        expert_degree: among how many neighbours that share the weights the experts are divided.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -63,7 +67,7 @@ def start_world(
     with ExitStack() as group, ExitStack() as watch:
         try:
             facts = strategy_of(strategy)
-            grid = _grid(facts, size, shard_degree, replicate_degree, tensor_degree)
+            grid = _grid(facts, size, shard_degree, replicate_degree, tensor_degree, expert_degree)
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda and chosen.type != "cuda":
                 raise UserError(f"parallel.name: {strategy} needs CUDA and this run is on the CPU; use parallel=fsdp")
@@ -77,6 +81,9 @@ def start_world(
                 world = _join(group, world, _backends(backend, chosen, facts), timeout)
                 if facts.has_mesh:
                     world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree))
+                    if expert_degree > 1:
+                        experts = make_mesh(chosen.type, *grid, timeout, expert=expert_degree)
+                        world = replace(world, experts=experts)
             if size > 1:
                 monitor = watch.enter_context(_monitor(world, timeout_seconds))
                 world = replace(world, monitor=monitor)
@@ -92,7 +99,9 @@ def start_world(
             raise
 
 
-def _grid(facts: Strategy, size: int, shard: int | None, replicate: int | None, tensor: int) -> tuple[int | None, int]:
+def _grid(
+    facts: Strategy, size: int, shard: int | None, replicate: int | None, tensor: int, expert: int
+) -> tuple[int | None, int]:
     """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are divided.
 
     Raises:
@@ -106,11 +115,17 @@ def _grid(facts: Strategy, size: int, shard: int | None, replicate: int | None, 
             f"parallel.tensor_degree: {tensor} does not divide the {size} ranks of the run; use "
             f"parallel.tensor_degree={fits}, or {-(-size // tensor) * tensor} ranks"
         )
-    models = size // tensor
-    if not facts.has_groups:
-        return None, models
-    here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
-    return degrees(models, shard=shard, replicate=replicate, ranks_per_node=here)
+    grid: tuple[int | None, int] = None, size // tensor
+    if facts.has_groups:
+        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
+        grid = degrees(size // tensor, shard=shard, replicate=replicate, ranks_per_node=here)
+    if grid[1] % expert:
+        fits = max(n for n in range(1, min(expert, grid[1]) + 1) if grid[1] % n == 0)
+        raise UserError(
+            f"parallel.expert_degree: {expert} does not divide the {grid[1]} ranks that share the weights; use "
+            f"parallel.expert_degree={fits}"
+        )
+    return grid
 
 
 def _join(group: ExitStack, world: World, backends: str, timeout: timedelta) -> World:
@@ -236,14 +251,17 @@ def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_no
     return replicate, shard
 
 
-def make_mesh(device: str, replicate: int | None, shard: int, timeout: timedelta, *, tensor: int = 1) -> DeviceMesh:
-    """A mesh of all ranks: `replicate` (None: no such dimension) x `shard` x `tensor` (1: no such dimension); all ranks
-    call this. Neighbours differ in the last one, which exchanges most.
+def make_mesh(
+    device: str, replicate: int | None, shard: int, timeout: timedelta, *, tensor: int = 1, expert: int = 1
+) -> DeviceMesh:
+    """A mesh of all ranks: `replicate` (None: no such dimension) x `shard` x `tensor` (1: no such dimension), or with
+    the shards divided by `expert` (1: no such dimension); all ranks call this. Neighbours differ in the last one, which
+    exchanges most.
 
     The groups are created here because torch's mesh would give them its own timeout.
     """
-    wanted = {"replicate": replicate, "shard": shard, "tensor": None if tensor == 1 else tensor}
-    sizes = {name: size for name, size in wanted.items() if size is not None}
+    wanted = {"replicate": replicate, "shard": shard // expert, "tensor": tensor, "expert": expert}
+    sizes = {name: size for name, size in wanted.items() if size is not None and (name in _ALWAYS or size > 1)}
     if len(sizes) == 1:
         line: Any = dist.new_group(timeout=timeout)
         return DeviceMesh.from_group(line, device, mesh_dim_names=("shard",))

@@ -36,6 +36,8 @@ class World:
     local_rank: int = 0
     # How many neighbours compute one model together, and so see the same images.
     tensor: int = 1
+    # For experts that are divided: dimensions "replicate" (or not), "shard" and "expert".
+    experts: DeviceMesh | None = None
 
     def at(self, doing: str) -> None:
         """Record what this rank is doing, for the report if it hangs."""

@@ -103,19 +103,22 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
     ):
         # Two blocks of the ResNet show all that eight do. Undone: with one rank this is the process of the tests.
         monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.BasicBlock, (1, 1)))
-        meshes = {}
+        meshes, experts = {}, {}
         for name, case in cases.items():
             overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
             config = load_config(case["config_name"], overrides)
-            together = config.parallel.tensor_degree
-            shape = (config.parallel.name, config.parallel.shard_degree, together)
+            together, apart = config.parallel.tensor_degree, config.parallel.expert_degree
+            shape = (config.parallel.name, config.parallel.shard_degree, together, apart)
             if shape[0] not in ("auto", "single", "ddp") and shape not in meshes:
                 # One launch for all cases; a process cannot leave and join the same ranks again.
                 models = world.size // together
                 grid = (None, models) if shape[0] != "hsdp" else (models // shape[1], shape[1])
-                meshes[shape] = make_mesh(device, *grid, datetime.timedelta(seconds=600), tensor=together)
+                timeout = datetime.timedelta(seconds=600)
+                meshes[shape] = make_mesh(device, *grid, timeout, tensor=together)
+                if apart > 1:
+                    experts[shape] = make_mesh(device, *grid, timeout, expert=apart)
             try:
-                here = dataclasses.replace(world, mesh=meshes.get(shape), tensor=together)
+                here = dataclasses.replace(world, mesh=meshes.get(shape), tensor=together, experts=experts.get(shape))
                 state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)

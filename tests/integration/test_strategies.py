@@ -24,6 +24,8 @@ STRATEGIES = {
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "tensor hsdp": ["parallel=hsdp", "parallel.shard_degree=1", "parallel.tensor_degree=2"],
+    "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
+    "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale2": ["parallel=fairscale_fsdp", "parallel.reshard_after_forward=false"],
     "fairscale3": ["parallel=fairscale_fsdp"],
@@ -33,6 +35,14 @@ MODELS = {
     "vit": (
         "vit_digits",
         ["model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"],
+    ),
+    # With room for all tokens; the balancing loss is of each rank's own tokens.
+    "moe": (
+        "vit_moe_digits",
+        [
+            *("model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"),
+            *("model.expert_capacity=8", "model.balance_loss=0"),
+        ],
     ),
     # With seed 0 a rounding turns a ReLU over, which shows as 1e-4 in the strategies that sum in another order.
     "resnet": ("resnet_digits", ["model.depth=18", "data.image_size=8", "parallel.sync_batchnorm=true", "seed=1"]),
@@ -59,12 +69,13 @@ CASES = [
     for strategy, model, precision in product(STRATEGIES, MODELS, PRECISIONS)
     # FairScale's ShardedDDP has no place for weights that are apart from the network's (the table of conflicts).
     if (strategy, precision[0]) != ("oss", "bf16_params")
-    # A ResNet is not divided.
-    and not (strategy.startswith("tensor") and model == "resnet")
+    # Only a dense ViT has heads to divide, and only a mixture has experts.
+    and not (strategy.startswith("tensor") and model != "vit")
+    and strategy.startswith("experts") == (model == "moe")
 ]
 ON_TWO = [case for case in CASES if "hsdp" not in case[0]]
 # A grid of 2 x 2, and one of each kind of the others.
-ON_FOUR = [case for case in CASES if "hsdp" in case[0] or case[1:] == ("vit", "fp32", 4)]
+ON_FOUR = [case for case in CASES if "hsdp" in case[0] or (case[1] != "resnet" and case[2:] == ("fp32", 4))]
 # Largest difference of what is learned, as a share of the whole change; bfloat16 rounds to 4e-3. In float32 no single
 # value differs by more than 1e-5 either.
 BAND = {"fp32": 1e-5, "bf16_params": 1e-2}

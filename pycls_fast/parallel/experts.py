@@ -1,0 +1,65 @@
+"""Expert parallelism: neighbouring ranks divide the experts of a model among them and exchange tokens.
+
+Lepikhin et al., GShard, 2021, section 3; Rajbhandari et al., DeepSpeed-MoE, 2022. The ranks see different images. In
+training every rank has room for as many tokens at each expert, so that one all-to-all takes them to their experts and
+another one back. In evaluation a rank may have fewer images than others, so there the weights travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from pycls_fast.network import Network
+
+# Features are (X, S, D): each rank has its own tokens for all experts, or all ranks' tokens for its own experts.
+_OWN_TOKENS, _OWN_EXPERTS = Shard(1), Shard(0)
+
+
+def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | None = None) -> None:
+    """Divide the network's experts over a mesh of one dimension, in place; it may be on the meta device.
+
+    Parameters keep their names and become DTensors.
+
+    Args:
+        network: its number of experts is a multiple of the ranks.
+        mesh: ranks that see different images.
+        compute: the format of the experts' products, if it is not that of their parameters.
+    """
+
+    def send(layer: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [_OWN_TOKENS], run_check=False).redistribute(mesh, [_OWN_EXPERTS])
+
+    def send_back(layer: nn.Module, inputs: Any, rows_XSD: DTensor) -> Tensor:
+        return rows_XSD.redistribute(mesh, [_OWN_TOKENS]).to_local()
+
+    for mixture, first, last in network.experts():
+        for layer in (first, last):
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                part = distribute_tensor(parameter.data, mesh, [_OWN_EXPERTS], src_data_rank=None)
+                layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        first.register_forward_pre_hook(send)
+        last.register_forward_hook(send_back)
+        _evaluate_whole(mixture, (first, last), compute)
+
+
+def _evaluate_whole(mixture: nn.Module, layers: Sequence[nn.Module], compute: torch.dtype | None) -> None:
+    """Outside training hide the parts of the parameters behind whole tensors, as attributes of the same name."""
+    parts = [(layer, name) for layer in layers for name, _ in layer.named_parameters(recurse=False)]
+
+    def gather(mixture: nn.Module, inputs: Any) -> None:
+        for layer, name in () if mixture.training else parts:
+            part: Any = getattr(layer, name)
+            vars(layer)[name] = part.full_tensor().to(compute or part.dtype)
+
+    def free(mixture: nn.Module, inputs: Any, output: Any) -> None:
+        for layer, name in () if mixture.training else parts:
+            del vars(layer)[name]
+
+    mixture.register_forward_pre_hook(gather)
+    mixture.register_forward_hook(free)
