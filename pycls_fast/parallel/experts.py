@@ -32,11 +32,21 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
         compute: the format of the experts' products, if it is not that of their parameters.
     """
 
+    # The experts' gradients are sums over these ranks, where those of all other weights are means. (torch's own factor,
+    # `set_gradient_divide_factor`, divides twice if one rank has all shards; 2.15.)
+    ranks = mesh.size()
+
     def send(layer: nn.Module, inputs: tuple[Tensor]) -> DTensor:
-        return DTensor.from_local(inputs[0], mesh, [_OWN_TOKENS], run_check=False).redistribute(mesh, [_OWN_EXPERTS])
+        rows_XSD = inputs[0]
+        if rows_XSD.requires_grad:
+            rows_XSD.register_hook(lambda gradient: gradient * ranks)
+        return DTensor.from_local(rows_XSD, mesh, [_OWN_TOKENS], run_check=False).redistribute(mesh, [_OWN_EXPERTS])
 
     def send_back(layer: nn.Module, inputs: Any, rows_XSD: DTensor) -> Tensor:
-        return rows_XSD.redistribute(mesh, [_OWN_TOKENS]).to_local()
+        rows = rows_XSD.redistribute(mesh, [_OWN_TOKENS]).to_local()
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / ranks)
+        return rows
 
     for mixture, first, last in network.experts():
         for layer in (first, last):

@@ -54,11 +54,6 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         for _, first, last in network.experts():
             # The outputs' dimension: there may be fewer experts here than ranks that have them.
             fully_shard([first, last], **{**common, "mesh": alike}, shard_placement_fn=lambda _: Shard(1))
-            # The mean over all images, of which these ranks saw only some, but the experts those of all.
-            group: Any = first
-            group.set_gradient_divide_factor(world.size)
-            # gloo cannot multiply in its sum; with one rank torch would divide twice (2.15).
-            group.set_force_sum_reduction_for_comms(world.experts["shard"].size() > 1)
     for unit in units:
         # The last unit and the modules around the units are needed again as soon as the backward pass begins.
         gathers_again = settings.reshard_after_forward and unit is not units[-1]

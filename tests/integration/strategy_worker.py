@@ -2,10 +2,11 @@
 
     torchrun --nproc_per_node N tests/integration/strategy_worker.py CASES.json FOLDER cpu|cuda
 
-CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "evaluate": true}}. Writes FOLDER/NAME.pt
-with the parameters, the average, the optimizer's state, losses, gradient norms and the evaluations; "began" is what a
-case had before its first step. With "save" a checkpoint is left in FOLDER/runs/NAME. On CUDA steps after the second of
-a case may not wait for the device.
+CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "evaluate": true,
+"double": false}}. Writes FOLDER/NAME.pt with the parameters, the average, the optimizer's state, losses, gradient norms
+and the evaluations; "began" is what a case had before its first step. With "save" a checkpoint is left in
+FOLDER/runs/NAME; with "double" all that is float32 is float64. On CUDA steps after the second of a case may not wait
+for the device.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
+from pycls_fast.build.device import DTYPES
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
@@ -117,12 +119,18 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
                 meshes[shape] = make_mesh(device, *grid, timeout, tensor=together)
                 if apart > 1:
                     experts[shape] = make_mesh(device, *grid, timeout, expert=apart)
+            if case.get("double", False):
+                monkeypatch.setitem(DTYPES, "float32", torch.float64)
+                torch.set_default_dtype(torch.float64)
             try:
                 here = dataclasses.replace(world, mesh=meshes.get(shape), tensor=together, experts=experts.get(shape))
                 state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)
+            finally:
+                monkeypatch.setitem(DTYPES, "float32", torch.float32)
+                torch.set_default_dtype(torch.float32)
             if world.is_main:
                 torch.save(state, folder / f"{name}.pt")
 

@@ -23,6 +23,7 @@ STRATEGIES = {
     "fsdp": ["parallel=fsdp"],
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
+    "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale": ["parallel=fairscale_fsdp"],
     "oss": ["parallel=fairscale_sharded_ddp"],
@@ -92,6 +93,24 @@ def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -
             assert len(end["losses"]) == MORE
             assert all(map(math.isfinite, end["losses"]))
             assert end["losses"] == pytest.approx(losses.setdefault(before, end["losses"]), abs=1e-5), name
+
+
+def test_divided_experts_are_saved_whole(tmp_path: Path, digits: Path) -> None:
+    """Saved with 2 x 2 ranks, loaded by one, by two that divide them and by two that do not."""
+    # With room for all tokens; the balancing loss is of each rank's own tokens.
+    model = ["model=vit_moe_digits", *COMMON[:5], "model.expert_capacity=8", "model.balance_loss=0"]
+    origin = run_ranks({"experts": case("experts", digits, SAVED_AT, *model)}, tmp_path / "saved", 4)
+    state = load_checkpoint(saved(origin, "experts"))
+    resume = [*model, f"resume={saved(origin, 'experts')}"]
+    ends = {}
+    for ranks, strategies in {1: ["single"], 2: ["fsdp", "experts"]}.items():
+        cases = {name: case(name, digits, SAVED_AT + MORE, *resume) for name in strategies}
+        folder = run_ranks(cases, tmp_path / str(ranks), ranks)
+        ends |= {name: torch.load(folder / f"{name}.pt") for name in cases}
+    for name, end in ends.items():
+        for part in ("model", "ema", "optimizer"):
+            assert_same_state(end["began"][part], state[part], f"{name}.{part}")
+        assert end["losses"] == pytest.approx(ends["single"]["losses"], abs=1e-5), name
 
 
 def assert_near(ours: Any, theirs: Any, place: str) -> None:

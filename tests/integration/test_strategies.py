@@ -24,6 +24,7 @@ STRATEGIES = {
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "tensor hsdp": ["parallel=hsdp", "parallel.shard_degree=1", "parallel.tensor_degree=2"],
+    "tensor 4": ["parallel=fsdp", "parallel.tensor_degree=4"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
@@ -70,7 +71,7 @@ CASES = [
     # FairScale's ShardedDDP has no place for weights that are apart from the network's (the table of conflicts).
     if (strategy, precision[0]) != ("oss", "bf16_params")
     # Only a dense ViT has heads to divide, and only a mixture has experts.
-    and not (strategy.startswith("tensor") and model != "vit")
+    and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
 ]
 ON_TWO = [case for case in CASES if "hsdp" not in case[0]]
@@ -142,6 +143,21 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     "oss layers": ("oss", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
     "oss lamb": ("oss", LAMB, 1e-5),
     "oss amp": ("oss", [*ADAMW, "precision=amp_bf16"], 1e-2),
+}
+
+
+# In float64, with everything on: the strategy, the number of its ranks, and the one that it equals, on how many.
+APART = ["model.expert_capacity=1", "model.balance_loss=0.01"]
+DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2"]
+WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
+    "tensor 2": ("vit", "tensor", 2, "single", 1, DRAWN),
+    "tensor 4": ("vit", "tensor 4", 4, "single", 1, DRAWN),
+    "tensor 2 x shard 2": ("vit", "tensor", 4, "single", 1, []),
+    "tensor 2 x replicate 2": ("vit", "tensor hsdp", 4, "single", 1, []),
+    "expert 2": ("moe", "experts", 2, "zero3", 2, [*APART, *DRAWN]),
+    "expert 2 x shard 2": ("moe", "experts", 4, "zero3", 4, [*APART, *DRAWN]),
+    "expert 2 x replicate 2": ("moe", "experts hsdp", 4, "hsdp", 4, [*APART, *DRAWN]),
+    "expert 2 and one process": ("moe", "experts", 2, "single", 1, []),
 }
 
 
@@ -233,6 +249,28 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
     if name == "powersgd":
         compressed = [abs(mine - other) for mine, other in zip(ours["losses"], theirs["losses"], strict=True)]
         assert max(compressed[:9]) < 1e-5 < compressed[9]
+
+
+def test_divided_models_in_float64(tmp_path: Path, digits: Path) -> None:
+    """To 1e-10, with AdamW, recomputation, clipping, an average and four microbatches."""
+    on: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+    for name, (model, strategy, ranks, reference, theirs, keys) in WHOLE.items():
+        for what, of, count in (("ours", strategy, ranks), ("theirs", reference, theirs)):
+            parallel = STRATEGIES.get(of, ["parallel=single"])
+            more = ["optim=adamw", "optim.lr=0.001", "speed.recompute=full", *keys]
+            settings = case([*parallel, *more], model, "fp32", 4, digits=digits)
+            on[count][f"{name} {what}"] = {**settings, "double": True}
+    ends = {count: run_ranks(cases, tmp_path / str(count), count) for count, cases in on.items()}
+    for name, (_, _, ranks, _, count, _) in WHOLE.items():
+        ours, theirs = torch.load(ends[ranks] / f"{name} ours.pt"), torch.load(ends[count] / f"{name} theirs.pt")
+        for part in ("losses", "grad_norms"):
+            assert ours[part] == pytest.approx(theirs[part], abs=1e-10), name
+        for part in ("model", "ema"):
+            for parameter, value in ours[part].items():
+                assert value.dtype == torch.float64
+                torch.testing.assert_close(value, theirs[part][parameter], rtol=0, atol=1e-10, msg=name)
+        for mine, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):
+            assert (mine["count"], mine["top1"]) == (other["count"], other["top1"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
