@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,11 @@ _TOO_COARSE = 1.5
 _MOST_FAILURES = 2
 
 
+@dataclass
 class CrossedTrainings:
     """The trainings of a ladder.
 
-    Args:
+    Attributes:
         ladder: the changes.
         settings: how much is trained.
         folder: open.
@@ -53,30 +54,28 @@ class CrossedTrainings:
         refused: whether the settings of a combination are refused.
         train: starts the runs that are not done, and waits for them.
         say: called with a message.
+        known: what is known of the variants, also from earlier starts.
     """
 
-    def __init__(
-        self,
-        ladder: Ladder,
-        settings: LadderSettings,
-        folder: LedgerFolder,
-        names: Sequence[str],
-        *,
-        alike: Sequence[str] = (),
-        refused: Callable[[Variant], bool],
-        train: Callable[[Sequence[TrainingRun]], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._ladder, self._settings, self._folder = ladder, settings, folder
-        self._train, self._say, self._alike = train, say, alike
+    ladder: Ladder
+    settings: LadderSettings
+    folder: LedgerFolder
+    names: Sequence[str]
+    alike: Sequence[str]
+    refused: Callable[[Variant], bool]
+    train: Callable[[Sequence[TrainingRun]], None]
+    say: Callable[[str], None]
+    known: Crossing = field(init=False)
+
+    def __post_init__(self) -> None:
+        before = self.folder.crossing
+        self.known = Crossing(**before) if before else crossing(self.ladder, self.names, self.refused)
         self._pairs: dict[PlannedPair, Pair | None] = {}
-        before = folder.crossing
-        self.known = Crossing(**before) if before else crossing(ladder, names, refused)
 
     def groups(self) -> list[list[Family]]:
         """The families of trainings, those that are tested together in one list."""
-        s = self._settings
-        return families(self._ladder, self.known, s.runs_at_most, s.first_seed)
+        s = self.settings
+        return families(self.ladder, self.known, s.runs_at_most, s.first_seed)
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
@@ -99,9 +98,9 @@ class CrossedTrainings:
     def _screening(self) -> list[PlannedPair]:
         """A pair that differs in all variants that may be identical; empty if there is none."""
         names = self.known.alike or []
-        on = closed(self._ladder, names)
+        on = closed(self.ladder, names)
         without = tuple(name for name in on if name not in names)
-        return [PlannedPair(self._settings.first_seed, (on, without))] if names else []
+        return [PlannedPair(self.settings.first_seed, (on, without))] if names else []
 
     def _screen(self) -> None:
         """Leave out variants that change no bit of the weights at first, and no prediction of a whole training."""
@@ -109,42 +108,42 @@ class CrossedTrainings:
         if known.alike is None:
             known.alike = [
                 name
-                for name in self._alike
+                for name in self.alike
                 # What alternatives do together is not known.
                 if name in known.crossed and not any(name in pair for pair in known.conflicts)
             ]
             for pair in self._screening():
-                if closed(self._ladder, pair.on[1]) != pair.on[1]:
+                if closed(self.ladder, pair.on[1]) != pair.on[1]:
                     known.alike = []
-            self._folder.keep_crossing(asdict(known))
+            self.folder.keep_crossing(asdict(known))
         for pair in self._screening() if not known.identical and not known.looked else []:
-            self._train(self._runs(pair))
+            self.train(self._runs(pair))
             found = self._predictions(pair)
             if found is not None and all(np.array_equal(*each) for each in zip(*found, strict=True)):
                 known.identical = list(known.alike)
-                self._say(f"{', '.join(known.alike)}: identical: every prediction is the same")
-            self._folder.keep_crossing(asdict(known))
+                self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
+            self.folder.keep_crossing(asdict(known))
 
     def _decided(self, group: Sequence[Family]) -> bool:
         """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
         pilot = [pair for family in group for pair in family.pairs[: family.pilot]]
         parts = [pilot, *([p for f in group for p in f.at_look(place)] for place in range(len(LOOKS)))]
         for number, pairs in enumerate(parts):
-            self._train([run for pair in pairs for run in self._runs(pair)])
+            self.train([run for pair in pairs for run in self._runs(pair)])
             if self._leave_out(group):
                 return False
             if number == 0:
                 self._check_resolution(group)
                 continue
-            self.known.looked = [self._settings.runs_at_most, self._settings.margin]
-            self._folder.keep_crossing(asdict(self.known))
+            self.known.looked = [self.settings.runs_at_most, self.settings.margin]
+            self.folder.keep_crossing(asdict(self.known))
             effects = self._effects(group)[0]
             if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
         return True
 
     def _check_plan(self) -> None:
-        s, looked = self._settings, self.known.looked
+        s, looked = self.settings, self.known.looked
         for family in (family for group in self.groups() for family in group):
             least = 2 * len(family.names) + 2
             if 2 * len(family.pairs) < least:
@@ -156,11 +155,11 @@ class CrossedTrainings:
             raise UserError(
                 "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"
             )
-        self._folder.keep_crossing(asdict(self.known))
+        self.folder.keep_crossing(asdict(self.known))
 
     def _check_resolution(self, group: Sequence[Family]) -> None:
         """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""
-        s = self._settings
+        s = self.settings
         for family in group:
             pairs = [found for pair in family.pairs[: family.pilot] if (found := self._pair(pair)) is not None]
             if len(pairs) < 2:
@@ -174,7 +173,7 @@ class CrossedTrainings:
                     f"margin={np.ceil(10 * finest) / 10:g}, runs_at_most={needed} (about "
                     f"{needed * seconds / 3600:.1f} h), or a longer training. What is trained counts"
                 )
-            self._say(
+            self.say(
                 f"{', '.join(family.names)}: at most {runs} trainings, about {runs * seconds / 60:.0f} min; the "
                 f"smallest difference that they can show is {finest:.2f} points"
             )
@@ -197,8 +196,8 @@ class CrossedTrainings:
                     f"{sum(r.failed is not None for r in with_it)} of {len(with_it)} trainings failed with it, "
                     f"{sum(r.failed is not None for r in without)} of {len(without)} without"
                 )
-                self._folder.keep_crossing(asdict(self.known))
-                self._say(f"{name}: breaks training: {self.known.broken[name]}")
+                self.folder.keep_crossing(asdict(self.known))
+                self.say(f"{name}: breaks training: {self.known.broken[name]}")
                 return True
             common = set(family.names).intersection(*(run.on for run in failed))
             if len(failed) > _MOST_FAILURES and not common:
@@ -235,14 +234,14 @@ class CrossedTrainings:
             fits = self._fits([(family, family.at_look(place)) for family in group], complete=True)
             if fits is not None:
                 looks.append((place, sum(2 * len(family.at_look(place)) for family in group), fits))
-                made = decide(looks, self._settings.margin)
+                made = decide(looks, self.settings.margin)
                 if made[-1].settled:
                     break
         if made:
             last = looks[-1][2][0][1]
             return made[-1].effects, made, last.together if len(group) == 1 else None
         fits = self._fits([(family, family.pairs) for family in group], complete=False)
-        return (estimates(fits, self._settings.margin) if fits else []), [], None
+        return (estimates(fits, self.settings.margin) if fits else []), [], None
 
     def _fits(
         self, chosen: Sequence[tuple[Family, Sequence[PlannedPair]]], *, complete: bool
@@ -258,8 +257,8 @@ class CrossedTrainings:
         return made
 
     def _runs(self, pair: PlannedPair) -> list[TrainingRun]:
-        variants = [together(self._ladder, on) for on in pair.on]
-        return [TrainingRun(v, pair.seed, self._folder.run_dir(v, pair.seed)) for v in variants]
+        variants = [together(self.ladder, on) for on in pair.on]
+        return [TrainingRun(v, pair.seed, self.folder.run_dir(v, pair.seed)) for v in variants]
 
     def _ended(self, pair: PlannedPair) -> Pair | None:
         return self._pair(pair) if all(run.is_done for run in self._runs(pair)) else None

@@ -17,6 +17,7 @@ from pycls_fast.ledger.report.record import (
     GradientCounts,
     Record,
     Rounding,
+    Status,
     Timing,
     Unfinished,
     VariantRecord,
@@ -33,17 +34,16 @@ _MODEL = (
 
 def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Record:
     """The record of a ledger, finished or not."""
-    variants, stopwatch = ledger.selection.variants(), ledger.folder.stopwatch
+    variants, total = ledger.selection.variants(), ledger.total()
     records = [_variant(ledger, variant) for variant in variants]
-    of_different_starts = compare_speed(records, stopwatch.starts if stopwatch else [])
-    accuracy = ledger.crossed.record() if ledger.crossed else None
+    of_different_starts = compare_speed(records, ledger.folder.starts)
     timed = next((record for variant in variants for record in _timings(ledger, variant)), None)
     # Device and ranks of this process, which measures nothing, are not the variants'.
     here = environment(torch.device("cpu"), 1)
     return Record(
         config_name=config_name,
         time=time.time(),
-        wall_seconds=stopwatch.seconds if stopwatch else None,
+        wall_seconds=ledger.folder.seconds,
         command=environment_command(),
         ladder=ledger.ladder,
         settings=ledger.settings,
@@ -55,21 +55,9 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         environment={key: value for key, value in here.items() if key not in ("device", "world_size")},
         gradients=_gradients(ledger),
         unmeasured=ledger.unmeasured | of_different_starts,
-        unfinished=None if finished else _unfinished(ledger, records, len(accuracy.runs) if accuracy else 0),
-        accuracy=accuracy,
+        unfinished=None if finished else Unfinished(done=total - sum(ledger.missing().values()), of=total),
+        accuracy=ledger.crossed.record() if ledger.crossed else None,
         variants=records,
-    )
-
-
-def _unfinished(ledger: Ledger, records: Sequence[VariantRecord], trained: int) -> Unfinished:
-    """How many of the measurements of the variants that run here exist."""
-    s, run = ledger.settings, [record for record in records if record.status == "measured"]
-    done = sum((len(v.timing.rounds) if v.timing else 0) + bool(v.numerics) for v in run)
-    gradients = ledger.folder.gradients_file(ledger.selection.variants()[0]).is_file()
-    rounding = 0 if s.numerics_steps is None else len(ledger.with_rounding())
-    return Unfinished(
-        done=done + trained + (s.gradients and gradients),
-        of=len(run) * s.rounds + ledger.trainings() + rounding + s.gradients,
     )
 
 
@@ -83,12 +71,11 @@ def _gradients(ledger: Ledger) -> GradientCounts | None:
 
 
 def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
-    status, selection = "measured", ledger.selection
-    if variant.name in selection.failed:
-        status = "failed"
-    elif variant.name in selection.impossible:
-        status = "cannot run"
-    reason, name = selection.why_not(variant), variant.name
+    name, selection = variant.name, ledger.selection
+    status: Status = (
+        "failed" if name in selection.failed else "cannot run" if name in selection.impossible else "measured"
+    )
+    reason, numerics = selection.why_not(variant), ledger.folder.numerics_file(variant)
     git = None if variant.tree is None else git_state(tree_path(variant.tree))
     return VariantRecord(
         name=name,
@@ -98,12 +85,12 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         tree=variant.tree,
         git=git,
         before=variant.against,
-        status=status,  # type: ignore[arg-type]  # one of the three
+        status=status,
         reason=reason,
         # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
-        timing=_timing(ledger, variant),
-        numerics=_numerics(ledger, variant),
+        timing=_timing(_timings(ledger, variant)),
+        numerics=[Rounding(**e) for e in read_measurement(numerics)["errors"]] if numerics.is_file() else None,
     )
 
 
@@ -119,8 +106,7 @@ def _timings(ledger: Ledger, variant: Variant) -> list[dict[str, Any]]:
     return list(ledger.folder.timings(variant, ledger.settings.rounds))
 
 
-def _timing(ledger: Ledger, variant: Variant) -> Timing | None:
-    rounds = _timings(ledger, variant)
+def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
     if not rounds:
         return None
     parts = [record["train"] for record in rounds]
@@ -149,8 +135,3 @@ def _timing(ledger: Ledger, variant: Variant) -> Timing | None:
         precision=rounds[0]["precision"],
         switches=rounds[0]["switches"],
     ).over([])
-
-
-def _numerics(ledger: Ledger, variant: Variant) -> list[Rounding] | None:
-    file = ledger.folder.numerics_file(variant)
-    return [Rounding(**each) for each in read_measurement(file)["errors"]] if file.is_file() else None

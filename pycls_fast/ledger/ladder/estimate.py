@@ -141,8 +141,7 @@ def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, d
     """
     first, file = ledger.selection.variants()[0], folder / f"{mode}.json"
     arguments = timing_arguments(first, file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)
-    log = file.with_suffix(".txt")
-    finished = ledger.process("time", first, arguments, ranks=first.ranks or 1, log=log).wait()
+    finished = ledger.process("time", first, arguments, log=file.with_suffix(".txt")).wait()
     if finished.status != 0:
         raise UserError(f"ladder: the reference '{first.name}' does not run: {finished.reason()}")
     return finished, json.loads(file.read_text(encoding="utf-8"))
@@ -150,22 +149,14 @@ def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, d
 
 def estimate(ledger: Ledger, pace: Pace) -> dict[str, float]:
     """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take."""
-    s, selection, folder = ledger.settings, ledger.selection, ledger.folder
-    timings = [folder.timing_file(variant, number) for variant in selection.runnable() for number in range(s.rounds)]
-    rounding = [folder.numerics_file(v) for v in ledger.with_rounding()] if s.numerics_steps is not None else []
-    gradients = [folder.gradients_file(selection.variants()[0])] if s.gradients else []
+    s, missing = ledger.settings, ledger.missing()
     turn = max(s.steps * pace.step, s.seconds) + max(s.warmup_steps * pace.step, s.seconds / 2)
     # On a CPU, concurrent runs share the cores.
     jobs = s.jobs if ledger.device == "cuda" else 1
-    done = sum(run.is_done for run in ledger.crossed.planned()) if ledger.crossed is not None else 0
-    runs = math.ceil((ledger.trainings() - done) / jobs) if s.trains else 0
+    runs = math.ceil(missing["training"] / jobs) if s.trains else 0
     return {
-        "timings": _missing(timings) * (pace.start + turn),
-        "rounding": _missing(rounding) * (pace.start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * pace.fed_step),
-        "gradients": _missing(gradients) * (pace.start + _GRADIENT_STEPS * pace.fed_step),
+        "timings": missing["timings"] * (pace.start + turn),
+        "rounding": missing["rounding"] * (pace.start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * pace.fed_step),
+        "gradients": missing["gradients"] * (pace.start + _GRADIENT_STEPS * pace.fed_step),
         "training": runs * (pace.start + (pace.steps + pace.evaluation_steps) * pace.fed_step),
     }
-
-
-def _missing(files: list[Path]) -> int:
-    return sum(not file.is_file() for file in files)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ class LedgerFolder:
         accept_code: whether the folder may hold measurements of different code.
 
     Attributes:
-        stopwatch: the wall time of all starts, once the folder is open.
-        codes: digests of all code that the folder was measured with, once it is open.
+        inherited: file descriptors that keep the folder locked as long as a process has them open.
+        starts: when each start began, this one last, in seconds since 1970.
+        codes: digests of all code that the folder was measured with.
         crossing: what is known of its variants as factors of the trainings, once it trains.
     """
 
@@ -51,35 +52,39 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
-        self.stopwatch: Stopwatch | None = None
+        self.inherited: tuple[int, ...] = ()
+        self.starts: list[float] = []
         self.codes: list[str] = []
         self.crossing: dict[str, Any] = {}
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
-        self._lock: FolderLock | None = None
+        # Seconds worked in earlier starts, and when this one began.
+        self._before, self._started = 0.0, time.monotonic()
 
-    def open(self, plan: Mapping[str, Any]) -> None:
-        """Create the folder, or resume in it, and lock it until `close`, which must be called even after an error.
+    @contextmanager
+    def opened(self, plan: Mapping[str, Any]) -> Iterator[None]:
+        """Create the folder, or resume in it; it is locked inside the context.
 
         Raises:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
-        self._plan = json.loads(json.dumps(plan))
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path, self._say)
-            if self._plan_file.is_file():
-                self._resume(json.loads(self._plan_file.read_text(encoding="utf-8")))
-            else:
-                self.codes = [self._code()]
-            self._write_plan()
-            self.stopwatch = Stopwatch(self.path / "took.json")
-            # Saved before any timing, so that each round can be assigned to its start.
-            self.stopwatch.lap()
-        except OSError as error:
-            raise UserError(f"output: {self.path} cannot be written to ({error.strerror}); give another") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"output: {self._plan_file} is damaged; choose another folder, or remove it") from error
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.inherited = (stack.enter_context(locked(self.path, self._say)),)
+                self.check(plan)
+                self._write_plan()
+                if self._took_file.is_file():
+                    took = read_measurement(self._took_file)
+                    self._before, self.starts = took["seconds"], took["starts"]
+                self.starts.append(time.time())
+                self._started = time.monotonic()
+                # Saved before any timing, so that each round can be assigned to its start.
+                self.lap()
+            except OSError as error:
+                raise UserError(f"output: {self.path} cannot be written to ({error.strerror}); give another") from error
+            stack.callback(self.lap)
+            yield
 
     def check(self, plan: Mapping[str, Any]) -> None:
         """Check that the folder is new or belongs to the plan and the code; writes nothing.
@@ -88,31 +93,15 @@ class LedgerFolder:
             UserError: it holds results of a different plan or of different code.
         """
         self._plan = json.loads(json.dumps(plan))
-        if self._plan_file.is_file():
-            try:
-                before = json.loads(self._plan_file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"output: {self._plan_file} cannot be read ({error}); choose another folder, or remove it"
-                ) from error
-            self._resume(before)
-
-    def close(self) -> None:
-        """Save the time of this start, and unlock the folder."""
+        if not self._plan_file.is_file():
+            self.codes = [self._code()]
+            return
         try:
-            if self.stopwatch is not None:
-                self.stopwatch.lap()
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-            self._lock = None
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        """File descriptors that keep the folder locked as long as a process has them open."""
-        return () if self._lock is None else (self._lock.inherited,)
-
-    def _resume(self, before: Mapping[str, Any]) -> None:
+            before = json.loads(self._plan_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"output: {self._plan_file} cannot be read ({error}); choose another folder, or remove it"
+            ) from error
         # More trainings or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
         other = changed(before, asked)
@@ -127,6 +116,19 @@ class LedgerFolder:
                 f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
                 "accept_code=true if the change does not affect the measurements"
             )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds worked in all starts up to now."""
+        return self._before + time.monotonic() - self._started
+
+    def lap(self) -> None:
+        """Save the seconds and the starts; a kill -9 loses the time since."""
+        write_json(self._took_file, {"seconds": self.seconds, "starts": self.starts})
+
+    @property
+    def _took_file(self) -> Path:
+        return self.path / "took.json"
 
     @property
     def _plan_file(self) -> Path:
@@ -202,11 +204,12 @@ def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
 
 
-class FolderLock:
+@contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
     """Two locked files, which the kernel unlocks when the last process that has them open ends.
 
-    One is the ledger's own. The other stays open in the processes that it starts (`inherited`): if the ledger is killed
-    with -9, they continue for a while and save their state in folders that the next start would write to.
+    One is the ledger's own. The other, which this yields, stays open in the processes that it starts: if the ledger is
+    killed with -9, they continue for a while and save their state in folders that the next start would write to.
 
     Args:
         folder: an existing folder.
@@ -216,74 +219,35 @@ class FolderLock:
         UserError: another ledger is using the folder.
         OSError: the folder cannot be written to.
     """
-
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._own = _open(folder / ".ledger.lock")
-        self.inherited = _open(folder / ".processes.lock")
-        try:
-            self._take(folder, say)
-        except BaseException:
-            self.release()
-            raise
-
-    def _take(self, folder: Path, say: Callable[[str], None]) -> None:
-        try:
-            fcntl.flock(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = os.pread(self._own, 200, 0).decode(errors="replace") or "another process"
-            raise UserError(
-                f"output: {folder} is in use by another ledger ({other}); wait until it has ended, or choose another "
-                "folder"
-            ) from None
-        except OSError as error:
-            # Network file systems may not support locks.
-            say(f"{folder} cannot be locked ({error.strerror}): do not start a second ledger in it")
-            return
-        os.ftruncate(self._own, 0)
-        os.pwrite(self._own, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-        try:
-            fcntl.flock(self.inherited, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"{folder}: waiting for a process of an earlier start, which was killed, to end")
-            fcntl.flock(self.inherited, fcntl.LOCK_EX)
-
-    def release(self) -> None:
-        """Unlock the folder for another ledger, which still waits for the processes of this one to end."""
-        os.close(self._own)
-        os.close(self.inherited)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    own, inherited = (os.open(folder / name, flags, 0o644) for name in (".ledger.lock", ".processes.lock"))
+    try:
+        _lock(own, inherited, folder, say)
+        yield inherited
+    finally:
+        os.close(own)
+        os.close(inherited)
 
 
-def _open(file: Path) -> int:
-    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-class Stopwatch:
-    """Seconds worked over all starts, saved in a file at each lap; a kill -9 loses the time since the last one.
-
-    Args:
-        file: holds the seconds and the starts; continued if it exists.
-
-    Attributes:
-        starts: when each start began, this one last, in seconds since 1970.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        before: dict[str, Any] = {"seconds": 0.0, "starts": []}
-        if file.is_file():
-            before = json.loads(file.read_text(encoding="utf-8"))
-        self._before: float = before["seconds"]
-        self.starts: list[float] = [*before["starts"], time.time()]
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds worked in all starts up to now."""
-        return self._before + time.monotonic() - self._started
-
-    def lap(self) -> None:
-        """Save the seconds and the starts."""
-        write_json(self._file, {"seconds": self.seconds, "starts": self.starts})
+def _lock(own: int, inherited: int, folder: Path, say: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        other = os.pread(own, 200, 0).decode(errors="replace") or "another process"
+        raise UserError(
+            f"output: {folder} is in use by another ledger ({other}); wait until it has ended, or choose another folder"
+        ) from None
+    except OSError as error:
+        # Network file systems may not support locks.
+        say(f"{folder} cannot be locked ({error.strerror}): do not start a second ledger in it")
+        return
+    os.ftruncate(own, 0)
+    os.pwrite(own, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    try:
+        fcntl.flock(inherited, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"{folder}: waiting for a process of an earlier start, which was killed, to end")
+        fcntl.flock(inherited, fcntl.LOCK_EX)
 
 
 # Packages beside torch that provide models and images.

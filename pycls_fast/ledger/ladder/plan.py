@@ -134,9 +134,8 @@ class Selection:
         self.impossible: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self._ladder, self._mode, self._ranks = ladder, mode, ranks
-        # Those that later variants do not include, and those for which no process is started.
+        # Those that later variants do not include.
         self._excluded: set[str] = set()
-        self._untried: set[str] = set()
         for variant in (ladder.baseline, *ladder.variants):
             if variant.needs not in (None, device):
                 self._refuse(variant.name, f"needs {str(variant.needs).upper()}")
@@ -147,7 +146,6 @@ class Selection:
     def _refuse(self, name: str, why: str) -> None:
         self.impossible[name] = why
         self._excluded.add(name)
-        self._untried.add(name)
 
     def variants(self) -> list[Variant]:
         """The variants, given what is known so far about which can run here."""
@@ -168,10 +166,6 @@ class Selection:
             if self.why_not(variant) is None:
                 yield variant
 
-    def tried_in_vain(self) -> int:
-        """Number of variants whose process was started and did not measure anything."""
-        return len(self.impossible) + len(self.failed) - len(self._untried)
-
     def rule_out(self, refusal: Callable[[Variant], str | None]) -> dict[str, str]:
         """Leave out, in the ladder's order, the variants for which `refusal` gives a reason; returns these by name.
 
@@ -188,17 +182,8 @@ class Selection:
                 refused[variant.name] = why
         return refused
 
-    def exclude(self, variant: Variant, finished: ProcessResult) -> None:
-        """Leave out a variant whose process failed, and its change from all others.
-
-        Raises:
-            UserError: it is the reference.
-        """
-        self.blame(variant, finished)
-        self._excluded.add(variant.name)
-
-    def blame(self, variant: Variant, finished: ProcessResult) -> None:
-        """Leave out a variant whose process failed.
+    def blame(self, variant: Variant, finished: ProcessResult, *, is_first: bool) -> None:
+        """Leave out a variant whose process failed; if it is its first one, others do not include its change.
 
         Raises:
             UserError: it is the reference.
@@ -208,3 +193,5 @@ class Selection:
                 f"ladder: the reference '{variant.name}' does not run: {finished.reason()} (full log: {finished.log})"
             )
         (self.impossible if finished.refused else self.failed)[variant.name] = finished.reason()
+        if is_first:
+            self._excluded.add(variant.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -66,14 +66,23 @@ def run_ladder(
     chosen = for_experiment(pick(ladder, switches), config)
     code = partial(code_digest, configs, _trees(chosen))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
-    ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note)
-    ledger.refused = lambda variant: refusal(variant, compose, torch.device(device)) is not None
+    why_not = partial(refusal, compose=compose, device=torch.device(device))
+    ledger = Ledger(
+        chosen,
+        settings,
+        base[0],
+        typed,
+        device,
+        place,
+        say=display.note,
+        refused=lambda variant: why_not(variant) is not None,
+    )
     # Before any timing: variants that are known to fail, even if only in training.
-    refused = ledger.selection.rule_out(lambda variant: refusal(variant, compose, torch.device(device)))
+    refused = ledger.selection.rule_out(why_not)
     _divide_devices(ledger)
     ledger.conditions = conditions(config, device)
     if dry_run:
-        ledger.check_folder()
+        place.check(ledger.plan())
         show_plan(ledger, display.note)
         return DONE
     for name, why in refused.items():
@@ -128,29 +137,27 @@ def _divide_devices(ledger: Ledger) -> None:
         )
 
 
-# What the measurements start.
-_IN_A_CHECKOUT = "pycls_fast/__main__.py"
-
-
 def _trees(ladder: Ladder) -> list[Path]:
     """The checkouts of the variants that have one of their own.
 
     Raises:
         UserError: a folder is not a checkout.
     """
-    trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
-    wrong = [(name, why) for name, tree in trees.items() if (why := _not_a_checkout(tree))]
+    found, wrong = [], []
+    for variant in (ladder.baseline, *ladder.variants):
+        if variant.tree is None:
+            continue
+        tree, why = tree_path(variant.tree), None
+        if not tree.is_dir():
+            why = f"there is no folder {tree}"
+        elif not (tree / "pycls_fast/__main__.py").is_file():
+            why = f"{tree} is not a checkout of pycls_fast (it has no pycls_fast/__main__.py)"
+        if why is not None:
+            wrong.append(f"ladder: '{variant.name}': {why}; give the folder of a checkout as its tree")
+        found.append(tree)
     if wrong:
-        raise UserError(*(f"ladder: '{name}': {why}; give the folder of a checkout as its tree" for name, why in wrong))
-    return list(trees.values())
-
-
-def _not_a_checkout(tree: Path) -> str | None:
-    """Why the commands cannot be run from a folder; None if they can."""
-    if not tree.is_dir():
-        return f"there is no folder {tree}"
-    is_one = (tree / _IN_A_CHECKOUT).is_file()
-    return None if is_one else f"{tree} is not a checkout of pycls_fast (it has no {_IN_A_CHECKOUT})"
+        raise UserError(*wrong)
+    return found
 
 
 @contextmanager
@@ -178,18 +185,16 @@ def _stopped_by_signals(ledger: Ledger) -> Iterator[None]:
 
 def _work(ledger: Ledger, config_name: str) -> Record:
     """Measure everything and write the report; returns its record."""
-    with closing(ledger):
-        ledger.open()
-        with _stopped_by_signals(ledger):
-            finished = False
-            try:
-                ledger.run(
-                    after_phase=lambda: _report(ledger, config_name, finished=False),
-                    after_first=lambda seconds: before_the_rest(ledger, seconds, ledger.say),
-                )
-                finished = True
-            finally:
-                record = _report(ledger, config_name, finished=finished)
+    with ledger.folder.opened(ledger.plan()), _stopped_by_signals(ledger):
+        finished = False
+        try:
+            ledger.run(
+                after_phase=lambda: _report(ledger, config_name, finished=False),
+                after_first=lambda seconds: before_the_rest(ledger, seconds, ledger.say),
+            )
+            finished = True
+        finally:
+            record = _report(ledger, config_name, finished=finished)
     return record
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from pycls_fast.ledger.ladder.processes import Process, ProcessResult
 from pycls_fast.train.folder import RunFolder
 
 _EVERY_SECONDS = 60.0
-# Holds a hundred records or more; the whole file of a long run may have megabytes.
-_TAIL_BYTES = 1 << 16
 
 FAILED = "failed.json"
 """Why a training failed, in its folder: a result, which is not tried again."""
@@ -97,7 +93,7 @@ class Trainings:
         if time.monotonic() >= self._watch_due:
             self._watch_due = time.monotonic() + _EVERY_SECONDS
             for running in self._running:
-                self._say(f"{running.run}: {reached(RunFolder(running.run.folder).metrics)}")
+                self._say(f"{running.run}: {reached(RunFolder(running.run.folder))}")
         return bool(self._waiting or self._running)
 
     def _fits(self, run: TrainingRun) -> bool:
@@ -124,67 +120,9 @@ class Trainings:
             self._done(run, finished)
 
 
-def reached(metrics: Path) -> str:
-    """The newest step in a run's metrics, with its epoch and loss; a line that a kill has cut off is skipped."""
-    for line in reversed(_last_lines(metrics)):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["kind"] == "train":
-            loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
-            return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"
+def reached(folder: RunFolder) -> str:
+    """The newest step in a run's metrics, with its epoch and loss."""
+    for record in deque(folder.records("train"), maxlen=1):
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"
     return "no step logged yet"
-
-
-def _last_lines(file: Path) -> list[bytes]:
-    """The complete lines among the last bytes of a file; none if there is no file."""
-    if not file.is_file():
-        return []
-    with file.open("rb") as stream:
-        start = max(stream.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
-        stream.seek(start)
-        lines = stream.read().split(b"\n")
-    return lines[1 if start else 0 : -1]
-
-
-class Progress:
-    """Counts finished measurements and training runs, those of earlier starts too, and the time of this start's.
-
-    Attributes:
-        done: both together.
-        trained: training runs only.
-    """
-
-    def __init__(self) -> None:
-        self.done = self.trained = 0
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}
-
-    def note(self, *, training: bool, seconds: float | None = None) -> None:
-        """Count a measurement or training run that is finished, and how long it took if this start did it."""
-        self.done += 1
-        self.trained += training
-        self._seconds[training] += [] if seconds is None else [seconds]
-
-    def left(self, total: int, trainings: int, jobs: int) -> str:
-        """The remaining time in words.
-
-        Args:
-            total: number of measurements and training runs in the plan.
-            trainings: training runs in the plan.
-            jobs: training runs at a time.
-        """
-        runs = max(trainings - self.trained, 0)
-        others = max(total - self.done - runs, 0)
-        # How long a training takes is not known before one has ended.
-        unknown = runs > 0 and not self._seconds[True]
-        if unknown and not others:
-            return "the training comes next"
-        seconds = others * _mean(self._seconds[False]) + runs * _mean(self._seconds[True]) / jobs
-        text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f"about {text} left{' before the training' if unknown else ''}"
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known) if known else 0.0

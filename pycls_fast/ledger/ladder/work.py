@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.ledger.ladder import processes
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.crossed import default_runs
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
-from pycls_fast.ledger.ladder.processes import Process, ProcessResult
-from pycls_fast.ledger.ladder.trainings import FAILED, Progress, TrainingRun, Trainings
+from pycls_fast.ledger.ladder.processes import (
+    Process,
+    ProcessResult,
+    gradients_arguments,
+    rounding_arguments,
+    timing_arguments,
+    training_arguments,
+    with_own_rounding,
+)
+from pycls_fast.ledger.ladder.trainings import FAILED, TrainingRun, Trainings
 from pycls_fast.train.folder import write_json
 
 # Rare enough to leave the cores to the process that is timed.
@@ -28,7 +35,7 @@ _POLLING_SECONDS = 0.1
 
 @dataclass
 class Ledger:
-    """A ladder at work in its folder.
+    """A ladder at work in its folder, which `folder.opened(ledger.plan())` opens.
 
     Attributes:
         flags, typed: options and overrides that make the experiment, for every tool.
@@ -37,9 +44,9 @@ class Ledger:
         cuda_devices: names of the CUDA devices that concurrent training runs divide among them; empty if there is no
             need to.
         conditions: what else must be the same at every start, by name (`folder.conditions`).
+        refused: whether the settings of a combination are refused.
         selection: the variants, and which of them run.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
-        refused: whether the settings of a combination are refused.
         crossed: the trainings, once they start.
         stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
@@ -56,37 +63,19 @@ class Ledger:
     say: Callable[[str], None] = print
     cuda_devices: Sequence[str] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    refused: Callable[[Variant], bool] = lambda variant: False
     selection: Selection = field(init=False)
     unmeasured: dict[str, str] = field(default_factory=dict)
-    refused: Callable[[Variant], bool] = lambda variant: False
     crossed: CrossedTrainings | None = None
     stop_requested: bool = False
-    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
+        # Seconds of this start's processes, those of trainings apart.
+        self._took: dict[bool, list[float]] = {False: [], True: []}
 
-    def open(self) -> None:
-        """Create the folder, or resume in it, and lock it until `close`, which must be called even after an error.
-
-        Raises:
-            UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
-        """
-        self.folder.open(self._plan())
-
-    def check_folder(self) -> None:
-        """Check that the folder is new or belongs to this plan; writes nothing.
-
-        Raises:
-            UserError: it holds results of a different plan or of different code.
-        """
-        self.folder.check(self._plan())
-
-    def close(self) -> None:
-        """Save the time of this start, and unlock the folder."""
-        self.folder.close()
-
-    def _plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, Any]:
+        """What the folder belongs to."""
         # The mode is in the settings, `tree` in the variants' paths, and `against` does not affect any measurement.
         unmeasured = {"against", "tree"}
         left_out = {"mode": True, "baseline": unmeasured, "variants": {"__all__": unmeasured}}
@@ -126,27 +115,24 @@ class Ledger:
             for variant in self.selection.runnable():
                 what, file = f"{variant.name}: rounding", self.folder.numerics_file(variant)
                 if variant in with_rounding:
-                    arguments = processes.rounding_arguments(variant, file, steps=s.numerics_steps)
-                    self._extra(what, variant, arguments, file)
+                    self._extra(what, variant, rounding_arguments(variant, file, steps=s.numerics_steps), file)
                 else:
                     self.unmeasured[what] = "one process measures it, which has no parallel settings"
         if s.gradients:
             first = self.selection.variants()[0]
             file = self.folder.gradients_file(first)
-            self._extra("gradients", first, processes.gradients_arguments(first, file), file)
-        if not s.trains:
-            return
-        after_phase()
-        self.plan_trainings().run()
+            self._extra("gradients", first, gradients_arguments(first, file), file)
+        if s.trains:
+            after_phase()
+            self.plan_trainings().run()
 
     def plan_trainings(self) -> CrossedTrainings:
         """The trainings of what is known to run."""
-        names = [variant.name for variant in self.selection.runnable()[1:]]
         self.crossed = CrossedTrainings(
             self.ladder,
             self.settings,
             self.folder,
-            names,
+            names=[variant.name for variant in self.selection.runnable()[1:]],
             alike=self._alike(),
             refused=self.refused,
             train=self.train,
@@ -161,12 +147,24 @@ class Ledger:
         digests = {name: read_measurement(file).get("weights") for name, file in files.items() if file.is_file()}
         return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
+    def files(self) -> dict[str, list[Path]]:
+        """The files that measurements write, by kind; trainings are not among them."""
+        s, folder, variants = self.settings, self.folder, self.selection.runnable()
+        return {
+            "timings": [folder.timing_file(variant, number) for variant in variants for number in range(s.rounds)],
+            "rounding": [folder.numerics_file(v) for v in self.with_rounding()] if s.numerics_steps is not None else [],
+            "gradients": [folder.gradients_file(self.selection.variants()[0])] if s.gradients else [],
+        }
+
+    def missing(self) -> dict[str, int]:
+        """How many measurements of each kind are not done, and the most trainings that may be left."""
+        trained = sum(run.is_done for run in self.crossed.planned()) if self.crossed is not None else 0
+        missing = {kind: sum(not file.is_file() for file in files) for kind, files in self.files().items()}
+        return {**missing, "training": self.trainings() - trained}
+
     def total(self) -> int:
-        """Number of processes in the whole plan, as far as it is known."""
-        s, count = self.settings, len(self.selection.runnable())
-        pieces = count * s.rounds + self.trainings()
-        rounding = 0 if s.numerics_steps is None else len(self.with_rounding())
-        return pieces + rounding + self.selection.tried_in_vain() + s.gradients
+        """Number of measurements and trainings in the whole plan, as far as it is known."""
+        return sum(map(len, self.files().values())) + self.trainings()
 
     def trainings(self) -> int:
         """The most trainings that the plan may take, as far as it is known."""
@@ -178,7 +176,7 @@ class Ledger:
 
     def with_rounding(self) -> list[Variant]:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
-        return processes.with_own_rounding(self.selection.runnable(), self.typed)
+        return with_own_rounding(self.selection.runnable(), self.typed)
 
     def _try_out(self, after_first: Callable[[float | None], object]) -> None:
         """Time the first round, in the ladder's order, which finds what cannot run here; later variants go without it.
@@ -188,57 +186,40 @@ class Ledger:
         """
         for variant in self.selection.in_order():
             finished = self._time(variant, 0)
-            if finished is not None and finished.status != 0:
-                self.selection.exclude(variant, finished)
             if variant.against is None:
                 after_first(None if finished is None else finished.seconds)
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
-        s = self.settings
-        file = self.folder.timing_file(variant, number)
-        arguments = processes.timing_arguments(
-            variant, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds
-        )
-        what = f"{variant.name}: timing {number + 1} of {s.rounds}"
+        s, file = self.settings, self.folder.timing_file(variant, number)
+        arguments = timing_arguments(variant, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         # In later rounds it has run before: another program may have been in its way.
-        finished = self._piece(what, variant, "time", arguments, file, ranks=variant.ranks or 1, again=number > 0)
+        what, again = f"{variant.name}: timing {number + 1} of {s.rounds}", number > 0
+        finished = self._measure(what, "time", variant, arguments, file, again=again)
         if finished is not None and finished.status != 0:
-            self.selection.blame(variant, finished)
+            self.selection.blame(variant, finished, is_first=number == 0)
         return finished
 
     def _extra(self, what: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
-        """Run an optional measurement: if it fails, the variant continues without it."""
-        finished = self._piece(what, variant, "ledger", arguments, file, ranks=1)
+        """Make an optional measurement, in one process: if it fails, the variant continues without it."""
+        finished = self._measure(what, "ledger", variant.model_copy(update={"ranks": 1}), arguments, file)
         if finished is not None and finished.status != 0:
             self.unmeasured[what] = finished.reason()
 
-    def _piece(
-        self,
-        what: str,
-        variant: Variant,
-        verb: str,
-        arguments: Sequence[str],
-        file: Path,
-        *,
-        ranks: int,
-        again: bool = False,
+    def _measure(
+        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path, *, again: bool = False
     ) -> ProcessResult | None:
         """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
-            self.progress.note(training=False)
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
-        finished = self._to_its_end(what, verb, variant, arguments, ranks, file)
+        finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
         if again and finished.status != 0:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
-            finished = self._to_its_end(what, verb, variant, arguments, ranks, file)
+            finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
         self._report(what, finished, training=False)
         return finished
 
-    def _to_its_end(
-        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], ranks: int, file: Path
-    ) -> ProcessResult:
-        process = self._start(what, verb, variant, arguments, ranks=ranks, log=self.folder.log_file(file))
+    def _to_its_end(self, process: Process) -> ProcessResult:
         try:
             while (finished := self._finished(process)) is None:
                 time.sleep(_POLLING_SECONDS)
@@ -260,24 +241,34 @@ class Ledger:
 
     def _report(self, what: str, finished: ProcessResult, *, training: bool) -> None:
         """Count a process that has ended, and say how."""
-        self.progress.note(training=training, seconds=finished.seconds)
-        if self.folder.stopwatch is not None:
-            self.folder.stopwatch.lap()
+        self._took[training].append(finished.seconds)
+        self.folder.lap()
         if finished.status == 0:
-            total = self.total()
-            left = self.progress.left(total, self.trainings(), self.settings.jobs)
-            self.say(f"{what}: {finished.seconds:.0f} s  ({self.progress.done} of {total}, {left})")
+            missing, total = self.missing(), self.total()
+            done = total - sum(missing.values())
+            self.say(f"{what}: {finished.seconds:.0f} s  ({done} of {total}, {self._left(missing)})")
         elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
 
+    def _left(self, missing: Mapping[str, int]) -> str:
+        """The remaining time in words; how long a training takes is not known before one has ended."""
+        runs = missing["training"]
+        others = sum(missing.values()) - runs
+        unknown = runs > 0 and not self._took[True]
+        if unknown and not others:
+            return "the training comes next"
+        each, run = (sum(took) / max(len(took), 1) for took in self._took.values())
+        seconds = others * each + runs * run / self.settings.jobs
+        text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"about {text} left{' before the training' if unknown else ''}"
+
     def train(self, runs: Sequence[TrainingRun]) -> None:
         """Start those of the runs that are not done, and wait for them."""
-        # Two families may share a run.
-        waiting = list({run.folder: run for run in runs if not run.is_done}.values())
         trainings = Trainings(
-            waiting,
+            # Two families may share a run.
+            list({run.folder: run for run in runs if not run.is_done}.values()),
             jobs=self.settings.jobs,
             devices=self.cuda_devices,
             start=self._start_training,
@@ -293,51 +284,35 @@ class Ledger:
             raise
 
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
-        arguments = processes.training_arguments(run.variant, run.folder, seed=run.seed)
-        ranks, log = run.variant.ranks or 1, self.folder.log_file(run.folder)
-        return self._start(str(run), "train", run.variant, arguments, ranks=ranks, log=log, devices=devices)
+        arguments = training_arguments(run.variant, run.folder, seed=run.seed)
+        return self._start(str(run), "train", run.variant, arguments, run.folder, devices)
 
     def _training_done(self, run: TrainingRun, finished: ProcessResult) -> None:
-        self._report(str(run), finished, training=True)
         if finished.status != 0:
             write_json(run.folder / FAILED, {"reason": finished.reason()})
+        self._report(str(run), finished, training=True)
 
     def _start(
-        self,
-        what: str,
-        verb: str,
-        variant: Variant,
-        arguments: Sequence[str],
-        *,
-        ranks: int,
-        log: Path,
-        devices: Sequence[str] = (),
+        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], made: Path, devices: Sequence[str] = ()
     ) -> Process:
+        log = self.folder.log_file(made)
         self.folder.note_code()
         self.say(f"{what}: started (log: {log})")
-        return self.process(verb, variant, arguments, ranks=ranks, log=log, devices=devices)
+        return self.process(verb, variant, arguments, log=log, devices=devices)
 
     def process(
-        self,
-        verb: str,
-        variant: Variant,
-        arguments: Sequence[str],
-        *,
-        ranks: int,
-        log: Path,
-        devices: Sequence[str] = (),
+        self, verb: str, variant: Variant, arguments: Sequence[str], *, log: Path, devices: Sequence[str] = ()
     ) -> Process:
-        """Start a verb with a variant's code; it holds the folder's lock, if there is one.
+        """Start a verb with a variant's code and ranks; it holds the folder's lock, if there is one.
 
         `arguments` replace the experiment's own overrides of the same keys.
         """
-        tree = None if variant.tree is None else tree_path(variant.tree)
         return Process(
             verb,
             [*self.flags, *merged(self.typed, arguments)],
-            ranks=ranks,
+            ranks=variant.ranks or 1,
             log=log,
             inherits=self.folder.inherited,
-            tree=tree,
+            tree=None if variant.tree is None else tree_path(variant.tree),
             devices=devices,
         )

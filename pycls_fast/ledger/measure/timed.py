@@ -1,8 +1,10 @@
-"""A configuration to be timed: its network, its step and its input pipeline, built; and the record of its turns."""
+"""A configuration that is timed: its network, its step and its input pipeline, its turns, and the record of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from pycls_fast.ledger.measure.workloads import (
     Trainer,
     TrainPart,
     Turn,
+    slowest,
     synthetic_batch,
 )
 from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
@@ -30,6 +33,7 @@ from pycls_fast.parallel import World, place_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
+from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.resolving import with_precision
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
@@ -37,13 +41,21 @@ _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
 @dataclass
 class TimedVariant:
-    """A built configuration with its measurements."""
+    """A built configuration with its measurements.
+
+    Attributes:
+        world: the ranks that time it.
+        complexity, training_complexity: for one image of evaluation, and for one of the first epoch.
+        lengths: steps of a turn of each part.
+        stages: record of the input pipeline's stages.
+        process_peak: peak memory of the process after the first part, on the CPU.
+    """
 
     name: str
     config: RunConfig
+    world: World
     switches: Speed
     sources: dict[str, Images]
-    # For one image of evaluation, and for one of the first epoch.
     complexity: Complexity
     training_complexity: Complexity
     classes: int
@@ -51,95 +63,208 @@ class TimedVariant:
     matmul: MatmulPeak | None = None
     trainer: Trainer | None = None
     parts: dict[PartName, Part] = field(default_factory=dict)
+    lengths: dict[PartName, int] = field(default_factory=dict)
     turns: dict[PartName, list[Turn]] = field(default_factory=dict)
     skipped_steps: int = 0
-    # Record of the input pipeline's stages.
     stages: dict[str, Any] | None = None
-    # Peak memory of the process after the first part, on the CPU.
     process_peak: int | None = None
 
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        config: RunConfig,
+        parts: Sequence[PartName],
+        world: World,
+        order: StepRange,
+        others: Sequence[TimedVariant],
+        matmul_size: int | None,
+    ) -> TimedVariant:
+        """Build what the parts need.
 
-def build_variant(
-    name: str,
-    config: RunConfig,
-    parts: Sequence[PartName],
-    world: World,
-    order: StepRange,
-    others: Sequence[TimedVariant],
-    matmul_size: int | None,
-) -> TimedVariant:
-    """Build what the parts need.
+        Args:
+            name: the variant's.
+            config: its configuration.
+            parts: which parts will be timed.
+            world: the ranks.
+            order: the steps whose images no input pipeline has read so far.
+            others: variants built before: the same data is opened once, and the same products have one peak.
+            matmul_size: side of the matrices whose product sets the peak; None for the device's default.
 
-    Args:
-        name: the variant's.
-        config: its configuration.
-        parts: which parts will be timed.
-        world: the ranks.
-        order: the steps whose images no input pipeline has read so far.
-        others: variants built before: the same data is opened once, and the same products have one peak.
-        matmul_size: side of the matrices whose product sets the peak; None for the device's default.
+        Raises:
+            UserError: something cannot be built or read.
+        """
+        if config.data.source != "synthetic" and config.data.root is None:
+            # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
+            # somewhere, and the record says from where.
+            shared = config.data.model_dump(exclude={"source", *config.data.own()})
+            config = config.model_copy(update={"data": Synthetic(**shared)})
+        config = with_precision(config, world)
+        switches = build.switches(config, world.device)
+        build.set_backend(config, world.device, switches)
+        build.microbatch_size(config, world)
+        same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
+        sources = same_data[0] if same_data else build.sources(config, world)
+        train = sources["train"]
+        classes = build.num_classes(config, train)
+        config = plan.resolve_auto(config, len(train), world, classes=classes)
+        if {"loader", "both"} & set(parts):
+            # Only these parts read images, and need at least one global batch.
+            build.steps_per_epoch(config, len(train))
+        sizes = (config.data.image_size, config.data.training_image_sizes[0])
+        counts = {size: complexity(lambda: build.counted_model(config, classes), image_size=size) for size in {*sizes}}
+        counted, trained = (counts[size] for size in sizes)
+        made = cls(name, config, world, switches, sources, counted, trained, classes, DeviceMemory(world.device))
+        if {"train", "inference", "both"} & set(parts):
+            peaks = (other.matmul for other in others if _products(other.config) == _products(config))
+            made.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
+            # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
+            made.matmul.measure()
+            with made.memory.during("building"):
+                made._build_model_parts(parts)
+        for part in ("loader", "both"):
+            if part in parts:
+                trainer = made.trainer if part == "both" else None
+                made.parts[part] = LoaderPart(config, train, switches, world, order, trainer)
+        return made
 
-    Raises:
-        UserError: something cannot be built or read.
-    """
-    if config.data.source != "synthetic" and config.data.root is None:
-        # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
-        # somewhere, and the record says from where.
-        shared = config.data.model_dump(exclude={"source", *config.data.own()})
-        config = config.model_copy(update={"data": Synthetic(**shared)})
-    config = with_precision(config, world)
-    switches = build.switches(config, world.device)
-    build.set_backend(config, world.device, switches)
-    build.microbatch_size(config, world)
-    same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
-    sources = same_data[0] if same_data else build.sources(config, world)
-    train = sources["train"]
-    classes = build.num_classes(config, train)
-    config = plan.resolve_auto(config, len(train), world, classes=classes)
-    microbatch = build.microbatch_size(config, world)
-    if {"loader", "both"} & set(parts):
-        # Only these parts read images, and need at least one global batch.
-        build.steps_per_epoch(config, len(train))
-    counted = {
-        size: complexity(lambda: build.counted_model(config, classes), image_size=size)
-        for size in {config.data.image_size, config.data.training_image_sizes[0]}
-    }
-    variant = TimedVariant(
-        name=name,
-        config=config,
-        switches=switches,
-        sources=sources,
-        complexity=counted[config.data.image_size],
-        training_complexity=counted[config.data.training_image_sizes[0]],
-        classes=classes,
-        memory=DeviceMemory(world.device),
-    )
-    _build_parts(variant, parts, microbatch, world, order, others, matmul_size)
-    return variant
+    def _build_model_parts(self, parts: Sequence[PartName]) -> None:
+        config, switches, world = self.config, self.switches, self.world
+        network = build.model(config, self.classes, switches, empty=build.is_sharded(config, world))
+        network = place_model(network, world, memory_format=switches.memory_format)
+        step = make_step(config, network, world, switches, self._steps_per_epoch)
+        self.trainer = Trainer(step, world, switches)
+        microbatch, host = build.microbatch_size(config, world), build.prepare_on_host(config, switches)
+        if "train" in parts:
+            batch = synthetic_batch(
+                microbatch,
+                config.data.training_image_sizes[0],
+                self.classes,
+                erase_probability=config.augment.erase_probability,
+                seed=counter_seed(config.seed, _TRAINING_BATCH, world.data_rank),
+                device=world.device,
+                host=host,
+            )
+            self.parts["train"] = TrainPart(self.trainer, batch, config.optim.microbatches, world)
+        if "inference" in parts:
+            batch = synthetic_batch(
+                config.data.eval_batch_size or microbatch,
+                config.data.image_size,
+                self.classes,
+                erase_probability=0.0,
+                seed=counter_seed(config.seed, _EVALUATION_BATCH, world.data_rank),
+                device=world.device,
+                host=host and replace(host, mixer=None),
+            )
+            self.parts["inference"] = InferencePart(network, step, batch, world)
 
+    def begin(self, part: PartName, *, steps: int, warmup_steps: int, seconds: float) -> None:
+        """Warm up a part, and find how many steps its turns have."""
+        self.turns[part] = []
+        with self._at_work(part):
+            self.parts[part].warm_up(warmup_steps)
+            self.lengths[part] = turn_length(self.parts[part], self.world, steps, seconds)
+        self._newly_skipped()
 
-def _build_parts(
-    variant: TimedVariant,
-    parts: Sequence[PartName],
-    microbatch: int,
-    world: World,
-    order: StepRange,
-    others: Sequence[TimedVariant],
-    matmul_size: int | None,
-) -> None:
-    config, switches, train = variant.config, variant.switches, variant.sources["train"]
-    if {"train", "inference", "both"} & set(parts):
-        peaks = (other.matmul for other in others if _products(other.config) == _products(config))
-        variant.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
-        # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
-        variant.matmul.measure()
-        with variant.memory.during("building"):
-            _build_model_parts(variant, parts, microbatch, world)
-    if "loader" in parts:
-        variant.parts["loader"] = LoaderPart(config, train, switches, world, order)
-    if "both" in parts:
-        assert variant.trainer is not None
-        variant.parts["both"] = LoaderPart(config, train, switches, world, order).feeding(variant.trainer)
+    def take_turn(self, part: PartName) -> None:
+        """Time a part once."""
+        self.world.at(f"timing {self.name}, {part}: turn {len(self.turns[part]) + 1}")
+        with self._at_work(part):
+            turn = self.parts[part].turn(self.lengths[part])
+        self.turns[part].append(slowest(turn, self.world))
+
+    def end(self, part: PartName) -> None:
+        """Read what the device and the process have counted during a part."""
+        self.skipped_steps += self._newly_skipped()
+        timed = self.parts[part]
+        if isinstance(timed, TrainPart) and timed.memory.counted is not None:
+            self.memory.peaks[part] = timed.memory.counted
+        if self.world.device.type == "cpu" and self.process_peak is None:
+            self.process_peak = max(self.world.gather(memory_peak_bytes(self.world.device)))
+        elif self.world.device.type == "cuda":
+            self.memory.peaks[part] = max(self.world.gather(self.memory.peaks[part]))
+
+    def measure_peak(self) -> None:
+        """Time the matrix product under this variant's process-wide settings."""
+        assert self.matmul is not None
+        build.set_backend(self.config, self.world.device, self.switches)
+        self.matmul.measure()
+
+    @contextmanager
+    def _at_work(self, part: PartName) -> Iterator[None]:
+        """Apply the process-wide settings, count memory, start together with the other ranks."""
+        build.set_backend(self.config, self.world.device, self.switches)
+        self.world.barrier()
+        with self.memory.during(part):
+            yield
+
+    def _newly_skipped(self) -> int:
+        """Number of steps since the last call whose gradients were not finite."""
+        return int(self.trainer.metrics.read(self.world)["skipped_steps"]) if self.trainer is not None else 0
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return max(1, len(self.sources["train"]) // self.config.data.global_batch_size)
+
+    def record(self, *, alone: bool) -> dict[str, Any]:
+        """What a timing file says of it; rates in images per second, memory in bytes.
+
+        Args:
+            alone: no other variant was timed in this process: only then is the process's peak memory this one's.
+        """
+        config, counted, trained = self.config, self.complexity, self.training_complexity
+        first = next(iter(self.turns))
+        parts: dict[str, Any] = {}
+        for name, turns in self.turns.items():
+            parts[name] = part_record(
+                name,
+                turns,
+                images_per_step=self.parts[name].images_per_step,
+                forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
+                matmul_flops_per_second=self.matmul.flops_per_second if self.matmul is not None else None,
+                memory_peak_bytes=self.memory.peaks.get(name, self.process_peak if alone and name == first else None),
+                frozen=config.optim.trainable != ("all",),
+            )
+        return {
+            "name": self.name,
+            "model": config.model.kind,
+            "parameters": counted.parameters,
+            "forward_flops_per_image": counted.forward_flops,
+            "activations_per_image": counted.activations,
+            "image_size": config.data.image_size,
+            # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
+            "train_image_size": config.data.training_image_sizes[0],
+            "train_forward_flops_per_image": trained.forward_flops,
+            "num_classes": self.classes,
+            "data": self.sources["train"].describe(),
+            "global_batch_size": config.data.global_batch_size,
+            "accumulation_steps": config.optim.microbatches,
+            **self._whole_run(),
+            "num_workers": build.num_workers(config),
+            "precision": config.precision.name,
+            "switches": self.switches.values(),
+            "matmul": self.matmul.record() if self.matmul is not None else None,
+            "skipped_steps": self.skipped_steps,
+            **({"input_pipeline": self.stages} if self.stages is not None else {}),
+            # The part that the names shared by all tools refer to.
+            "headline": first,
+            **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
+            **parts,
+            "config": config.model_dump(mode="json"),
+        }
+
+    def _whole_run(self) -> dict[str, int]:
+        """Steps of a run, and the images that its evaluations score, twice each if the weights are averaged."""
+        config, images = self.config, len(self.sources["val"])
+        steps = config.schedule.epochs * (len(self.sources["train"]) // config.data.global_batch_size)
+        steps = min(steps, config.schedule.max_steps or steps)
+        every = config.runtime.eval_every_steps or self._steps_per_epoch * config.runtime.eval_every_epochs
+        evaluations = -(-steps // every) * (1 if config.optim.ema_decay is None else 2)
+        return {
+            "steps_per_run": steps,
+            "evaluated_images": images,
+            "evaluated_images_per_run": evaluations * images,
+        }
 
 
 def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
@@ -147,105 +272,31 @@ def _products(config: RunConfig) -> tuple[torch.dtype, bool]:
     return build.compute_dtype(config), build.level(config).tf32
 
 
-def _build_model_parts(variant: TimedVariant, parts: Sequence[PartName], microbatch: int, world: World) -> None:
-    config, switches = variant.config, variant.switches
-    network = build.model(config, variant.classes, switches, empty=build.is_sharded(config, world))
-    network = place_model(network, world, memory_format=switches.memory_format)
-    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
-    step = make_step(config, network, world, switches, steps_per_epoch)
-    variant.trainer = Trainer(step, world, switches)
-    host = build.prepare_on_host(config, switches)
-    if "train" in parts:
-        batch = synthetic_batch(
-            microbatch,
-            config.data.training_image_sizes[0],
-            variant.classes,
-            erase_probability=config.augment.erase_probability,
-            seed=counter_seed(config.seed, _TRAINING_BATCH, world.data_rank),
-            device=world.device,
-            host=host,
-        )
-        variant.parts["train"] = TrainPart(variant.trainer, batch, config.optim.microbatches, world)
-    if "inference" in parts:
-        batch = synthetic_batch(
-            config.data.eval_batch_size or microbatch,
-            config.data.image_size,
-            variant.classes,
-            erase_probability=0.0,
-            seed=counter_seed(config.seed, _EVALUATION_BATCH, world.data_rank),
-            device=world.device,
-            host=host and replace(host, mixer=None),
-        )
-        variant.parts["inference"] = InferencePart(network, step, batch, world)
+def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
+    """Steps of a turn that lasts at least `seconds` and has at least `steps`; the same on all ranks.
 
-
-def variant_record(variant: TimedVariant, *, alone: bool) -> dict[str, Any]:
-    """What a timing file says of a variant; rates in images per second, memory in bytes.
+    Steps are run to find out, until half of `seconds` has passed: clocks and power take a while to settle under load.
+    With `seconds` 0, none are.
 
     Args:
-        variant: with its turns.
-        alone: no other variant was timed in this process: only then is the process's peak memory this one's.
+        part: warmed up as far as kernels and memory go.
+        world: its ranks.
+        steps: the fewest steps.
+        seconds: the shortest time.
     """
-    config, counted, trained = variant.config, variant.complexity, variant.training_complexity
-    first = next(iter(variant.turns))
-    parts: dict[str, Any] = {}
-    for name, turns in variant.turns.items():
-        peak = variant.memory.peaks.get(name)
-        if peak is None and alone and name == first:
-            peak = variant.process_peak
-        parts[name] = part_record(
-            name,
-            turns,
-            images_per_step=variant.parts[name].images_per_step,
-            forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
-            matmul_flops_per_second=variant.matmul.flops_per_second if variant.matmul is not None else None,
-            memory_peak_bytes=peak,
-            frozen=config.optim.trainable != ("all",),
-        )
-    return {
-        "name": variant.name,
-        "model": config.model.kind,
-        "parameters": counted.parameters,
-        "forward_flops_per_image": counted.forward_flops,
-        "activations_per_image": counted.activations,
-        "image_size": config.data.image_size,
-        # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
-        "train_image_size": config.data.training_image_sizes[0],
-        "train_forward_flops_per_image": trained.forward_flops,
-        "num_classes": variant.classes,
-        "data": variant.sources["train"].describe(),
-        "global_batch_size": config.data.global_batch_size,
-        "accumulation_steps": config.optim.microbatches,
-        "steps_per_run": _steps_per_run(variant),
-        "evaluated_images": len(variant.sources["val"]),
-        "evaluated_images_per_run": _evaluated_images_per_run(variant),
-        "num_workers": build.num_workers(config),
-        "precision": config.precision.name,
-        "switches": variant.switches.values(),
-        "matmul": variant.matmul.record() if variant.matmul is not None else None,
-        "skipped_steps": variant.skipped_steps,
-        **({"input_pipeline": variant.stages} if variant.stages is not None else {}),
-        # The part that the names shared by all tools refer to.
-        "headline": first,
-        **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
-        **parts,
-        "config": config.model_dump(mode="json"),
-    }
+    if not seconds:
+        return steps
+    turn = slowest(part.turn(1), world)
+    warm = turn.total
+    while warm < seconds / 2:
+        turn = slowest(part.turn(_steps_within(seconds / 2 - warm, turn)), world)
+        warm += turn.total
+    return max(steps, _steps_within(seconds, turn))
 
 
-def _steps_per_run(variant: TimedVariant) -> int:
-    schedule = variant.config.schedule
-    whole = schedule.epochs * (len(variant.sources["train"]) // variant.config.data.global_batch_size)
-    return min(whole, schedule.max_steps or whole)
-
-
-def _evaluated_images_per_run(variant: TimedVariant) -> int:
-    """Images that the evaluations of a whole run score, twice each if there is an average of the weights."""
-    config = variant.config
-    steps_per_epoch = max(1, len(variant.sources["train"]) // config.data.global_batch_size)
-    every = config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
-    evaluations = -(-_steps_per_run(variant) // every)
-    return evaluations * len(variant.sources["val"]) * (1 if config.optim.ema_decay is None else 2)
+def _steps_within(seconds: float, turn: Turn) -> int:
+    """Number of steps, as long as the turn's, that take at least `seconds`."""
+    return max(math.ceil(seconds * len(turn.seconds) / max(turn.total, 1e-9)), 1)
 
 
 # Operations of a step, in forward passes: the backward pass has two products for each one of the forward pass

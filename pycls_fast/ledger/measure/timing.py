@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +12,8 @@ from pycls_fast.config import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
-from pycls_fast.ledger.measure.timed import TimedVariant, build_variant, speed_comparison, variant_record
-from pycls_fast.ledger.measure.workloads import Part, PartName, StepRange, TrainPart, Turn, slowest
+from pycls_fast.ledger.measure.timed import TimedVariant, speed_comparison
+from pycls_fast.ledger.measure.workloads import PartName, StepRange
 from pycls_fast.parallel import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import environment_command, provenance
@@ -67,20 +65,27 @@ def time_variants(
         order = StepRange()
         built: list[TimedVariant] = []
         for name, config in variants:
-            built.append(build_variant(name, config, PARTS[mode], world, order, built, matmul_size))
+            built.append(TimedVariant.build(name, config, PARTS[mode], world, order, built, matmul_size))
         for part in PARTS[mode]:
             length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
             display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
-            _measure(built, part, world, steps=steps, warmup_steps=warmup_steps, repeats=repeats, seconds=seconds)
-        if {"loader", "both"} & set(PARTS[mode]):
-            for variant in built:
+            _measure(built, part, steps=steps, warmup_steps=warmup_steps, repeats=repeats, seconds=seconds)
+        for variant in built:
+            if {"loader", "both"} & set(PARTS[mode]):
                 display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
-                first = order.take(repeats + 1)
-                train = variant.sources["train"]
                 variant.stages = measure_stages(
-                    variant.config, train, world, variant.switches, start=first, repeats=repeats
+                    variant.config,
+                    variant.sources["train"],
+                    world,
+                    variant.switches,
+                    start=order.take(repeats + 1),
+                    repeats=repeats,
                 )
-        _warn_of_skipped_steps(built, display)
+            if variant.skipped_steps:
+                display.warn(
+                    f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
+                    "if loss scaling skips them, they take less time than full steps"
+                )
         if not world.is_main:
             return DONE
         settings = {
@@ -91,15 +96,6 @@ def time_variants(
         print_record(display, record)
         display.note(f"written to {file}")
         return DONE
-
-
-def _warn_of_skipped_steps(variants: Sequence[TimedVariant], display: Display) -> None:
-    for variant in variants:
-        if variant.skipped_steps:
-            display.warn(
-                f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
-                "if loss scaling skips them, they take less time than full steps"
-            )
 
 
 def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
@@ -125,56 +121,24 @@ def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
 
 def _measure(
     variants: Sequence[TimedVariant],
-    name: PartName,
-    world: World,
+    part: PartName,
     *,
     steps: int,
     warmup_steps: int,
     repeats: int,
     seconds: float = 0.0,
 ) -> None:
-    lengths = {}
     for variant in variants:
-        variant.turns[name] = []
-        with _at_work(variant, name, world):
-            variant.parts[name].warm_up(warmup_steps)
-            lengths[variant.name] = turn_length(variant.parts[name], world, steps, seconds)
-        _read_metrics(variant, world)
-    owners = {id(v.matmul): v for v in variants if v.matmul is not None and name != "loader"}
+        variant.begin(part, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
+    owners = {id(v.matmul): v for v in variants if v.matmul is not None and part != "loader"}
     for repeat in range(repeats):
         for owner in owners.values():
-            assert owner.matmul is not None
-            build.set_backend(owner.config, world.device, owner.switches)
-            owner.matmul.measure()
+            owner.measure_peak()
         # Alternating order: a steady drift and the position in the round cancel over two rounds.
         for variant in variants if repeat % 2 == 0 else reversed(variants):
-            world.at(f"timing {variant.name}, {name}: turn {repeat + 1}")
-            with _at_work(variant, name, world):
-                turn = variant.parts[name].turn(lengths[variant.name])
-            variant.turns[name].append(slowest(turn, world))
+            variant.take_turn(part)
     for variant in variants:
-        variant.skipped_steps += _read_metrics(variant, world)
-        part = variant.parts[name]
-        if isinstance(part, TrainPart) and part.memory.counted is not None:
-            variant.memory.peaks[name] = part.memory.counted
-        if world.device.type == "cpu" and variant.process_peak is None:
-            variant.process_peak = max(world.gather(memory_peak_bytes(world.device)))
-        elif world.device.type == "cuda":
-            variant.memory.peaks[name] = max(world.gather(variant.memory.peaks[name]))
-
-
-@contextmanager
-def _at_work(variant: TimedVariant, part: PartName, world: World) -> Iterator[None]:
-    """Apply this variant's process-wide settings, count its memory, start together with the other ranks."""
-    build.set_backend(variant.config, world.device, variant.switches)
-    world.barrier()
-    with variant.memory.during(part):
-        yield
-
-
-def _read_metrics(variant: TimedVariant, world: World) -> int:
-    """Number of steps since the last call whose gradients were not finite."""
-    return int(variant.trainer.metrics.read(world)["skipped_steps"]) if variant.trainer is not None else 0
+        variant.end(part)
 
 
 def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -190,39 +154,12 @@ def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world
         "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }
     if len(variants) == 1:
-        return {**shared, **variant_record(variants[0], alone=True)}
-    records = [variant_record(variant, alone=False) for variant in variants]
+        return {**shared, **variants[0].record(alone=True)}
+    records = [variant.record(alone=False) for variant in variants]
     comparisons = [
         speed_comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
     ]
     return {**shared, "variants": records, "comparisons": comparisons}
-
-
-def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
-    """Steps of a turn that lasts at least `seconds` and has at least `steps`; the same on all ranks.
-
-    Steps are run to find out, until half of `seconds` has passed: clocks and power take a while to settle under load.
-    With `seconds` 0, none are.
-
-    Args:
-        part: warmed up as far as kernels and memory go.
-        world: its ranks.
-        steps: the fewest steps.
-        seconds: the shortest time.
-    """
-    if not seconds:
-        return steps
-    turn = slowest(part.turn(1), world)
-    warm = turn.total
-    while warm < seconds / 2:
-        turn = slowest(part.turn(_steps_within(seconds / 2 - warm, turn)), world)
-        warm += turn.total
-    return max(steps, _steps_within(seconds, turn))
-
-
-def _steps_within(seconds: float, turn: Turn) -> int:
-    """Number of steps, as long as the turn's, that take at least `seconds`."""
-    return max(math.ceil(seconds * len(turn.seconds) / max(turn.total, 1e-9)), 1)
 
 
 # Part -> its name in the tables.
@@ -243,41 +180,41 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
     parts = [part for part in _TITLES if part in first]
     display.table(f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first))
     if len(variants) == 1:
-        _print(display, [{"": _TITLES[part], **_cells(first[part])} for part in parts])
-        _print_stages(display, variants)
-        return
-    for part in parts:
-        speedups = {c["variant"]: _speedup(c) for c in record["comparisons"] if c["part"] == part}
-        _print(
-            display,
+        tables = [[{"": _TITLES[part], **_cells(first[part])} for part in parts]]
+    else:
+        found = {(c["part"], c["variant"]): _speedup(c) for c in record["comparisons"]}
+        tables = [
             [
                 {
                     _TITLES[part]: each["name"],
                     **_cells(each[part]),
-                    **speedups.get(each["name"], {"speed-up": "1"}),
+                    **found.get((part, each["name"]), {"speed-up": "1"}),
                 }
                 for each in variants
-            ],
-        )
-    _print_stages(display, variants)
-    display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
+            ]
+            for part in parts
+        ]
+    if "input_pipeline" in first:
+        tables.append([_stages(each, each["name"] if len(variants) > 1 else "on one core") for each in variants])
+    console = display.console if display.console.is_terminal else wide_console()
+    for rows in tables:
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        cells = [[row.get(column, "") for column in columns] for row in rows]
+        console.print(plain_table(columns, cells, right=columns[1:], no_wrap=True))
+    if len(variants) > 1:
+        display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
 
 
-def _print_stages(display: Display, variants: Sequence[Mapping[str, Any]]) -> None:
-    """Print images per second of each stage on one core, in pipeline order."""
-    if "input_pipeline" not in variants[0]:
-        return
-    rows: list[Row] = []
-    for each in variants:
-        found = each["input_pipeline"]
-        row = {"input pipeline, images/s": each["name"] if len(variants) > 1 else "on one core"}
-        for stage, numbers in found["stages"].items():
-            rate = numbers["images_per_second"]
-            row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
-        row["per worker"] = f"{found['images_per_second_per_core']:,.0f}"
-        row["all workers, expected"] = f"{found['images_per_second_expected']:,.0f}"
-        rows.append({**row, "limit": found["limit"]})
-    _print(display, rows)
+def _stages(record: Mapping[str, Any], name: str) -> Row:
+    """Images per second of each stage on one core, in pipeline order."""
+    found = record["input_pipeline"]
+    row = {"input pipeline, images/s": name}
+    for stage, numbers in found["stages"].items():
+        rate = numbers["images_per_second"]
+        row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
+    row["per worker"] = f"{found['images_per_second_per_core']:,.0f}"
+    row["all workers, expected"] = f"{found['images_per_second_expected']:,.0f}"
+    return {**row, "limit": found["limit"]}
 
 
 def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -330,10 +267,3 @@ def _speedup(comparison: Mapping[str, Any]) -> Row:
         "speed-up": f"{comparison['speedup_p50']:.3f}",
         "95% interval": "needs 6 pairs" if low is None else f"{low:.3f} - {high:.3f}",
     }
-
-
-def _print(display: Display, rows: Sequence[Row]) -> None:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [[row.get(column, "") for column in columns] for row in rows]
-    console = display.console if display.console.is_terminal else wide_console()
-    console.print(plain_table(columns, cells, right=columns[1:], no_wrap=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import repeat
@@ -50,7 +50,6 @@ class Turn:
 class Part(Protocol):
     """Something that can be stepped and timed."""
 
-    name: PartName
     images_per_step: int
     """Images of all ranks together."""
 
@@ -94,8 +93,6 @@ class TrainPart:
     Training does not hold all microbatches of a step in memory either.
     """
 
-    name: PartName = "train"
-
     def __init__(self, trainer: Trainer, microbatch: Batch, accumulation_steps: int, world: World) -> None:
         self.images_per_step = len(microbatch) * accumulation_steps * world.data_size
         self._trainer = trainer
@@ -121,8 +118,6 @@ class TrainPart:
 
 class InferencePart:
     """The forward pass of evaluation, uint8 images to logits, on one batch that is already on the device."""
-
-    name: PartName = "inference"
 
     def __init__(self, network: nn.Module, step: Step, batch: Batch, world: World) -> None:
         self.images_per_step = len(batch) * world.data_size
@@ -204,26 +199,27 @@ class LoaderPart:
     cores.
     """
 
-    def __init__(self, config: RunConfig, source: Images, switches: Speed, world: World, order: StepRange) -> None:
-        self.name: PartName = "loader"
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Images,
+        switches: Speed,
+        world: World,
+        order: StepRange,
+        trainer: Callable[[Iterator[Batch]], object] | None = None,
+    ) -> None:
         self.images_per_step = config.data.global_batch_size
         self._config = config
         self._source = source
         self._switches = switches
         self._world = world
         self._order = order
-        self._trainer: Trainer | None = None
+        self._use = trainer or _use_up
         self._warm_up_steps = 1
         workers, per_step = build.num_workers(config), config.optim.microbatches
         # In steps: the microbatches that workers have ready or in progress.
         self._ahead = -(-(workers * config.data.prefetch_factor) // per_step)
         self._burst = max(1, workers)
-
-    def feeding(self, trainer: Trainer) -> LoaderPart:
-        """Train on the loaded batches."""
-        self.name = "both"
-        self._trainer = trainer
-        return self
 
     def whole_bursts(self, steps: int) -> int:
         """`steps`, rounded up to a multiple of the number of workers."""
@@ -259,11 +255,9 @@ class LoaderPart:
         mode = self._switches.input_copy
         yield from to_device(loader, self._world.device, mode=mode)
 
-    def _use(self, microbatches: Iterator[Batch]) -> None:
-        if self._trainer is not None:
-            self._trainer(microbatches)
-        else:
-            deque(microbatches, maxlen=0)
+
+def _use_up(microbatches: Iterator[Batch]) -> None:
+    deque(microbatches, maxlen=0)
 
 
 def synthetic_batch(

@@ -20,6 +20,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+Status = Literal["measured", "cannot run", "failed"]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -116,7 +119,7 @@ class VariantRecord(_Part):
     tree: str | None
     git: dict[str, Any] | None
     before: str | None
-    status: Literal["measured", "cannot run", "failed"]
+    status: Status
     reason: str | None
     needs: str | None
     timing: Timing | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,8 +122,7 @@ def made(
 def start(folder: Path, ladder: Ladder = LADDER, **settings: Any) -> Ledger:
     """A ledger that has done its work."""
     ledger = made(folder, ladder, **settings)
-    with closing(ledger):
-        ledger.open()
+    with ledger.folder.opened(ledger.plan()):
         ledger.run()
     return ledger
 

@@ -80,7 +80,7 @@ def test_why_a_variant_was_not_measured(tmp_path: Path) -> None:
     ledger = made(tmp_path, ladder_of(*named("large", "far", "odd", "broken")), device="cuda")
     log = tmp_path / "log.txt"
     log.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
-    ledger.selection.exclude(ledger.selection.variants()[1], ProcessResult(2, 1.0, log))
+    ledger.selection.blame(ledger.selection.variants()[1], ProcessResult(2, 1.0, log), is_first=True)
     ledger.selection.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
     ledger.selection.failed["broken"] = "RuntimeError: boom"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,7 @@ def crossed(folder: Path, **settings: Any) -> Ledger:
 
 def work(ledger: Ledger) -> Record:
     """Let it work to its end."""
-    with closing(ledger):
-        ledger.open()
+    with ledger.folder.opened(ledger.plan()):
         ledger.run()
         return collect(ledger, "x")
 
@@ -145,10 +143,8 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
             stopped.stop_requested = True
 
     stopped.say = say
-    with closing(stopped):
-        stopped.open()
-        with pytest.raises(KeyboardInterrupt):
-            stopped.run()
+    with stopped.folder.opened(stopped.plan()), pytest.raises(KeyboardInterrupt):
+        stopped.run()
     partly = collect(stopped, "x", finished=False)
     assert set(words(partly).values()) <= {None}
     again = work(crossed(tmp_path / "stopped"))

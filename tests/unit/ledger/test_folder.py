@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,17 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import (
-    FolderLock,
     LedgerFolder,
-    Stopwatch,
     changed,
     code_digest,
     conditions,
     default_folder,
+    locked,
 )
 from pycls_fast.ledger.ladder.processes import Process
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.text import facts
-from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, made, quiet
+from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet
 
 
 def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
@@ -39,8 +37,8 @@ def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
     def opened(now: Mapping[str, Any]) -> None:
         place = LedgerFolder(folder, say=quiet)
         ledger = Ledger(LADDER, LadderSettings(), [], [], "cpu", place, say=quiet, conditions=now)
-        with closing(ledger):
-            ledger.open()
+        with ledger.folder.opened(ledger.plan()):
+            pass
 
     before = conditions(load_config("vit_digits", ["optim.lr=0.001"]), "cpu")
     opened(before)
@@ -64,8 +62,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
         place = LedgerFolder(tmp_path, say=said.append, code=lambda: code, accept_code=accept)
         settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
         ledger = Ledger(LADDER, settings, [], [], "cpu", place, say=quiet)
-        with closing(ledger):
-            ledger.open()
+        with ledger.folder.opened(ledger.plan()):
             ledger.run()
         assert json.loads((tmp_path / "plan.json").read_text())["code"] == place.codes
         assert bool(said) == (code not in before)
@@ -86,8 +83,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
 def test_code_that_changes_while_it_runs_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
     place = LedgerFolder(tmp_path, say=quiet, code=lambda: "old" if len(fake.started) < 3 else "new")
     ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, say=quiet)
-    with closing(ledger):
-        ledger.open()
+    with ledger.folder.opened(ledger.plan()):
         ledger.run()
     record = collect(ledger, "x")
     assert record.code == ["old", "new"]
@@ -124,12 +120,12 @@ def test_the_default_folder_depends_on_what_was_picked() -> None:
 
 
 def test_one_ledger_at_a_time(tmp_path: Path) -> None:
-    with closing(made(tmp_path)) as first:
-        first.open()
-        with closing(made(tmp_path)) as second, pytest.raises(UserError, match=f"process {os.getpid()} on "):
-            second.open()
-    with closing(made(tmp_path)) as third:
-        third.open()
+    with LedgerFolder(tmp_path).opened({}):
+        second = LedgerFolder(tmp_path).opened({})
+        with pytest.raises(UserError, match=f"process {os.getpid()} on "), second:
+            pass
+    with LedgerFolder(tmp_path).opened({}):
+        pass
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +134,8 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     said: list[str] = []
-    with closing(LedgerFolder(tmp_path, say=said.append)) as folder:
-        folder.open({})
+    with LedgerFolder(tmp_path, say=said.append).opened({}):
+        pass
     assert said == [f"{tmp_path} cannot be locked (Function not implemented): do not start a second ledger in it"]
 
 
@@ -150,34 +146,28 @@ def test_a_process_of_a_killed_ledger_is_waited_for(tmp_path: Path) -> None:
     main.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[2], 'w').close()\n")
     ended = tmp_path / "ended"
     said: list[str] = []
-    first = FolderLock(tmp_path, said.append)
-    process = Process(
-        "time", [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(first.inherited,), tree=tmp_path
-    )
-    first.release()
+    with locked(tmp_path, said.append) as inherited:
+        process = Process("time", [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(inherited,), tree=tmp_path)
     assert not said
-    second = FolderLock(tmp_path, said.append)
-    assert ended.exists()
+    with locked(tmp_path, said.append):
+        assert ended.exists()
     assert len(said) == 1
-    second.release()
     assert process.wait().status == 0
 
 
 def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    first = Stopwatch(tmp_path / "took.json")
-    now = 130.0
-    first.lap()
-    # Killed here: what came after the lap is lost.
-    now = 5000.0
-    second = Stopwatch(tmp_path / "took.json")
-    now = 5012.0
-    assert second.seconds == 42.0
-    second.lap()
-    third = Stopwatch(tmp_path / "took.json")
-    assert (third.seconds, third.starts[:2]) == (42.0, [*first.starts, second.starts[1]])
-    with closing(LedgerFolder(tmp_path, say=quiet)) as folder:
-        folder.open({})
-        now = 5072.0
-    assert Stopwatch(tmp_path / "took.json").seconds == 102.0
+    first, second = LedgerFolder(tmp_path), LedgerFolder(tmp_path)
+    with first.opened({}):
+        now = 130.0
+        first.lap()
+        # Killed here: what came after the lap is lost.
+        saved = (tmp_path / "took.json").read_text()
+        now = 5000.0
+    (tmp_path / "took.json").write_text(saved)
+    with second.opened({}):
+        now = 5012.0
+        assert second.seconds == 42.0
+    assert json.loads((tmp_path / "took.json").read_text())["seconds"] == 42.0
+    assert (second.starts[:1], len(second.starts)) == (first.starts, 2)

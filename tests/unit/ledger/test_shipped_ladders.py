@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
     for mode in modes.get(file.stem, ("cumulative",)):
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.selection.rule_out(lambda each: "not here" if each.name in REFUSED.get(file.stem, ()) else None)
-        with closing(ledger):
-            ledger.open()
+        with ledger.folder.opened(ledger.plan()):
             ledger.run()
         measured = [each for each in fake.started if {"mode=numerics", "mode=gradients"} & set(each)]
         assert len(measured) == len(ledger.with_rounding()) + 1

@@ -12,8 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import clocks, stages, timing, workloads
-from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison
-from pycls_fast.ledger.measure.timing import turn_length
+from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel import ALONE, World
 
@@ -52,7 +51,6 @@ def test_slowest_rank_sets_the_time() -> None:
 class Recorded:
     """A part that only writes down that it was stepped."""
 
-    name: PartName = "train"
     images_per_step = 1
 
     def __init__(self, label: str, log: list[str]) -> None:
@@ -66,18 +64,20 @@ class Recorded:
         return Turn((1.0,) * steps, float(steps))
 
 
+def recorded(label: str, log: list[str]) -> TimedVariant:
+    """A variant that is not built."""
+    fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "complexity": None, "world": ALONE}
+    fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU), "training_complexity": None}
+    variant = TimedVariant(**fields)
+    variant.parts["train"] = Recorded(label, log)
+    return variant
+
+
 def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
-    made = []
-    for label in ("a", "b", "c"):
-        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
-        fields |= {"complexity": None, "training_complexity": None}
-        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
-        variant = TimedVariant(**fields)
-        variant.parts["train"] = Recorded(label, log)
-        made.append(variant)
-    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    made = [recorded(label, log) for label in ("a", "b", "c")]
+    timing._measure(made, "train", steps=2, warmup_steps=3, repeats=3)
     assert [entry for entry in log if not entry.startswith("backend")] == [
         *("warm a 3", "warm b 3", "warm c 3"),
         *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
@@ -90,7 +90,6 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
 class Slow:
     """A part with steps of known length: the first ones, then all others."""
 
-    name: PartName = "train"
     images_per_step = 1
 
     def __init__(self, *first: float, rest: float) -> None:
@@ -126,14 +125,10 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
     monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
     made = []
     for label in ("fp32", "tf32", "tf32 again"):
-        fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}}
-        fields |= {"complexity": None, "training_complexity": None}
-        fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU)}
-        variant = TimedVariant(**fields)
-        variant.parts["train"] = Recorded(label, log)
+        variant = recorded(label, log)
         variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
         made.append(variant)
-    timing._measure(made, "train", ALONE, steps=2, warmup_steps=3, repeats=3)
+    timing._measure(made, "train", steps=2, warmup_steps=3, repeats=3)
     measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
     assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
 
@@ -148,10 +143,10 @@ class Peak:
 
 @pytest.fixture
 def loader() -> Callable[..., LoaderPart]:
-    def make(*overrides: str, order: StepRange | None = None) -> LoaderPart:
-        config = load_config("vit_digits", [*SMALL, *overrides])
+    def make(order: StepRange | None = None, trainer: Any = None) -> LoaderPart:
+        config = load_config("vit_digits", SMALL)
         source = build.sources(config, ALONE)["train"]
-        return LoaderPart(config, source, build.switches(config, CPU), ALONE, order or StepRange())
+        return LoaderPart(config, source, build.switches(config, CPU), ALONE, order or StepRange(), trainer)
 
     return make
 
@@ -172,8 +167,7 @@ def test_waiting_for_data_is_told_from_training(
         for _ in batches:
             time.now += 1.5
 
-    part = loader()
-    part.feeding(train)  # type: ignore[arg-type]  # anything that takes batches
+    part = loader(trainer=train)
     part.warm_up(1)
     turn = part.turn(3)
     assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)

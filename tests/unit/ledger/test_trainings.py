@@ -14,8 +14,9 @@ from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import trainings as module
 from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.ledger.ladder.trainings import Progress, TrainingRun, Trainings, reached
-from tests.unit.ledger.stand_ins import work
+from pycls_fast.ledger.ladder.trainings import TrainingRun, Trainings, reached
+from pycls_fast.train.folder import RunFolder
+from tests.unit.ledger.stand_ins import made, work
 
 OOM = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
 
@@ -119,29 +120,22 @@ def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def line(step: int, loss: float | None) -> str:
-    return json.dumps({"kind": "train", "step": step, "epoch": step / 10, "loss": loss}) + "\n"
+    record = {"kind": "train", "step": step, "epoch": step / 10, "loss": loss, "images_per_second": 9.0}
+    return json.dumps(record) + "\n"
 
 
 def test_the_newest_step_is_found_whatever_is_around_it(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
     evaluation = json.dumps({"kind": "eval", "step": 9, "epoch": 0.9, "loss": 1.0}) + "\n"
     # A kill left half a line, and the next process wrote after it.
-    file.write_text(line(7, 2.0) + line(8, 1.5) + evaluation + '{"kind": "tr' + evaluation + '{"kind": "train", "st')
-    assert reached(file) == "epoch 0.80, step 8, loss 1.5000"
-    # The first of the bytes that are read are those of half a line.
-    many = "".join(line(step, None) for step in range(3000))
-    assert len(many) > 1 << 17
-    file.write_text(many)
-    assert reached(file) == "epoch 299.90, step 2999, loss not finite"
+    text = line(7, 2.0) + line(8, None) + evaluation + '{"kind": "tr' + evaluation + '{"kind": "train", "st'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert reached(RunFolder(tmp_path)) == "epoch 0.80, step 8, loss not finite"
 
 
-def test_no_time_is_named_that_is_not_known() -> None:
-    progress = Progress()
-
-    def after(seconds: float, *, training: bool = False) -> str:
-        progress.note(training=training, seconds=seconds)
-        return progress.left(6, 4, 2)
-
-    assert after(50.0) == "about 50 s left before the training"
-    assert after(50.0) == "the training comes next"
-    assert after(600.0, training=True) == "about 15 min left"
+def test_no_time_is_named_that_is_not_known(tmp_path: Path) -> None:
+    ledger = made(tmp_path, jobs=2)
+    said = []
+    for training, seconds, others, runs in ((False, 50.0, 1, 4), (False, 50.0, 0, 4), (True, 600.0, 0, 3)):
+        ledger._took[training].append(seconds)
+        said.append(ledger._left({"timings": others, "training": runs}))
+    assert said == ["about 50 s left before the training", "the training comes next", "about 15 min left"]
