@@ -1,9 +1,8 @@
-"""The batch script of docs/running.md: which ends of a run put the job into the queue again."""
+"""`tools/train.sbatch`: which ends of a run put the job into the queue again."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from pycls_fast.train.folder import RunFolder
 
-PAGE = Path(__file__).parents[2] / "docs" / "running.md"
+SCRIPT = Path(__file__).parents[2] / "tools" / "train.sbatch"
 
 
 def executable(file: Path, text: str) -> None:
@@ -43,24 +42,24 @@ def record(folder: Path, event: str) -> str:
 def test_only_a_stopped_run_is_queued_again(
     tmp_path: Path, earlier: str, event: str | None, restarts: int, queued: bool
 ) -> None:
-    (script,) = re.findall(r"^```\n(#!/bin/bash\n.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     run = tmp_path / "run"
-    script, replaced = re.subn("^RUN=.*$", f"RUN={run}", script, flags=re.MULTILINE)
-    assert replaced == 1
     for folder in (run, tmp_path / "new"):
         folder.mkdir()
     if earlier:
         record(run, earlier)
     line = "true" if event is None else f"echo '{record(tmp_path / 'new', event)}' >> {run}/metrics.jsonl"
-    executable(tmp_path / "bin" / "srun", f"{line}\n[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT = 150 ] && exit 1")
+    executable(
+        tmp_path / "bin" / "srun", f"{line}\necho ${{@: -3}}\n[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT = 150 ] && exit 1"
+    )
     executable(tmp_path / "bin" / "scontrol", f"[ $1 = requeue ] && echo $2 > {tmp_path}/queued; true")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1"}
     done = subprocess.run(
-        ["bash", "-c", script],
+        ["bash", str(SCRIPT), str(run), "--config-name", "vit_h16"],
         env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == f"--config-name vit_h16 run_dir={run}\n"
     assert (tmp_path / "queued").exists() == queued
