@@ -21,6 +21,9 @@ class ScoreOptions(Section):
     report: str | None = None
     """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
     whose labels may be wrong."""
+    tta: Literal["none", "flip"] = "none"
+    """Test-time augmentation; flip: the mean of the probabilities of each image and its mirror image, in twice the
+    time."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights are scored with: their own, or the configuration's."""
 
@@ -41,6 +44,7 @@ def test(config: RunConfig, options: ScoreOptions) -> int:
         options.output,
         predictions=options.predictions,
         report=options.report,
+        tta=options.tta,
         own_preprocessing=options.preprocessing == "weights",
     )
 

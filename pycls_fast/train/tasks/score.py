@@ -20,7 +20,14 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluate import Evaluation, class_scores, evaluate, predictions_csv, with_progress
+from pycls_fast.train.evaluate import (
+    Evaluation,
+    FlipAveraged,
+    class_scores,
+    evaluate,
+    predictions_csv,
+    with_progress,
+)
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.pictures import write_report
@@ -174,6 +181,7 @@ def score(
     *,
     predictions: str | None = None,
     report: str | None = None,
+    tta: str = "none",
     own_preprocessing: bool = True,
 ) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
@@ -182,6 +190,7 @@ def score(
         output: a JSON file for the numbers.
         predictions: a CSV file for each image's prediction; see `predictions_csv`.
         report: a folder for the page of `write_report`.
+        tta: test-time augmentation, "none" or "flip".
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
@@ -198,11 +207,11 @@ def score(
         scored = scored_split(setup.config, split, setup.weights, world, setup.display)
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
-        origin, result = _evaluated(setup, split, scored)
+        origin, result = _evaluated(setup, split, scored, tta)
         if world.is_main:
             facts, comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
-                write_json(file, {**_record(setup, split, scored, origin, result), **comparison})
+                write_json(file, {**_record(setup, split, scored, origin, result), "tta": tta, **comparison})
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
             if index is not None:
@@ -210,19 +219,21 @@ def score(
         return DONE
 
 
-def _evaluated(setup: Setup, split: str, scored: EvalSet) -> tuple[Loaded, Evaluation]:
+def _evaluated(setup: Setup, split: str, scored: EvalSet, tta: str) -> tuple[Loaded, Evaluation]:
     config, world, display, switches = setup.config, setup.world, setup.display, setup.switches
     with enough_to_score(config, world), display:
         network, origin = load_network(config, scored.source, world, switches, for_training=False)
+        criterion = config.loss.criterion()
+        called = FlipAveraged(network, sigmoid=criterion.sigmoid) if tta == "flip" else network
         display.begin_evaluation(split, len(scored.source))
         batches = build.eval_batches(config, scored.source, world, switches)
         result = evaluate(
-            ParallelModel(network, network, world.device),
+            ParallelModel(called, called, world.device),
             with_progress(batches, f"evaluating {split}", world, display),
             build.prepare(config, world.device, switches),
             build.autocast(config, world.device),
             world,
-            config.loss.criterion(),
+            criterion,
             eval_set=scored,
         )
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
@@ -260,9 +271,10 @@ def _print_result(
     display.note(f"{origin.path} ({origin.kind} weights{step})")
     if origin.fitted.adapted or origin.fitted.left_out:
         display.table("weights", origin.fitted.table())
+    low, high = result.interval()
     facts = [
         ("split", split),
-        ("top-1", f"{result.top1:.2f}%"),
+        ("top-1", f"{result.top1:.2f}% ({low:.2f} to {high:.2f} for other images like these)"),
         ("top-5", f"{result.top5:.2f}%"),
         ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
         ("images", f"{result.count:,}"),
@@ -297,6 +309,7 @@ def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: E
         "split": split,
         "weights": origin.kind,
         **result.record(),
+        "top1_interval": list(result.interval()),
         "preprocessing": build.preprocessing(config),
         "rule": scored.rule,
         **({} if config.data.eval_set else class_scores(result.predictions, scored.source.classes)),

@@ -30,6 +30,7 @@ from pycls_fast.train import pictures as drawing
 from pycls_fast.train.evaluate import (
     Confusion,
     Evaluation,
+    FlipAveraged,
     Predictions,
     class_scores,
     confusion,
@@ -109,6 +110,26 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     some = score(logits, labels, [40], criterion, among=among, answers_NM=labels[:, None])
     assert some.count == (labels != 1).sum()
     assert load_config("vit_digits", []).loss.criterion() == SOFTMAX
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_mirror_images_are_averaged(sigmoid: bool) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 5)).double()
+    images_BCHW = torch.randn(6, 3, 4, 4, dtype=torch.float64)
+
+    def probabilities(logits_BK: Tensor) -> Tensor:
+        return logits_BK.sigmoid() if sigmoid else logits_BK.softmax(1)
+
+    found = FlipAveraged(network, sigmoid=sigmoid)(images_BCHW)
+    both = [probabilities(network(images)) for images in (images_BCHW, images_BCHW.flip(3))]
+    torch.testing.assert_close(probabilities(found), (both[0] + both[1]) / 2)
+
+
+def test_the_interval_is_that_of_the_paper() -> None:
+    """Wilson, 1927: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), here p = 0.9 and n = 100."""
+    empty = np.zeros(0)
+    evaluation = Evaluation(90.0, 99.0, 0.5, 100, Predictions(empty, empty, empty, empty, empty), {})
+    assert evaluation.interval() == pytest.approx((82.563, 94.477), abs=1e-3)
 
 
 def test_ties_do_not_all_count_as_right() -> None:
