@@ -8,7 +8,6 @@ models, data, optim and parallel never see a configuration. Read `network.py` fi
 from pycls_fast.build.data import (
     check_mixing,
     eval_batches,
-    eval_loader,
     for_scoring,
     microbatch_size,
     mixer,
@@ -29,7 +28,6 @@ from pycls_fast.build.device import (
     cores,
     cores_per_rank,
     cuda_precision,
-    device_kind,
     has_compiler,
     has_decoder,
     level,
@@ -41,7 +39,6 @@ from pycls_fast.build.device import (
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
-    draw_on_device,
     ema,
     freeze,
     is_sharded,

@@ -161,8 +161,8 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
     return Upright(decoder) if config.data.exif_orientation else decoder
 
 
-def eval_loader(config: RunConfig, source: Images, world: World, chosen: Speed) -> ImageLoader:
-    """The loader of this rank's share of a split, every image once over all ranks.
+def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
+    """This rank's batches of a split on its device, every image once over all ranks.
 
     Raises:
         UserError: there is no `data.eval_batch_size`, and the global batch cannot be divided.
@@ -178,17 +178,7 @@ def eval_loader(config: RunConfig, source: Images, world: World, chosen: Speed) 
         host=prepare_on_host(config, chosen),
         open_picture=_decoder(config, chosen),
     )
-    return _loader(config, dataset, sampler, world)
-
-
-def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
-    """This rank's batches of a split on its device, every image once over all ranks.
-
-    Raises:
-        UserError: as `eval_loader`.
-    """
-    loader = eval_loader(config, source, world, chosen)
-    return to_device(loader, world.device, mode=chosen.input_copy)
+    return to_device(_loader(config, dataset, sampler, world), world.device, mode=chosen.input_copy)
 
 
 def for_scoring(config: RunConfig) -> RunConfig:

@@ -17,10 +17,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
-from pycls_fast.models import (
-    DropPath,
-    TimmNetwork,
-)
+from pycls_fast.models import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
 from pycls_fast.optim import scaling
@@ -114,13 +111,6 @@ def freeze(config: RunConfig, network: Network) -> None:
     freezing.freeze(network, config.optim.trainable, head=network.head_name)
     if config.optim.batch_norm == "frozen":
         freezing.keep_statistics(network)
-
-
-def draw_on_device(network: Network) -> None:
-    """Make drop-path draw from the device's generator, in place: a replayed CUDA graph cannot draw on the host."""
-    for module in network.modules():
-        if isinstance(module, DropPath):
-            module.draws_on_device = True
 
 
 def apply_precision(

@@ -132,32 +132,9 @@ class Classifier:
         """The name of an output; models may have more outputs than their data had classes."""
         return self.classes[label] if label < len(self.classes) else f"output {label}"
 
-    def predict(
-        self,
-        images: Any,
-        *,
-        topk: int = 5,
-        batch_size: int | None = None,
-        num_workers: int | None = None,
-        skip: Skip | None = None,
-        advance: Callable[[int], None] = lambda count: None,
-    ) -> list[Prediction]:
-        """The likeliest classes of each image, in the order of the images.
-
-        Args:
-            images: what `given_images` takes: paths, folders, patterns, Pillow images, uint8 arrays, or a list of them.
-            topk: number of classes to return, or all if there are fewer.
-            batch_size: images at a time.
-            num_workers: processes that read and decode; None: none for few images, else one per core.
-            skip: called for each unreadable image, which is then left out. None: an unreadable image is an error.
-            advance: called with the number of images done since the last call.
-
-        Raises:
-            UserError: no images, an unsupported kind of image, or an image that cannot be read.
-        """
-        return list(
-            self.stream(images, topk=topk, batch_size=batch_size, num_workers=num_workers, skip=skip, advance=advance)
-        )
+    def predict(self, images: Any, **options: Any) -> list[Prediction]:
+        """What `stream` yields, with the same options, as a list."""
+        return list(self.stream(images, **options))
 
     def stream(
         self,
@@ -169,9 +146,18 @@ class Classifier:
         skip: Skip | None = None,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Prediction]:
-        """Yield each batch's predictions as soon as they are made, for more images than memory has room for.
+        """Yield the likeliest classes of each image, in the order of the images, as soon as a batch is done.
 
-        Arguments and errors are those of `predict`; the errors are raised at the first image that is asked for.
+        Args:
+            images: what `given_images` takes: paths, folders, patterns, Pillow images, uint8 arrays, or a list of them.
+            topk: number of classes to return, or all if there are fewer.
+            batch_size: images at a time.
+            num_workers: processes that read and decode; None: none for few images, else one per core.
+            skip: called for each unreadable image, which is then left out. None: an unreadable image is an error.
+            advance: called with the number of images done since the last call.
+
+        Raises:
+            UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
         source = images if isinstance(images, GivenImages) else self._given(images)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
@@ -194,12 +180,12 @@ class Classifier:
             yield Prediction(source.name(position), position, tuple(top))
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
-        """The network's scores (N, K), float32, on the CPU; arguments and errors as in `predict`."""
+        """The network's scores (N, K), float32, on the CPU; arguments and errors as in `stream`."""
         batches = self.batches(self._given(images), batch_size=batch_size, num_workers=num_workers)
         return torch.cat([self.scores(batch).float().cpu() for batch in batches])
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
-        """The input of the network's last linear layer (N, D), float32, on the CPU; arguments as in `predict`."""
+        """The input of the network's last linear layer (N, D), float32, on the CPU; arguments as in `stream`."""
         with head_inputs(self.network) as seen:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)
         return torch.cat(seen)
@@ -215,7 +201,7 @@ class Classifier:
         num_workers: int | None = None,
         skip: Skip | None = None,
     ) -> Iterator[Batch]:
-        """The images as the network sees them, uint8 (B, H, W, 3), on the device; arguments and errors as in `predict`.
+        """The images as the network sees them, uint8 (B, H, W, 3), on the device; arguments and errors as in `stream`.
 
         Batches whose images were all damaged and left out are not yielded.
         """

@@ -50,7 +50,7 @@ def predict(
         images: files, folders, patterns; "-" reads a list of files from standard input, one per line.
         format: "table", "json", "csv" or "sheet".
         output: a file; None: standard output, for "sheet" `predictions.png`.
-        topk, batch_size, num_workers: see `Classifier.predict`.
+        topk, batch_size, num_workers: see `Classifier.stream`.
 
     Raises:
         UserError: no such weights or images, or a file that cannot be written.

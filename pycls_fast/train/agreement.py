@@ -81,8 +81,7 @@ def check_same_data(sources: Mapping[str, Images], world: World) -> None:
     """
     facts: dict[str, Any] = {}
     for split, source in sources.items():
-        facts[f"number of {split} images"] = f"{len(source):,}"
-        facts[f"number of {split} classes"] = f"{len(source.classes):,}"
+        facts[f"{split} images"] = f"{len(source):,} in {len(source.classes):,} classes"
         names = "\0".join(source.classes).encode("utf-8", "surrogateescape")
         facts[f"checksum of the {split} class names"] = f"{zlib.crc32(names):08x}"
         for what, integers in (("labels", source.labels), ("shards' sizes", source.block_ends)):

@@ -11,6 +11,7 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
+from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.masters import MasterWeights
@@ -182,7 +183,10 @@ def make_step(
     if graphed and world.size > 1:
         raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
     if graphed:
-        build.draw_on_device(network)
+        # A replayed CUDA graph cannot draw on the host.
+        for module in network.modules():
+            if isinstance(module, DropPath):
+                module.draws_on_device = True
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
     build.freeze(config, network)
     sharded = build.is_sharded(config, world)

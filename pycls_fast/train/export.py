@@ -98,11 +98,23 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
     # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
     beside = path if path.is_dir() else path.parent
     temporary = beside / f".{path.stem[:50]}.{os.getpid()}.tmp{path.suffix}"
+    # safetensors makes files readable by their owner only.
+    mask = os.umask(0)
+    os.umask(mask)
     try:
         write(temporary)
-        _settle(temporary)
-        size = sum(file.stat().st_size for file in _files(temporary))
-        _publish(temporary, path)
+        files = list(temporary.iterdir()) if temporary.is_dir() else [temporary]
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            file.chmod(0o666 & ~mask)
+            with file.open("rb") as stream:
+                flush(stream)
+        if path.is_dir():
+            # Its other files stay: a model card, `.git`.
+            for file in files:
+                file.replace(path / file.name)
+        else:
+            temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"output: {path} could not be written ({error})") from error
     finally:
@@ -110,30 +122,6 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
     return size
-
-
-def _files(path: Path) -> list[Path]:
-    """The files that were written: the path itself, or those in the folder."""
-    return list(path.iterdir()) if path.is_dir() else [path]
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Move what was written to its final name. Other files of an existing folder stay: a model card, `.git`."""
-    if not path.is_dir():
-        temporary.replace(path)
-        return
-    for file in _files(temporary):
-        file.replace(path / file.name)
-
-
-def _settle(path: Path) -> None:
-    """Flush to disk and set the usual file permissions: safetensors makes files readable by their owner only."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for file in _files(path):
-        file.chmod(0o666 & ~mask)
-        with file.open("rb") as stream:
-            flush(stream)
 
 
 def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
@@ -189,8 +177,11 @@ def _about(weights: Weights) -> dict[str, str]:
     }
     config = weights.config
     if config is not None:
+        # Without paths, for other machines and people.
+        kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks")}
+        data = {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}
         about |= {
-            "config": _without_paths(config),
+            "config": kept | {"data": data},
             "model": config["model"],
             "preprocessing": _preprocessing(config),
         }
@@ -211,9 +202,3 @@ def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
         "interpolation": augment["interpolation"],
         "exif_orientation": data["exif_orientation"],
     }
-
-
-def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without paths, for other machines and people."""
-    kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks")}
-    return kept | {"data": {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}}

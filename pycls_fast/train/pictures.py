@@ -34,9 +34,9 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     figure.suptitle(title, fontsize=11, parse_math=False)
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
     _line(loss, train, "loss", "training", "-", marker=None)
-    for weights in _kinds(evaluations):
-        chosen = [record for record in evaluations if (record["split"], record["weights"]) == weights]
-        label = f"{weights[0]} ({weights[1]})"
+    for split, weights in sorted({(record["split"], record["weights"]) for record in evaluations}):
+        chosen = [record for record in evaluations if (record["split"], record["weights"]) == (split, weights)]
+        label = f"{split} ({weights})"
         _line(loss, chosen, "loss", label, "--")
         _line(accuracy, chosen, "top1", f"{label} top-1", "-")
         _line(accuracy, chosen, "top5", f"{label} top-5", ":")
@@ -58,10 +58,6 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
-
-
-def _kinds(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    return sorted({(record["split"], record["weights"]) for record in records})
 
 
 def _line(
@@ -124,7 +120,9 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
     figure.colorbar(picture, ax=axes, fraction=0.046, label=f"share of {whose}")
     _label(axes, classes)
     if count <= _WITH_NUMBERS:
-        _write_numbers(axes, counts, share_DD)
+        for row, column, images in zip(*counts, strict=True):
+            color = "white" if share_DD[row, column] > 0.4 else "black"
+            axes.text(column, row, f"{images}", ha="center", va="center", fontsize=7, color=color)
     figure.suptitle(title, fontsize=11, parse_math=False)
     with atomic_write(path) as temporary, warnings.catch_warnings():
         # A name may have characters that no installed font has; they become boxes.
@@ -156,12 +154,6 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     families = font_families()
     axes.set_xticks(places, names, rotation=90, fontsize=size, family=families, parse_math=False)
     axes.set_yticks(places, names, fontsize=size, family=families, parse_math=False)
-
-
-def _write_numbers(axes: Axes, counts: Confusion, share_KK: np.ndarray) -> None:
-    for row, column, images in zip(*counts, strict=True):
-        color = "white" if share_KK[row, column] > 0.4 else "black"
-        axes.text(column, row, f"{images}", ha="center", va="center", fontsize=7, color=color)
 
 
 def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
-from pycls_fast.train import checkpoint
 from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display, epochs, human
@@ -56,7 +55,13 @@ def _start(
 ) -> Run:
     _occupy(folder, world, display)
     opened = find_start(config, folder, world, display, restarted=restarted)
-    run = _build(config, world, display, folder, opened)
+    parts = build_parts(config, world, display, opened)
+    if opened is None:
+        check_head(config, parts.network, world)
+    runtime = parts.config.runtime
+    saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
+    total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
+    run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
     # Again: it may not have existed before, and another run may have begun in it meanwhile.
     _occupy(folder, world, display)
     resume(run, opened)
@@ -70,18 +75,6 @@ def _start(
         folder.write_json("environment.json", environment(world.device, world.size, command))
     introduce(run)
     return run
-
-
-def _build(
-    config: RunConfig, world: World, display: Display, folder: RunFolder, opened: checkpoint.Checkpoint | None
-) -> Run:
-    parts = build_parts(config, world, display, opened)
-    if opened is None:
-        check_head(config, parts.network, world)
-    runtime = parts.config.runtime
-    saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
-    total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
-    return Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
 
 
 def _occupy(folder: RunFolder, world: World, display: Display) -> None:
@@ -141,7 +134,6 @@ def introduce(run: Run) -> None:
     rows = [
         ("model", f"{config.model.kind}, {human(parts.complexity.parameters)} parameters"),
         ("one image", f"{size} px, {flops} forward, {human(parts.complexity.activations)} activations"),
-        *_trainable_row(run),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
         ("steps", f"{run.total_steps:,} ({asked} epochs of {parts.steps_per_epoch:,})"),
@@ -152,6 +144,10 @@ def introduce(run: Run) -> None:
         ("switches", "  ".join(chosen) or "all at their reference"),
         ("run folder", str(run.folder.path)),
     ]
+    if "all" not in config.optim.trainable:
+        trained = [parameter.numel() for parameter in parts.network.parameters() if parameter.requires_grad]
+        names = ", ".join(config.optim.trainable)
+        rows.insert(2, ("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"))
     run.display.table(config.config_name, rows)
     for note in _notes(run):
         run.display.note(note)
@@ -216,20 +212,9 @@ def _memory(run: Run) -> str:
     made = plan.MemoryPlan(run.config, run.world.device, run.world.data_size, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
     memory = plan.device_memory(run.config, run.world)
-    return text if memory is None else f"{text}; {_at_the_peak(made, steps)} of {human(memory, 'B')}"
-
-
-def _at_the_peak(made: plan.MemoryPlan, steps: int) -> str:
-    try:
-        return f"{human(made.peak(steps), 'B')} with activations"
-    except UserError:
-        # The number of microbatches was given.
-        return "activations not known"
-
-
-def _trainable_row(run: Run) -> list[tuple[str, str]]:
-    if "all" in run.config.optim.trainable:
-        return []
-    trained = [parameter.numel() for parameter in run.parts.network.parameters() if parameter.requires_grad]
-    names = ", ".join(run.config.optim.trainable)
-    return [("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors")]
+    if memory is None:
+        return text
+    # What activations take is not known if the number of microbatches was given.
+    with suppress(UserError):
+        text += f"; {human(made.peak(steps), 'B')} with activations"
+    return f"{text} of {human(memory, 'B')}"
