@@ -1,9 +1,8 @@
 """`pycls-fast time` and `pycls-fast ledger`."""
 
-import importlib
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -12,7 +11,7 @@ from pycls_fast.config import Purpose, RunConfig, Section, command, variant
 from pycls_fast.config.ladder import LadderSettings, Repeats, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
-from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate
 
 
 def _split(value: Any) -> Any:
@@ -157,19 +156,66 @@ def refuse_unread(options: LedgerOptions) -> None:
         raise UserError(*lines)
 
 
-def _later(module: str, function: str) -> Callable[[Sequence[str]], int]:
-    """A function of the ledger, whose module is imported when it is called."""
-    return lambda arguments: getattr(importlib.import_module(f"pycls_fast.ledger.{module}"), function)(arguments)
+class ReportOptions(Section):
+    """Keys of `pycls-fast ledger report`."""
+
+    ledger: str
+    """A ledger.json."""
+    output: str | None = None
+    """The folder of the page; null: that of the file."""
+
+
+@command(options=ReportOptions, default=None, words=("ledger",))
+def report(options: ReportOptions) -> int:
+    """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
+    from pycls_fast.ledger.report.page import redraw
+
+    return redraw(**dict(options))
+
+
+class CheckOptions(Section):
+    """Keys of `pycls-fast ledger check`."""
+
+    baseline: str
+    """The ledger.json of an earlier state."""
+    new: str
+    """That of the present one."""
+    tolerance: Rate = 0.05
+    """The share of its speed that a variant may lose."""
+    absolute: bool = True
+    """Compare the first variant's rate; false: only speed-ups, for a machine whose speed changes."""
+
+
+@command(options=CheckOptions, default=None, words=("baseline", "new"))
+def check(options: CheckOptions) -> int:
+    """Whether a variant has lost speed or accuracy: `pycls-fast ledger check BASELINE.json NEW.json [key=value ...]`.
+
+    Prints how two ledgers differ. Exit status: 0, or 1 if something is lost.
+    """
+    from pycls_fast.ledger.report.gate import check
+
+    return check(**dict(options))
+
+
+class SimulateOptions(Section):
+    """Keys of `pycls-fast ledger simulate`."""
+
+    ladders: PositiveInt = 2000
+    """Simulated ladders of each truth."""
+
+
+@command(options=SimulateOptions, default=None)
+def simulate(options: SimulateOptions) -> int:
+    """The error rates of the ledger's verdicts, in Markdown: `pycls-fast ledger simulate [ladders=2000]`."""
+    from pycls_fast.ledger.simulate import simulate_all
+
+    return simulate_all(options.ladders)
 
 
 @command(
     options=LedgerOptions,
     purpose=Purpose(trains=True),
-    subcommands={
-        "report": _later("report.page", "redraw"),
-        "check": _later("report.gate", "check"),
-        "simulate": _later("simulate", "main"),
-    },
+    subcommands={"report": report, "check": check, "simulate": simulate},
 )
 def ledger(config: RunConfig, options: LedgerOptions) -> int:
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.

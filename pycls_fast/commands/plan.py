@@ -1,9 +1,7 @@
 """`pycls-fast plan`."""
 
-from collections.abc import Sequence
-
 from pycls_fast.config import Purpose, RunConfig, Section, command
-from pycls_fast.errors import DONE, UserError, reporting
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.values import PositiveFloat, PositiveInt
 
 
@@ -24,22 +22,25 @@ class PlanOptions(Section):
     """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
 
 
-def _calibrate(arguments: Sequence[str]) -> int:
-    from pycls_fast.plan.calibrate import calibrate
+class CalibrateOptions(Section):
+    """Keys of `pycls-fast plan calibrate`."""
+
+    output: str = "here.yaml"
+    """A YAML file."""
+
+
+@command(options=CalibrateOptions, default=None)
+def calibrate(options: CalibrateOptions) -> int:
+    """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
+    from pycls_fast.plan import calibrate
     from pycls_fast.train.folder import output_file
 
-    def run() -> int:
-        words = dict(word.partition("=")[::2] for word in arguments)
-        if set(words) - {"output"}:
-            raise UserError(f"plan calibrate: takes output=FILE.yaml; got {' '.join(arguments)}")
-        print(calibrate(output_file(words.get("output", "here.yaml"))))
-        return DONE
-
-    return reporting(run)
+    print(calibrate.calibrate(output_file(options.output)))
+    return DONE
 
 
 @command(options=PlanOptions, default="vit_h16", purpose=Purpose(), needs_data=lambda options: False,
-         subcommands={"calibrate": _calibrate})  # fmt: skip
+         subcommands={"calibrate": calibrate})  # fmt: skip
 def plan(config: RunConfig, options: PlanOptions) -> int:
     """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
 

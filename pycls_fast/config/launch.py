@@ -60,7 +60,7 @@ class Command:
         default: the experiment when `--config-name` is not given; None: a tool without a configuration.
         options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
         words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
-        subcommands: what a first word runs instead, with the arguments after it.
+        subcommands: what a first word runs instead.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         purpose: what the configuration is used for.
         needs_data: takes the options; if it returns False, no image is read, whatever `purpose` says.
@@ -72,7 +72,7 @@ class Command:
     default: str | None = "vit_digits"
     options: type[Section] = Section
     words: tuple[str, ...] = ()
-    subcommands: Mapping[str, Callable[[Sequence[str]], int]] = dataclasses.field(default_factory=dict)
+    subcommands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
     config_of_weights: bool = False
     purpose: Purpose = dataclasses.field(default_factory=Purpose)
     needs_data: Callable[[Any], bool] = lambda options: True
@@ -97,7 +97,7 @@ def main(command: Command) -> NoReturn:
     """Run a command from `sys.argv` and exit with its status."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in command.subcommands:
-        sys.exit(command.subcommands[arguments[0]](arguments[1:]))
+        command, arguments = command.subcommands[arguments[0]], arguments[1:]
     run = _run if command.default is not None else _run_without_config
     sys.exit(reporting(lambda: run(command, arguments)))
 

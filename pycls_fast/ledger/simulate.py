@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.errors import DONE, UserError, reporting
+from pycls_fast.errors import DONE
 from pycls_fast.ledger.ladder.crossed import Crossing, Family, families
 from pycls_fast.ledger.report.effects import LOOKS, Look, Pair, decide, fit
 
@@ -162,18 +162,10 @@ def _heavy(freedom: float, generator: np.random.Generator) -> float:
     return float(generator.standard_t(freedom)) / math.sqrt(freedom / (freedom - 2))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the table in Markdown; returns 0, or 2 for a user error."""
-    return reporting(lambda: _main(arguments))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    ladders = given.pop("ladders", "2000")
-    if given or not ladders.isdecimal() or not int(ladders):
-        raise UserError(f"simulate: takes ladders=NUMBER; got {' '.join(arguments)}")
+def simulate_all(ladders: int) -> int:
+    """Print a table in Markdown, of so many ladders of each truth; returns the exit status."""
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for truth in TRUTHS:
-        row = simulate(truth, int(ladders)).row(truth.name, len(truth.effects))
+        row = simulate(truth, ladders).row(truth.name, len(truth.effects))
         print(f"| {' | '.join(row)} |", flush=True)
     return DONE

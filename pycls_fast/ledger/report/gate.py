@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pycls_fast.errors import DONE, UserError, reporting
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.effects import Effect, p_less_accurate
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
@@ -19,8 +18,6 @@ from pycls_fast.train.display import plain_table, wide_console
 LEVEL = (1 - CONFIDENCE) / 2
 """Significance level of each one-sided test, after Holm's correction over the variants."""
 LOST = 1
-_SETTINGS = ("tolerance=", "absolute=")
-_USAGE = "check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]"
 
 
 @dataclass(frozen=True)
@@ -35,38 +32,21 @@ class Change:
     text: str
 
 
-def check(arguments: Sequence[str]) -> int:
-    """Run the command: prints a table; returns 1 if something was lost, 0 if not, 2 for a user error."""
-    return reporting(lambda: _check(arguments))
+def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
+    """Print how two ledgers differ; returns 1 if something was lost, else 0.
 
-
-def _check(arguments: Sequence[str]) -> int:
-    # A sweep's folders contain "=" too (`seed=1/ledger.json`).
-    settings = dict(a.split("=", 1) for a in arguments if a.startswith(_SETTINGS))
-    files = [user_path(a) for a in arguments if not a.startswith(_SETTINGS)]
-    if len(files) != 2:
-        raise UserError(f"check: needs two files; got {' '.join(map(str, files)) or 'none'}; use {_USAGE}")
-    tolerance, absolute = _tolerance(settings.get("tolerance", "0.05")), settings.get("absolute", "true")
-    if absolute not in ("true", "false"):
-        raise UserError(f"absolute: must be true or false; got {absolute}")
+    Raises:
+        UserError: a file is not the record of a finished ledger, or the two cannot be compared.
+    """
+    files = [user_path(baseline), user_path(new)]
     before, now = (read_record(file) for file in files)
     for file, record in zip(files, (before, now), strict=True):
         if record.unfinished:
             raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
-    changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute == "true")
+    changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
     rows = [(change.variant, change.quantity, change.before, change.now, change.text) for change in changes]
     wide_console().print(plain_table(("variant", "quantity", "before", "now", ""), rows, no_wrap=True))
     return LOST if any(change.lost for change in changes) else DONE
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise UserError(f"tolerance: must be a share from 0 up to 1; got {text}")
-    return value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from pycls_fast.errors import DONE, UserError, reporting
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.drawing import Chart
@@ -133,18 +133,14 @@ def write_page(record: Record, folder: Path) -> None:
     (folder / "index.html").write_text(page.html(), encoding="utf-8")
 
 
-def redraw(arguments: Sequence[str]) -> int:
-    """Run `report LEDGER.json [output=FOLDER]`: draw the page of a `ledger.json`; returns 0, or 2 for a user error."""
-    return reporting(lambda: _redraw(arguments))
+def redraw(ledger: str, output: str | None) -> int:
+    """Draw the page of a `ledger.json` into a folder, or beside it; returns the exit status.
 
-
-def _redraw(arguments: Sequence[str]) -> int:
-    outputs = [a.removeprefix("output=") for a in arguments if a.startswith("output=")]
-    files = [user_path(a) for a in arguments if not a.startswith("output=")]
-    if len(files) != 1 or len(outputs) > 1:
-        raise UserError(f"report: needs one file; got {' '.join(arguments) or 'none'}; use LEDGER.json [output=FOLDER]")
-    record = read_record(files[0])
-    folder = user_path(outputs[0]) if outputs else files[0].parent
+    Raises:
+        UserError: the file is not the record of a ledger, or the folder cannot be written to.
+    """
+    file = user_path(ledger)
+    record, folder = read_record(file), file.parent if output is None else user_path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_page(record, folder)

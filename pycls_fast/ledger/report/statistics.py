@@ -52,14 +52,8 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
         (low, high), or None if even the extremes do not reach the confidence (fewer than 6 samples at 0.95).
     """
     ordered = sorted(samples)
-    count = len(ordered)
-    outside, k = 0.0, 0
-    while k < (count + 1) // 2:
-        outside += 2 * math.comb(count, k) / 2**count
-        if outside > 1 - confidence:
-            break
-        k += 1
-    return (ordered[k - 1], ordered[count - k]) if k else None
+    k = int(stats.binom.ppf((1 - confidence) / 2, len(ordered), 0.5)) if ordered else 0
+    return (ordered[k - 1], ordered[-k]) if k else None
 
 
 @dataclass(frozen=True)
