@@ -15,7 +15,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.step import Step
-from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process
+from tests.integration.runs import TINY, newest_checkpoint, records
 
 
 def images(folder: Path, count: int = 4) -> Path:
@@ -36,14 +36,8 @@ def nothing(root: Path) -> None:
     pass
 
 
-def unknown_val_class(root: Path) -> None:
-    good(root)
-    images(root / "val" / "zebra")
-
-
 BAD_DATA = [
     (nothing, [], r"^data\.root: .* cannot be read \(.*: No such file or directory\); give another"),
-    (unknown_val_class, [], r"^data\.root: .*\(val\): no images of the class zebra in train; add some there"),
     (
         good,
         ["data.global_batch_size=64"],
@@ -79,11 +73,6 @@ def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[
     assert not run_dir.exists()
 
 
-def test_fewer_outputs_than_classes(tmp_path: Path, digits: Path) -> None:
-    with pytest.raises(UserError, match=r"^model.num_classes: 5 outputs for 10 classes; use"):
-        train(load_config("vit_digits", [*TINY, f"data.root={digits}", "model.num_classes=5", f"run_dir={tmp_path}"]))
-
-
 def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"^run_dir: .*file/run cannot be written .* or give another"):
@@ -91,30 +80,11 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without CUDA")
-@pytest.mark.parametrize(
-    ("override", "pattern"),
-    [
-        ("runtime.device=cuda", r"^runtime.device: cuda was asked for but torch finds no CUDA device"),
-        (
-            "speed.input_copy=prefetch",
-            r"^speed.input_copy: prefetch needs CUDA and this run is on CPU; use speed",
-        ),
-        ("precision=tf32", r"^precision: tf32 needs CUDA"),
-    ],
-)
-def test_machine_that_cannot(tmp_path: Path, digits: Path, override: str, pattern: str) -> None:
-    with pytest.raises(UserError, match=pattern):
-        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", override]))
+def test_a_machine_without_the_device(tmp_path: Path, digits: Path) -> None:
+    own = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", "runtime.device=cuda"]
+    with pytest.raises(UserError, match=r"^runtime.device: cuda was asked for but torch finds no CUDA device"):
+        train(load_config("vit_digits", own))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_as_a_process(tmp_path: Path) -> None:
-    """Status 2, one line on standard error, no traceback, no file."""
-    done = run_process(command(*TINY, "data=folder", f"data.root={tmp_path / 'nowhere'}"), cwd=tmp_path, expect=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: data.root: {tmp_path / 'nowhere'} cannot be read (")
-    assert list(tmp_path.iterdir()) == []
 
 
 def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:

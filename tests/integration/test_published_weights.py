@@ -25,7 +25,6 @@ from pycls_fast.models import pretrained
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.score import score
-from tests.integration.runs import command, run_process
 
 CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")
 NAME = "deit_small_patch16_224.fb_in1k"
@@ -189,18 +188,6 @@ def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images
     with pytest.raises(UserError, match=r"preprocessing=config"):
         score_neighbours(config, **neighbours)  # type: ignore[arg-type]
     assert score_neighbours(config, **neighbours, own_preprocessing=False) == 0  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_tool(tmp_path: Path, images: Path) -> None:
-    timm_folder(tmp_path / "deit")
-    settings = (f"data.root={images}", f"weights={tmp_path / 'deit' / 'model.safetensors'}", *OURS, *MACHINE)
-    done = run_process(command(*settings, tool="test_net", config_name="deit_s16"), cwd=tmp_path)
-    assert "published" in done.stdout
-    done = run_process(
-        command(*settings, "preprocessing=own", tool="test_net", config_name="deit_s16"), cwd=tmp_path, expect=2
-    )
-    assert done.stderr.startswith("error: preprocessing: ")
 
 
 @pytest.mark.slow

@@ -94,6 +94,16 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
             pretrained.fit(pretrained.ReadWeights("file", layout, tensors, tuple(rest)), ours)
 
 
+def test_other_names_and_shapes_are_refused() -> None:
+    state = {name: tensor.clone() for name, tensor in vit("tiny", image_size=32).state_dict().items()}
+    theirs = pretrained.to_timm_vit(state)
+    for key, shape in (("cls_token", (2, 1, 192)), ("blocks.3.attn.qkv.weight", (35, 192))):
+        with pytest.raises(UserError, match=f"weights: {key} of shape"):
+            in_our_names(theirs | {key: torch.zeros(shape)})
+    with pytest.raises(ValueError, match=r"no name for \['extra'\]"):
+        pretrained.to_timm_vit(state | {"extra": torch.zeros(1)})
+
+
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}
 DEIT3 = {"position_tokens": "patches", "layer_scale": 0.3}
 REG = {"registers": 4, "position_tokens": "patches", "layer_scale": 0.3}

@@ -190,28 +190,16 @@ def test_the_order_has_no_cycle() -> None:
     ("file", "text", "found"),
     [
         ("models/vit.py", "from pycls_fast.data import Batch", "1: models imports data"),
-        ("models/vit.py", "import pycls_fast.optim.ema as ema", "1: models imports optim"),
         ("data/mix.py", "from pycls_fast import losses", "1: data imports losses"),
         ("optim/ema.py", "x = 1\ndef f():\n    from pycls_fast.models import ResNet", "3: optim imports models"),
         ("losses.py", "if TYPE_CHECKING:\n    from pycls_fast.config import RunConfig", "2: losses imports config"),
         ("data/mix.py", "from ..config.run import RunConfig", "1: data imports config"),
-        ("data/__init__.py", "from .. import build", "1: data imports build"),
         ("data/deep/mix.py", "from ...optim import Ema", "1: data imports optim"),
         ("data/mix.py", "import importlib\nimportlib.import_module('pycls_fast.train')", "2: data imports train"),
-        ("parallel/wrap.py", "from pycls_fast.models import ResNet", "1: parallel imports models"),
-        ("parallel/wrap.py", "from pycls_fast import build", "1: parallel imports build"),
-        ("parallel/wrap.py", "from pycls_fast.config import RunConfig", "1: parallel imports config"),
-        ("build/data.py", "from pycls_fast.train.step import Step", "1: build imports train"),
         ("build/data.py", "import omegaconf", "1: only config imports omegaconf"),
         ("train/run.py", "def f():\n    import hydra.core", "2: only config imports hydra"),
-        ("train/run.py", "from pycls_fast.ledger import spread", "1: train imports ledger"),
-        ("train/run.py", "from pycls_fast import inference", "1: train imports inference"),
         ("ledger/timing.py", "from tools.train_net import main", "1: ledger imports tools"),
-        ("config/run.py", "from pycls_fast.parallel import wrap", "1: config imports parallel"),
-        ("speed.py", "from pycls_fast.config import RunConfig", "1: speed imports config"),
-        ("errors.py", "from pycls_fast.seeds import counter_seed", "1: errors imports seeds"),
         ("data/mix.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
-        ("__init__.py", "from pycls_fast.ledger import spread", "1: pycls_fast imports ledger"),
         ("../tools/x.py", "import hydra", "1: only config imports hydra"),
         ("novel/x.py", "", "1: the part novel has no place in the order of imports"),
     ],
@@ -223,20 +211,6 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
     path.write_text(text + "\n")
     shown = path.resolve().relative_to(tmp_path.resolve())
     assert violations(tmp_path) == [f"{shown}:{found}"]
-
-
-def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
-    for file, text in {
-        "pycls_fast/models/vit.py": "import torch\nfrom pycls_fast.models.layers import Mlp\nfrom . import layers",
-        "pycls_fast/data/mix.py": "from pycls_fast.errors import UserError\nfrom ..seeds import counter_seed",
-        "pycls_fast/config/compose.py": "import hydra\nfrom omegaconf import OmegaConf\nfrom pycls_fast import speed",
-        "pycls_fast/train/run.py": "from pycls_fast import __version__, build\nfrom pycls_fast.config import RunConfig",
-        "pycls_fast/parallel/wrap.py": "from pycls_fast.optim import Ema",
-        "tools/x.py": "from pycls_fast.ledger import spread\nfrom pycls_fast import config",
-    }.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text + "\n")
-    assert violations(tmp_path) == []
 
 
 def fragments(root: Path) -> list[str]:
@@ -253,12 +227,6 @@ def fragments(root: Path) -> list[str]:
 
 def test_docstrings_stand_alone() -> None:
     assert fragments(ROOT) == []
-
-
-def test_a_docstring_without_a_subject_is_found(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/x.py").write_text('"""Tools."""\n\n\ndef f():\n    """Of the run."""\n')
-    assert fragments(tmp_path) == ["tools/x.py:4: Of the run."]
 
 
 def shared_class_names(root: Path) -> dict[str, list[str]]:

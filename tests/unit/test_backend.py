@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -32,26 +31,6 @@ def settings_as_before() -> Iterator[None]:
     cudnn.benchmark, cudnn.allow_tf32 = before
     set_backend()
     torch.set_float32_matmul_precision(products)
-
-
-@pytest.mark.slow
-def test_torch_does_not_report_a_cuda_home_without_cuda(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As it does when it is about to compile for a CPU; what else it reports there is shown."""
-    from torch.utils import cpp_extension
-
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # Other tests change torch's loggers: compiling ends their propagation, and Hydra disables those that exist.
-    caplog.set_level(logging.WARNING, logger=cpp_extension.logger.name)
-    monkeypatch.setattr(cpp_extension.logger, "disabled", False)
-    monkeypatch.setattr(cpp_extension.logger, "propagate", False)
-    monkeypatch.setattr(cpp_extension.logger, "handlers", [caplog.handler])
-    set_backend()
-    assert cpp_extension._find_cuda_home() == "/opt/cuda"
-    cpp_extension.logger.warning("another")
-    assert caplog.messages == ["another"]
 
 
 def test_threads() -> None:

@@ -53,12 +53,6 @@ def test_a_mistyped_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert (status, err) == (2, "error: trian: no such verb; did you mean train?\n")
 
 
-def test_a_mistyped_key_of_a_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    status, _, err = said(capsys, monkeypatch, "train", "sed=1")
-    assert status == 2
-    assert err.startswith("error: sed: unknown key; did you mean seed?")
-
-
 @pytest.mark.parametrize("verb", ["predict", "export", "maps", "compare", "runs"])
 def test_a_verb_alone_answers_with_its_usage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str

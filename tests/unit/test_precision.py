@@ -127,11 +127,6 @@ class TestLossScale:
 
 
 class TestRefused:
-    def test_tf32_off_cuda(self) -> None:
-        config = load_config("vit_digits", ["precision=tf32"])
-        with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA .*; use precision=fp32$"):
-            build.set_backend(config, CPU, build.switches(config, CPU))
-
     def test_fp8_off_cuda(self) -> None:
         config = load_config("vit_digits", ["precision=fp8"])
         with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA .*amp_bf16"):

@@ -201,17 +201,6 @@ def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, 
         assert torch.equal(found, expected)
 
 
-@pytest.mark.slow
-def test_what_compiles_is_skipped_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: False)
-    compiled = {"compile", "compile_mode", "optimizer_compile", "cross_entropy", "gelu"}
-    found = [arm for arm in arms() if compiled & set(switched(arm[2]))]
-    assert len(found) == 7
-    for arm in found:
-        with pytest.raises(pytest.skip.Exception):
-            test_the_loss_stays_in_the_band(*arm, Path(), Path())
-
-
 def test_every_rounding_switch_of_a_cpu_has_a_curve() -> None:
     there = {
         (switch.name, value)

@@ -100,11 +100,6 @@ def test_a_row_refuses_and_each_way_out_passes(conflict: Conflict) -> None:
         assert of_this_row(way_out) == [], way_out
 
 
-def test_no_row_is_there_twice() -> None:
-    pairs = [frozenset(map(str, (row.a, row.b))) for row in CONFLICTS]
-    assert len(pairs) == len(set(pairs))
-
-
 @pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
     name, *overrides = EXPERIMENTS[kind]

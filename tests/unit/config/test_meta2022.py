@@ -34,11 +34,6 @@ def test_the_command_line_wins_over_it(order: int) -> None:
     assert load_config("vit_h16", [*HERE, "precision.name=fp32"]).precision.name == "fp32"
 
 
-def test_it_wins_over_the_precision_of_an_experiment() -> None:
-    for name in ("vit_digits", "vit_s16"):
-        assert load_config(name, [*HERE]).precision.name == "amp_fp16"
-
-
 def test_a_resnet_is_told_where_the_classifier_was_set() -> None:
     with pytest.raises(UserError) as caught:
         load_config("resnet50", HERE)

@@ -22,28 +22,21 @@ ONE_MISTAKE = [
     ("augment.policy={name: rand_augment, num_opps: 1}",
      f"augment.policy.num_opps: unknown key; did you mean augment.policy.num_ops? {HERE}"),
     ("schedule.lr=1", f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
-    ("bs=4", f"bs: unknown key; did you mean data.global_batch_size? {HERE}"),
     ("data.size_image=8", f"data.size_image: unknown key; did you mean data.image_size? {HERE}"),
     ("loss.zzz=1", "loss.zzz: unknown key; loss has name, label_smoothing, ..."),
     ("model.shortcut=pool", f"model.shortcut: unknown key for model=vit; it belongs to model=resnet {HERE}"),
     # Files and choices that do not exist.
     ("model=vit_s17", "model=vit_s17: no such option; did you mean vit_s16?"),
-    ("precision=bf16_amp", "precision=bf16_amp: no such option; did you mean amp_bf16?"),
-    ("schedule=zzz", f'schedule.name: must be one of cosine, linear, step, constant; got "zzz" {HERE}'),
     ("optim=null", "optim=null: no such option; there is ..."),
     ("runtime.device=gpu", f'runtime.device: must be one of auto, cpu, cuda; got "gpu"; did you mean cuda? {HERE}'),
     ("model.kind=vitt", 'model.kind: must be one of vit, resnet, timm; got "vitt"; did you mean vit? ...'),
     # Types and ranges.
     ("optim.lr=fast", f'optim.lr: must be a valid number; got "fast" {HERE}'),
-    ("optim.lr=null", f"optim.lr: must be a valid number; got null {HERE}"),
     ("optim.lr=inf", f"optim.lr: must be a finite number; got inf {HERE}"),
     ("schedule.epochs=1.5", f"schedule.epochs: must be auto or a whole number greater than 0; got 1.5 {HERE}"),
-    ("runtime.deterministic=1", f"runtime.deterministic: must be a valid boolean; got 1 {HERE}"),
     ("data.root=3", "data.root: must be a valid string; got 3; quotes within quotes make it text: ..."),
     ("augment.scale=[0.1]", f"augment.scale[1]: field required; got [0.1] {HERE}"),
-    ("data.std=[0.5,a,0.5]", f'data.std[1]: must be a valid number; got "a" {HERE}'),
     ("augment.policy=3", f"augment.policy: must be an object; got 3 {HERE}"),
-    ("seed=-1", f"seed: must be greater than or equal to 0; got -1 {HERE}"),
     ("optim.betas=[0.9,1.5]", f"optim.betas[1]: must be less than 1; got 1.5 {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),
     # Things that cannot go together, wherever they were set; switches, too, if they were set by hand.
@@ -64,7 +57,6 @@ ONE_MISTAKE = [
     # Additions and deletions.
     ("+optim.lr=1", "Could not append to config. An item is already at 'optim.lr'. ..."),
     ("~optim", "optim.name: missing; set it with optim.name=VALUE (deleted on the command line)"),
-    ("~optim.lr", "optim.lr: missing; set it with optim.lr=VALUE (deleted on the command line)"),
     ("~nope", "Could not delete from config. 'nope' does not exist."),
     ("config_name=mine", "config_name: the name of the experiment's file; choose it with --config-name ..."),
 ]  # fmt: skip
@@ -80,15 +72,6 @@ def test_a_mistake_gets_its_line(override: str, line: str) -> None:
     assert found.endswith(end) if dots else found == line
 
 
-def test_a_value_of_a_file_that_a_choice_has_no_use_for_names_the_file() -> None:
-    with pytest.raises(UserError) as caught:
-        load_config("vit_l16", ["data.root=x", "optim=sgd"])
-    (line,) = caught.value.lines
-    assert line.startswith("optim.betas: unknown key for optim=sgd; it belongs to optim=adamw or ")
-    assert line.endswith("; leave it out with ~optim.betas (configs/vit_l16.yaml)")
-    assert load_config("vit_l16", ["data.root=x", "optim=sgd", "~optim.betas"]).optim.name == "sgd"
-
-
 def test_an_experiment_that_does_not_exist() -> None:
     with pytest.raises(UserError) as caught:
         load_config("vit_digit")
@@ -99,14 +82,11 @@ def test_an_experiment_that_does_not_exist() -> None:
     ("text", "line"),
     [
         ("optim: {lrr: 3}", "optim.lrr: unknown key; did you mean optim.lr? ({file})"),
-        ("optim: {lr: .nan}", "optim.lr: must be a finite number; got nan ({file})"),
-        ("optim: {lr: '${foo.bar}'}", "optim.lr: Interpolation key 'foo.bar' not found ({file})"),
         ("optim: {eps: '???'}", "optim.eps: left open as ???; set it with optim.eps=VALUE ({file})"),
         ("optim: {lr: 3\nseed: 2", "{file}: line 3 is not valid YAML: expected ',' or '}}', but got ':'"),
         ("run_dir: caf\xe9", "a configuration file is not written in UTF-8 "),
         ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of m"),
         ("defaults: [vit_digits, {optim: sgd}]", "Multiple values for optim. To override a value use 'override optim:"),
-        ("defaults: [vit_digits, {override optim: sgdd}]", "optim=sgdd: no such option; did you mean s"),
         ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
     ],
 )

@@ -9,12 +9,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands.train import table_of
-from pycls_fast.config import Purpose, RunConfig, command_alone, command_line, load_config
+from pycls_fast.config import RunConfig, command_alone, command_line, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Options, Tool
-
-TRAINING = Purpose(trains=True)
 
 
 def test_an_own_group(tool: Tool, tmp_path: Path) -> None:
@@ -93,17 +91,6 @@ def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: To
     for steps, status in ((3, 0), (4, 2)):
         arguments = ("--config-name", "vit_ti16", f"steps={steps}")
         assert tool(*arguments, needs_data=lambda options: options.steps == 4)[0] == status
-
-
-def test_training_needs_weights_where_the_experiment_fine_tunes(tool: Tool) -> None:
-    arguments = ("--config-name", "finetune", "data.root=/nowhere")
-    line = (
-        "error: weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
-    )
-    assert tool(*arguments, purpose=TRAINING)[:2] == (2, [line])
-    # A tool that trains nothing has its own say.
-    assert tool(*arguments)[0] == 0
-    assert tool(*arguments, "resume=RUN/checkpoints/step_000000100", purpose=TRAINING)[0] == 0
 
 
 def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool) -> None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from pycls_fast.config.tasks import TaskStopped, run_task
-from pycls_fast.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 NO_WEIGHTS = "weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
@@ -72,15 +68,6 @@ def test_a_mistake_ends_the_process_with_status_2(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [f"error: {line}" for line in lines]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_one_rank_of_a_node_speaks(tmp_path: Path) -> None:
-    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="9", LOCAL_RANK="1")
-    assert (done.returncode, done.stderr, done.stdout) == (2, "", "")
-    # The first of another node: its own data may be what is missing.
-    done = tool("train_net", "seed=-1", cwd=tmp_path, RANK="8", LOCAL_RANK="0")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 @pytest.mark.slow
@@ -152,29 +139,6 @@ def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, retu
         ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (returns, "")
-
-
-def fail_with(error: Exception) -> int:
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("action", "raised", "shown"),
-    [
-        (lambda: 1, "SystemExit(1)", ""),
-        (lambda: fail_with(ValueError("broken")), "SystemExit(1)", "ValueError: broken\n"),
-        (lambda: fail_with(UserError("optim.lr: bad")), "UserError('optim.lr: bad')", "error: optim.lr: bad\n"),
-        (lambda: 3, "TaskStopped('a signal ended the job, and everything is saved; the same comm", ""),
-    ],
-)
-def test_how_a_task_of_a_scheduler_fails(
-    capsys: pytest.CaptureFixture[str], action: Callable[[], int], raised: str, shown: str
-) -> None:
-    """Hydra and submitit make a success of any other end."""
-    with pytest.raises((SystemExit, UserError, TaskStopped)) as found:
-        run_task(action)
-    assert repr(found.value).startswith(raised)
-    assert capsys.readouterr().err.endswith(shown)
 
 
 SWEEPER = """

@@ -326,36 +326,6 @@ def test_what_decays_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fallback"),
-    [
-        ("vit_cifar10", {"stem.convs.0.weight", "positions.value", "head.weight"}),
-        ("resnet_cifar10", {"stem.conv.weight", "head.weight"}),
-    ],
-)
-def test_muon_is_for_the_matrices_between_the_image_and_the_head(name: str, fallback: set[str]) -> None:
-    config = load(name)
-    network = _network(config)
-    hidden = {id(p) for group in parameter_groups(network, config.optim) if group["hidden"] for p in group["params"]}
-    rest = {key for key, p in network.named_parameters() if id(p) not in hidden}
-    assert {key for key, p in network.named_parameters() if key in rest and p.ndim > 1} == fallback
-
-
-@pytest.mark.parametrize(("name", "blocks"), [("mae_finetune_b16", 12), ("mae_finetune_l16", 24)])
-def test_layers_learn_as_fast_as_in_mae(name: str, blocks: int) -> None:
-    """mae/util/lr_decay.py: layer i of the blocks and two more has the rate times decay ** (blocks + 1 - i)."""
-    config = load(name)
-    found = _sizes(parameter_groups(_network(config), config.optim), "lr_scale")
-    decay = config.optim.layer_decay
-    assert decay is not None
-    assert sorted(found) == pytest.approx(
-        sorted(decay ** (blocks + 1 - layer) for layer in range(blocks + 2)), rel=1e-9
-    )
-    width = config.model.width  # type: ignore[union-attr]
-    # The last layer: the norm after pooling and the head.
-    assert found[1.0] == 2 * width + 1000 * width + 1000
-
-
-@pytest.mark.parametrize(
     ("name", "policy"),
     [
         ("deit_s16", "rand-m9-mstd0.5-inc1"),

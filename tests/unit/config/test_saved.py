@@ -35,30 +35,6 @@ def test_a_saved_configuration_comes_back_equal(run_dir: Path, config: RunConfig
     assert read == config.model_copy(update={"speed": read.speed})
 
 
-def test_overrides_change_values_and_groups(run_dir: Path, config: RunConfig) -> None:
-    changed = load_run_config(run_dir, ["++seed=6", "optim=sgd", "optim.lr=1e-3", "data.mean=[0.1,0.2,0.3]"])
-    assert (changed.seed, changed.optim.name, changed.optim.lr) == (6, "sgd", 1e-3)
-    assert changed.data.mean == (0.1, 0.2, 0.3)
-    assert changed.model == config.model
-
-
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("sed=1", "sed: unknown key; did you mean seed? (the command line)"),
-        ("data.image_size=18", "data.image_size: 18 is not divisible by model.patch_size=4; use 16 or 20 (the comma"),
-        ("schedule.epochs=2", "schedule.warmup_epochs: 5 is longer than the training of schedule.epochs=2; use {file}"),
-    ],
-)
-def test_mistakes_in_overrides(run_dir: Path, override: str, line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_run_config(run_dir, [override])
-    (found,) = caught.value.lines
-    beginning, _, names_the_file = line.partition("{file}")
-    assert found.startswith(beginning)
-    assert not names_the_file or found.endswith(f"({run_dir / 'config.yaml'})")
-
-
 def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
     file = run_dir / "config.yaml"
     file.write_text(file.read_text().replace("seed: 5", "seed: five"))

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import sklearn.datasets
+import torch
 from PIL import Image
+
+from pycls_fast.data.batch import Batch
 
 PHOTO = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
 """A photograph of 640 x 427 that comes with scikit-learn."""
@@ -28,6 +31,18 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def assert_same(batches: list[Batch], others: list[Batch]) -> None:
+    """The same batches, on whatever device the first ones are."""
+    for batch, other in zip(batches, others, strict=True):
+        assert torch.equal(batch.images_BHWC.cpu(), other.images_BHWC)
+        assert torch.equal(batch.labels_B.cpu(), other.labels_B)
+        assert torch.equal(batch.indices_B.cpu(), other.indices_B)
+        assert (batch.erase_B4 is None) == (other.erase_B4 is None)
+        if batch.erase_B4 is not None and other.erase_B4 is not None:
+            assert torch.equal(batch.erase_B4.cpu(), other.erase_B4)
+        assert batch.damaged == other.damaged
 
 
 WriteTree = Callable[[Path, Mapping[str, int]], Path]

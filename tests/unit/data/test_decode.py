@@ -90,22 +90,6 @@ def test_cmyk_jpeg() -> None:
     assert np.abs(pixels(data).astype(int) - image).max() <= 6
 
 
-def test_ycck_jpeg() -> None:
-    """YCCK made by hand: a file of four channels under an Adobe marker that calls them YCCK (transform 2).
-
-    Adobe stores CMYK inverted; libjpeg turns the stored YCbCr to RGB and takes CMY as 255 minus that.
-    """
-    image = smooth_image()
-    stored_YCC = np.asarray(Image.fromarray(255 - image).convert("YCbCr"))
-    # Pillow inverts what it writes as CMYK. Black is 0.
-    channels = [Image.fromarray(255 - stored_YCC[:, :, channel]) for channel in range(3)]
-    data = encode(Image.merge("CMYK", [*channels, Image.new("L", channels[0].size)]), "JPEG", quality=95)
-    transform = data.index(b"Adobe") + len(b"Adobe") + 6
-    assert data[transform] == 0
-    data = data[:transform] + b"\x02" + data[transform + 1 :]
-    assert np.abs(pixels(data).astype(int) - image).max() <= 8
-
-
 def test_16_bit_gray_is_scaled() -> None:
     values = np.random.default_rng(0).integers(0, 65536, (9, 13)).astype(np.uint16)
     values[0, :3] = 0, 300, 65535

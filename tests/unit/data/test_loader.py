@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from pycls_fast.data import dataset
-from pycls_fast.data.batch import Batch
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader, make_loader
@@ -29,7 +28,7 @@ from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
-from tests.unit.data.conftest import WriteTree
+from tests.unit.data.conftest import WriteTree, assert_same
 
 TRAIN = TrainTransform(
     Augment(policy=RandAugment(num_ops=1), erase_probability=0.5),
@@ -65,18 +64,6 @@ def train_loader(source: FileImages | SyntheticImages, num_workers: int, **optio
     dataset = ImageDataset(source, TRAIN, seed=5, training=True)
     sampler = TrainSampler(len(dataset), seed=5, global_batch_size=6, **{"total_steps": 7, **options})
     return make_loader(dataset, sampler, num_workers=num_workers)
-
-
-def assert_same(batches: list[Batch], others: list[Batch]) -> None:
-    assert len(batches) == len(others)
-    for batch, other in zip(batches, others, strict=True):
-        assert torch.equal(batch.images_BHWC, other.images_BHWC)
-        assert torch.equal(batch.labels_B, other.labels_B)
-        assert torch.equal(batch.indices_B, other.indices_B)
-        assert (batch.erase_B4 is None) == (other.erase_B4 is None)
-        if batch.erase_B4 is not None and other.erase_B4 is not None:
-            assert torch.equal(batch.erase_B4, other.erase_B4)
-        assert batch.damaged == other.damaged
 
 
 @pytest.mark.slow
@@ -236,24 +223,9 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
 
 
 def test_repeated_augmentation() -> None:
-    """Each image three times, augmented differently; an epoch has as many images as ever; ranks do not matter."""
+    """Each image three times, augmented differently; which come when is in test_sampling.py."""
     source = SyntheticImages(20, 20, 3, seed=1)
     dataset = ImageDataset(source, TRAIN, seed=4, training=True, repeats=3)
-
-    def keys(**options: int) -> list[list[tuple[int, int]]]:
-        return list(TrainSampler(20, seed=4, global_batch_size=6, total_steps=6, repeats=3, **options))
-
-    whole = keys()
-    assert keys(start_step=2) == whole[2:]
-    ranks = [keys(rank=rank, world_size=2) for rank in range(2)]
-    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
-    for epoch in (0, 1):
-        seen = [position for batch in whole[3 * epoch : 3 * epoch + 3] for _, position in batch]
-        images = [position % 20 for position in seen]
-        # Six images to a batch: two of them, their second copies, their third ones.
-        assert images == [image for first in (0, 6, 12) for _ in range(3) for image in images[first : first + 2]]
-        assert len(set(images)) == 6
-        assert [position // 20 for position in seen] == [0, 0, 1, 1, 2, 2] * 3
     first, second, third = (dataset[(0, position)] for position in (7, 27, 47))
     assert first.index == second.index == third.index == 7
     assert first.image_HWC is not None

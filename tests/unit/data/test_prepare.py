@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -22,6 +21,7 @@ from pycls_fast.losses import Targets
 from pycls_fast.parallel import World
 from pycls_fast.seeds import microbatch_seed
 from pycls_fast.train.step import Step
+from tests.unit.data.conftest import assert_same
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
 BOXES = [[0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 6, 7], [5, 6, 1, 1], [2, 0, 4, 1]]
@@ -53,14 +53,6 @@ def test_same_as_torchvision() -> None:
         v2.functional.to_dtype(batch.images_BHWC.permute(0, 3, 1, 2), scale=True), MEAN, STD
     )
     torch.testing.assert_close(images_BCHW, expected, rtol=0, atol=1e-6)
-
-
-def test_layout_is_channels_last() -> None:
-    images_BCHW = Prepare(MEAN, STD)(random_batch(erase=True))
-    assert images_BCHW.shape == (5, 3, 6, 7)
-    assert images_BCHW.is_contiguous(memory_format=torch.channels_last)
-    noisy_BCHW = Prepare(MEAN, STD, erase_value="noise")(random_batch(erase=True))
-    assert noisy_BCHW.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("erase_value", [None, "mean", "noise"])
@@ -240,25 +232,6 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
     assert not torch.equal(found[0][0][0], found[0][1][0])
 
 
-@pytest.mark.parametrize("mode", MIXERS)
-def test_the_targets_are_what_is_in_the_images(mode: str) -> None:
-    """A class is a channel that is full: the mean of each channel says how much of its class the image has."""
-    labels_B = torch.tensor([2, 0, 1, 1, 0, 2, 2, 0])
-    images_BHWC = 255 * F.one_hot(labels_B)[:, None, None].expand(-1, 20, 14, -1).to(torch.uint8)
-    batch = Batch(images_BHWC, labels_B, torch.arange(8), None)
-    parts: Any = SimpleNamespace(seed=3, rank=0, prepare=Prepare((0.0,) * 3, (1.0,) * 3), mixer=MIXERS[mode])
-    mixed = 0
-    for step in range(10):
-        images_BCHW, targets = Step._inputs(parts, step, 0, batch)
-        found_BK = F.one_hot(targets.labels_B).double()
-        if targets.mixed_B is not None:
-            lam_B1 = torch.as_tensor(targets.lam).double().reshape(-1, 1)
-            found_BK = lam_B1 * found_BK + (1 - lam_B1) * F.one_hot(targets.mixed_B)
-        torch.testing.assert_close(found_BK, images_BCHW.double().mean(dim=(2, 3)), rtol=1e-5, atol=1e-5)
-        mixed += bool(((found_BK > 0.01) & (found_BK < 0.4)).any())
-    assert mixed > 5
-
-
 def assert_same_targets(one: Targets, other: Targets) -> None:
     assert torch.equal(one.labels_B, other.labels_B)
     assert torch.equal(torch.as_tensor(one.lam), torch.as_tensor(other.lam))
@@ -278,16 +251,6 @@ def make_batches(count: int, size: int = 4) -> list[Batch]:
         )
         for number in range(count)
     ]
-
-
-def assert_same(batch: Batch, other: Batch) -> None:
-    assert torch.equal(batch.images_BHWC.cpu(), other.images_BHWC)
-    assert torch.equal(batch.labels_B.cpu(), other.labels_B)
-    assert torch.equal(batch.indices_B.cpu(), other.indices_B)
-    assert (batch.erase_B4 is None) == (other.erase_B4 is None)
-    if batch.erase_B4 is not None and other.erase_B4 is not None:
-        assert torch.equal(batch.erase_B4.cpu(), other.erase_B4)
-    assert batch.damaged == other.damaged
 
 
 @pytest.mark.cuda
@@ -316,5 +279,4 @@ def test_prefetch_does_not_make_the_host_wait() -> None:
         copies = list(to_device(batches, "cuda", mode="prefetch"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for copied, batch in zip(copies, batches, strict=True):
-        assert_same(copied, batch)
+    assert_same(copies, batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
-from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.transforms import EvalTransform, TrainTransform
+from pycls_fast.data.transforms import TrainTransform
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
@@ -91,15 +90,3 @@ def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, 
     assert len(set(epoch)) == len(epoch) == count // 4 * 4
     labels = {index: source.read(index)[1] for index in range(count)}
     assert all(labels[i] == label for indices, own, _ in alone for i, label in zip(indices, own, strict=True))
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "cifar"])
-def test_evaluation_visits_each_image_once(layouts: dict[str, dict[str, Images]], kind: str) -> None:
-    source = layouts[kind]["val"]
-    seen: Counter[int] = Counter()
-    for rank in range(3):
-        sampler = EvalSampler(len(source), batch_size=2, rank=rank, world_size=3)
-        dataset = ImageDataset(source, EvalTransform(Augment(), image_size=8), training=False)
-        for batch in make_loader(dataset, sampler, num_workers=0):
-            seen.update(batch.indices_B.tolist())
-    assert seen == Counter(range(len(source)))

@@ -88,16 +88,6 @@ def test_head_name_is_the_last_layer(name: str) -> None:
     assert logits_BK.shape == (2, 7)
 
 
-@pytest.mark.slow
-def test_a_sample_does_not_depend_on_the_others(name: str) -> None:
-    model = fill_random(MODELS[name]().double()).eval()
-    images = draw_images(3)
-    together = model(images)
-    apart = torch.cat([model(image[None]) for image in images])
-    assert (together[0] - together[1]).abs().max() > 1e-3
-    torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
-
-
 def test_every_parameter_and_pixel_counts(name: str) -> None:
     model = fill_random(MODELS[name]().double()).train()
     images = draw_images(2).requires_grad_()

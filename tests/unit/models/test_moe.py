@@ -124,24 +124,6 @@ def test_the_losses_are_those_of_the_papers() -> None:
     torch.testing.assert_close(mlp.loss, mlp.router(tokens().flatten(0, 1)).exp().sum(1).log().square().mean())
 
 
-def test_the_balancing_loss_evens_the_load() -> None:
-    mlp = layer(per_token=1, balance_loss=1.0, z_loss=0.0).train()
-    optimizer = torch.optim.SGD(mlp.router.parameters(), lr=0.5)
-
-    def variance() -> float:
-        first = mlp.router(tokens().flatten(0, 1)).argmax(1)
-        return first.bincount(minlength=4).double().var().item()
-
-    before = variance()
-    for _ in range(100):
-        mlp(tokens())
-        assert mlp.loss is not None
-        mlp.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert variance() < before / 4
-
-
 def test_the_router_stays_in_float32() -> None:
     router = Router(WIDTH, 4)
     router.reset_parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,44 @@ def test_a_loss_scaler_skips_a_step_with_infinite_gradients() -> None:
         scaler.step(host)
         scaler.update()
         assert all(torch.equal(a, b) != moves for a, b in zip(before, model.parameters(), strict=True))
+
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("saved", FORMATS)
+def test_going_on_in_another_memory_format(
+    name: str, implementation: str, on_host: bool, saved: torch.memory_format
+) -> None:
+    """Than that in which the state was saved, on the host or not."""
+
+    def made(parameter: nn.Parameter) -> Optimizer:
+        chosen = [{"params": [parameter], "weight_decay": 0.01, "lr_scale": 1.0}]
+        make = partial(make_optimizer, name, lr=0.1, implementation=implementation)
+        return HostOptimizer(chosen, make) if on_host else make(chosen)
+
+    def train(optimizer: Optimizer, parameter: nn.Parameter, gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            optimizer.step()
+
+    gradients = list(torch.randn(4, 8, 4, 3, 3, generator=torch.Generator().manual_seed(0)))
+    straight = nn.Parameter(torch.ones(8, 4, 3, 3).to(memory_format=saved))
+    first = made(straight)
+    train(first, straight, gradients[:2])
+    state = copy.deepcopy(named_state(first, [("p", straight)]))
+    (other,) = (f for f in FORMATS if f is not saved)
+    resumed = nn.Parameter(straight.detach().clone(memory_format=other))
+    second = made(resumed)
+    load_named_state(second, [("p", resumed)], state)
+    (values,) = (second.inner if isinstance(second, HostOptimizer) else second).state.values()
+    assert all(v.stride() == resumed.stride() for v in values.values() if v.shape == resumed.shape)
+    train(first, straight, gradients[2:])
+    train(second, resumed, gradients[2:])
+    torch.testing.assert_close(resumed, straight, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.cuda

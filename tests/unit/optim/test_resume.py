@@ -13,8 +13,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.optim.choices import Optimizer as Chosen
-from pycls_fast.optim.optimizers import compile_step, load_named_state, named_state, set_lr
-from tests.factories import make_optimizer
+from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
 
 CPU = torch.device("cpu")
 EVERY = [
@@ -175,14 +174,3 @@ def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
     assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, tensors, strict=True))
     assert weights[0].tolist() == [0.25, 0.25]
     assert weights[1].tolist() == [0.625, 0.625]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch 2.11's import of its compiler
-def test_compiling_gives_each_group_a_rate_of_its_own() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    groups = [{"params": [weight], "lr_scale": scale} for weight, scale in zip(weights, (1.0, 0.5), strict=True)]
-    optimizer = make_optimizer("adamw", groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8, implementation="foreach")
-    compile_step(optimizer)
-    set_lr(optimizer, 0.5)
-    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]

@@ -1,4 +1,4 @@
-"""Clipping is torch's."""
+"""Clipping against torch's, the buckets of replicas, batch norm over ranks with one rank in this process."""
 
 from __future__ import annotations
 
@@ -6,24 +6,89 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pycls_fast.parallel import ParallelModel
+from pycls_fast.parallel import ParallelModel, World
+from pycls_fast.parallel.batch_norm import synchronise
+from pycls_fast.parallel.ddp import _bucket_megabytes
+
+SHAPES = [(), (7,), (40, 33), (128, 65), (4, 3, 2, 2), (1000,)]
+
+
+def clipped(dtype: torch.dtype, limit: float | None, *, foreach: bool | None) -> tuple[float, list[Tensor]]:
+    """The norm before clipping, and the gradients after it; by torch's function without `foreach`."""
+    generator = torch.Generator().manual_seed(2)
+    weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for value in weights:
+        # The same numbers in every format.
+        value.grad = torch.randn(value.shape, generator=generator, dtype=torch.float64).float().to(dtype)
+    model = nn.ParameterList(weights)
+    if foreach is None:
+        norm = nn.utils.clip_grad_norm_(weights, float("inf") if limit is None else limit)
+    else:
+        norm = ParallelModel(model, model, torch.device("cpu")).clip(weights, limit, foreach=foreach)
+    return norm.item(), [value.grad.double() for value in weights if value.grad is not None]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 0.1, 1e6])
-def test_clipping_is_torchs(foreach: bool, max_norm: float | None) -> None:
+@pytest.mark.parametrize("limit", [None, 0.1, 1e6])
+def test_clipping_is_torchs(foreach: bool, limit: float | None) -> None:
+    norm, ours = clipped(torch.float64, limit, foreach=foreach)
+    expected, theirs = clipped(torch.float64, limit, foreach=None)
+    assert norm == pytest.approx(expected, rel=1e-12)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_clipping_by_foreach_is_as_near_to_float64_as_the_loop(limit: float) -> None:
+    norm, exact = clipped(torch.float64, limit, foreach=False)
+    worst = []
+    for foreach in (False, True):
+        own_norm, gradients = clipped(torch.float32, limit, foreach=foreach)
+        error = max(((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True))
+        worst.append((abs(own_norm - norm) / norm, error))
+    (loop_norm, loop_error), (fast_norm, fast_error) = worst
+    # Half a unit in the last place is nobody's error.
+    assert fast_norm <= 4 * loop_norm + 6e-8
+    assert fast_error <= 4 * loop_error + 6e-8
+    assert max(loop_error, fast_error) < 1e-6
+
+
+@pytest.mark.parametrize(
+    # ResNet-50, ViT-B, ViT-L, ViT-H.
+    ("millions", "megabytes"),
+    [(25, None), (86, None), (304, 72), (632, 100)],
+)
+def test_large_models_have_large_buckets_and_every_model_several(millions: int, megabytes: int | None) -> None:
+    with torch.device("meta"):
+        network = nn.Linear(1000, 1000 * millions, bias=False)
+    assert _bucket_megabytes(network) == megabytes
+    network.requires_grad_(False)
+    assert _bucket_megabytes(network) is None
+
+
+def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    ours(torch.randn(7, 5, dtype=torch.float64)).square().sum().backward()
-    theirs = copy.deepcopy(ours)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert mine.grad is not None
-        other.grad = mine.grad.clone()
-    wrapped = ParallelModel(forward=ours, evaluated=ours, device=torch.device("cpu"))
-    norm = wrapped.clip(list(ours.parameters()), max_norm, foreach=foreach)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), float("inf") if max_norm is None else max_norm)
-    torch.testing.assert_close(norm, expected)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
+    plain = nn.BatchNorm2d(3).double()
+    nn.init.normal_(plain.weight)
+    nn.init.normal_(plain.bias)
+    synchronised = copy.deepcopy(plain)
+    owned = dict(synchronised.named_parameters())
+    synchronise(nn.Sequential(synchronised), torch.device("cpu"))
+    assert type(synchronised) is not nn.BatchNorm2d
+    assert all(value is owned[name] for name, value in synchronised.named_parameters())
+    for _ in range(2):
+        maps = torch.randn(4, 3, 5, 5, dtype=torch.float64) * 3 + 1
+        results = []
+        for norm in (plain, synchronised):
+            images = maps.clone().requires_grad_()
+            out = norm(images)
+            out.square().mul(torch.arange(5.0)).sum().backward()
+            results.append((out, images.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    assert synchronised.num_batches_tracked == 2
+    plain.eval()
+    synchronised.eval()
+    torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)

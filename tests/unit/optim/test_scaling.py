@@ -1,4 +1,4 @@
-"""One verdict for ranks that hold parts of the gradients; what the other ranks say is played here."""
+"""Loss scaling: one verdict for ranks that hold parts of the gradients (the others are played), and skipped steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pycls_fast.optim import scaling
 from pycls_fast.optim.scaling import loss_scaler
+from tests.factories import make_optimizer
 
 
 def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: float | None, others: float) -> Any:
@@ -68,3 +69,30 @@ def test_all_skip_what_one_has_to(monkeypatch: pytest.MonkeyPatch, constant: flo
 def test_a_rank_without_gradients_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one_step(monkeypatch, None, None, 0.0) == (False, 8.0)
     assert one_step(monkeypatch, None, None, 1.0) == (False, 2.0)
+
+
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_first_step_that_is_skipped_leaves_no_trace(name: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(300), [torch.full((300,), torch.inf), torch.randn(300), torch.randn(300)]
+    ends = []
+    for skipped in (False, True):
+        # What the allocator gives back is what was there: not a number.
+        del_me = [torch.full((300,), torch.nan) for _ in range(8)]
+        del del_me
+        parameter = nn.Parameter(start.clone())
+        groups = [{"params": [parameter], "weight_decay": 0.1}]
+        optimizer = make_optimizer(name, groups, lr=0.1, implementation=implementation)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        for gradient in gradients if skipped else gradients[1:]:
+            # scale() is what makes the scaler's tensors.
+            scaler.scale(torch.ones(()))
+            parameter.grad = gradient * scaler.get_scale()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(parameter.detach().clone())
+    assert torch.isfinite(ends[1]).all()
+    # A power of two scales without rounding.
+    assert torch.equal(ends[0], ends[1])
