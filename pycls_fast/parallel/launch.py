@@ -55,8 +55,7 @@ def start_world(
         timeout_seconds: ranks that wait longer for each other report where each one is and end.
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `degrees`.
-        tensor_degree: how many neighbours compute one model together.
-        expert_degree: among how many neighbours that share the weights the experts are divided.
+        tensor_degree, expert_degree: how many neighbours compute one model together, or divide its experts.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -81,9 +80,8 @@ def start_world(
                 world = _join(group, world, _backends(backend, chosen, facts), timeout)
                 if facts.has_mesh:
                     world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree))
-                    if expert_degree > 1:
-                        experts = make_mesh(chosen.type, *grid, timeout, expert=expert_degree)
-                        world = replace(world, experts=experts)
+                if expert_degree > 1:
+                    world = replace(world, experts=make_mesh(chosen.type, *grid, timeout, expert=expert_degree))
             if size > 1:
                 monitor = watch.enter_context(_monitor(world, timeout_seconds))
                 world = replace(world, monitor=monitor)
