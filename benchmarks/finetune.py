@@ -3,7 +3,7 @@
 DATA holds CIFAR-10's images in class folders (`train/`, `test/`) and ImageNet's, one of each class, in
 `imagenet_sample/train/`; WEIGHTS is timm's tf_efficientnet_lite0 as safetensors. OUT is a folder: each result is a line
 of `OUT/results.jsonl`, and what is there is not run again. `tasks=A,B`, `seeds=1` and `columns=kNN,finetune` run a
-part of all.
+part of all; `rules=true` also scores the checkpoint that each rule would take for the best.
 
 A task is CLASSESxIMAGES@PIXELS, IMAGES of each class for training, or 10x200:20@PIXELS for every other class with 20.
 An eighth as many again, at least 5, are for choosing (the epoch, the plain loop's setting); 100 of each class from
@@ -25,7 +25,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from torchvision.transforms import InterpolationMode
 import pycls_fast
 from pycls_fast.network import Network
 from pycls_fast.train.features import fit_logistic, knn_votes, places
+from pycls_fast.train.validation import best_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = (
@@ -51,6 +53,14 @@ TASKS = (
 SEEN = 7
 STEPS, BATCH = 160, 32
 TUNED = [("adamw", lr) for lr in (1e-4, 3e-4, 1e-3, 3e-3)] + [("sgd", lr) for lr in (1e-3, 3e-3, 1e-2, 3e-2)]
+# The checkpoint that is taken for the best, by the evaluations of a run (`rules=true`).
+RULES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "the head alone": lambda records: 0,
+    "the first highest": partial(best_evaluation, metric="top1"),
+    "the lowest loss": partial(best_evaluation, metric="loss"),
+    "the last within an error": partial(best_evaluation, metric="top1", tolerance=1.0),
+    "the last": lambda records: -1,
+}
 COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvision's recipe", "timm's defaults")
 
 
@@ -171,8 +181,8 @@ def plain_loop(net: nn.Module, images: Tensor, labels: Tensor, name: str, lr: fl
         schedule.step()
 
 
-def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seed: int, folder: Path) -> float:
-    """`finetune` with data, weights and size; the best checkpoint scored on the test images."""
+def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seed: int, folder: Path) -> None:
+    """Run `finetune` with data, weights and size; all checkpoints are kept."""
     for name, items in parts.items():
         for file, label in items:
             place = folder / ("tested" if name == "test" else f"data/{name}") / str(label)
@@ -186,12 +196,27 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
         if not beside.exists():
             beside.symlink_to(weights)
         given[0] = "weights=timm:tf_efficientnet_lite0"
-    common = {"cwd": folder, "check": True, "capture_output": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given]
-    subprocess.run([*train, f"seed={seed}", "run_dir=run"], **common)  # type: ignore[call-overload]
-    test = [sys.executable, str(ROOT / "tools/test_net.py"), "weights=run", "data.root=tested", "output=score.json"]
-    subprocess.run([*test, "split=all"], **common)  # type: ignore[call-overload]
+    train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given, f"seed={seed}"]
+    keep = ["run_dir=run", "runtime.keep_checkpoints=1000"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*train, *keep], cwd=folder, check=True, capture_output=True, env=environment)
+
+
+def scored(folder: Path, weights: str = "run") -> float:
+    """Test top-1 of a run's best checkpoint, or of another one."""
+    test = [sys.executable, str(ROOT / "tools/test_net.py"), f"weights={weights}", "data.root=tested", "split=all"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*test, "output=score.json"], cwd=folder, check=True, capture_output=True, env=environment)
     return float(json.loads((folder / "score.json").read_text())["top1"])
+
+
+def by_rule(folder: Path) -> dict[str, float]:
+    """Test top-1 of the checkpoint that each rule picks in a run that kept all of them."""
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    records = [line for line in lines if line["kind"] == "eval" and line["split"] == "val"]
+    steps = {rule: records[pick(records)]["step"] for rule, pick in RULES.items()}
+    top1_of = {step: scored(folder, f"run/checkpoints/step_{step:09d}") for step in set(steps.values())}
+    return {rule: top1_of[step] for rule, step in steps.items()}
 
 
 def measure(
@@ -201,6 +226,7 @@ def measure(
     seed: int,
     folder: Path,
     done: set[str],
+    asked: Mapping[str, str],
     record: Callable[[str, float, float], None],
 ) -> None:
     """Record test top-1 and seconds of each column that is not done."""
@@ -238,19 +264,27 @@ def measure(
 
     take("kNN", knn)
     take("linear probe", probe)
-    take("finetune", lambda: ours(parts, weights, size, seed, folder))
+
+    def finetune() -> float:
+        ours(parts, weights, size, seed, folder)
+        return scored(folder)
+
+    take("finetune", finetune)
+    if "rules" in asked and not set(RULES) <= done:
+        for rule, score in by_rule(folder).items():
+            record(rule, score, 0.0)
     take("torchvision's recipe", lambda: loop("sgd", 0.1 * BATCH / 256, 1e-4)[1])
     take("timm's defaults", lambda: loop("sgd", 0.05, 2e-5)[1])
     take("plain loop, best of 8", tuned)
 
 
-def table(lines: list[dict[str, object]]) -> str:
+def table(lines: list[dict[str, object]], columns: Sequence[str]) -> str:
     """A row for each task, means over seeds; what is missing was not run."""
     tasks = list(dict.fromkeys(str(line["task"]) for line in lines))
-    text = ["| task | seeds | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    text = ["| task | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for task in tasks:
         cells = []
-        for column in COLUMNS:
+        for column in columns:
             of = [line for line in lines if (line["task"], line["column"]) == (task, column)]
             score, seconds = (float(np.mean([line[key] for line in of])) if of else 0.0 for key in ("top1", "seconds"))
             cells.append(f"{score:.1f} ({seconds:.0f} s, {len(of)})" if of else "not run")
@@ -279,8 +313,11 @@ def main() -> None:
                     results.write(json.dumps(row) + "\n")
 
             start = seven_classes(root, out) if task.startswith("vit:") else weights
-            measure(root, start, task, seed, folder, done, record)
-    print(table([json.loads(line) for line in file.read_text().splitlines()]))
+            measure(root, start, task, seed, folder, done, asked, record)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    print(table(lines, COLUMNS))
+    if "rules" in asked:
+        print(table(lines, tuple(RULES)))
 
 
 if __name__ == "__main__":
