@@ -119,7 +119,7 @@ class CrossedTrainings:
         for pair in self._screening() if not known.identical and not known.looked else []:
             self.train(self._runs(pair))
             found = self._predictions(pair)
-            if found is not None and all(np.array_equal(*each) for each in zip(*found, strict=True)):
+            if found is not None and _same(*found):
                 known.identical = list(known.alike)
                 self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
             self.folder.keep_crossing(asdict(known))
@@ -212,7 +212,7 @@ class CrossedTrainings:
         groups = self.groups()
         found = [self._effects(group) for group in groups]
         pilot = [pair for group in groups for f in group[:1] for pair in f.pairs[: f.pilot]]
-        known = [pair for each in pilot if (pair := self._ended(each)) is not None]
+        known = [pair for each in pilot if (pair := self._pair(each)) is not None]
         return Accuracy(
             runs=self.trained([family for group in groups for family in group]),
             effects=[
@@ -250,7 +250,7 @@ class CrossedTrainings:
         for family, planned in chosen:
             if complete and not all(run.is_done for pair in planned for run in self._runs(pair)):
                 return None
-            found = fit([pair for each in planned if (pair := self._ended(each)) is not None], family.names)
+            found = fit([pair for each in planned if (pair := self._pair(each)) is not None], family.names)
             if found is None:
                 return None
             made.append((family.names, found))
@@ -260,33 +260,31 @@ class CrossedTrainings:
         variants = [together(self.ladder, on) for on in pair.on]
         return [TrainingRun(v, pair.seed, self.folder.run_dir(v, pair.seed)) for v in variants]
 
-    def _ended(self, pair: PlannedPair) -> Pair | None:
-        return self._pair(pair) if all(run.is_done for run in self._runs(pair)) else None
-
     def _pair(self, planned: PlannedPair) -> Pair | None:
-        """The pair's result; None if one of its trainings failed."""
-        if planned not in self._pairs:
+        """The pair's result; None if one of its trainings has not ended, or failed."""
+        if planned not in self._pairs and all(run.is_done for run in self._runs(planned)):
             self._pairs[planned] = self._read(planned)
-        return self._pairs[planned]
+        return self._pairs.get(planned)
 
     def _read(self, planned: PlannedPair) -> Pair | None:
         found = self._predictions(planned)
         if found is None:
             return None
-        (one_indices_N, one_labels_N, one_N), (two_indices_N, two_labels_N, two_N) = found
+        one, two = found
         # Images that one of the two could not read are left out of both.
-        _, at_one, at_two = np.intersect1d(one_indices_N, two_indices_N, assume_unique=True, return_indices=True)
-        right, other = one_N[at_one] == one_labels_N[at_one], two_N[at_two] == two_labels_N[at_two]
+        at = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)[1:]
+        right, other = (
+            each.predicted_N[rows] == each.labels_N[rows] for each, rows in zip((one, two), at, strict=True)
+        )
         difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
         return Pair(planned.on, difference, int((right != other).sum()), len(right))
 
-    def _predictions(self, planned: PlannedPair) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None:
-        """Indices, labels and predictions of both trainings; None if one of them failed."""
+    def _predictions(self, planned: PlannedPair) -> list[Predictions] | None:
+        """Those of both trainings; None if one of them failed."""
         folders = [RunFolder(run.folder) for run in self._runs(planned)]
         if not all((folder.path / "summary.json").is_file() for folder in folders):
             return None
-        loaded = [Predictions.load(folder.predictions) for folder in folders]
-        return [(each.indices_N, each.labels_N, each.predicted_N) for each in loaded]
+        return [Predictions.load(folder.predictions) for folder in folders]
 
     def trained(self, chosen: Sequence[Family]) -> list[TrainedRun]:
         """The trainings that have ended, in order."""
@@ -300,6 +298,11 @@ class CrossedTrainings:
     def _seconds(self) -> float:
         known = [run.seconds for group in self.groups() for run in self.trained(group) if run.seconds is not None]
         return float(np.mean(known)) if known else 0.0
+
+
+def _same(one: Predictions, two: Predictions) -> bool:
+    """Whether the same images got the same predictions."""
+    return all(np.array_equal(getattr(one, key), getattr(two, key)) for key in ("indices_N", "labels_N", "predicted_N"))
 
 
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,40 +21,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Marks:
-    """Time stamps in the device's stream: CUDA events, which do not block the host, or the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Record a time stamp after everything queued so far."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Seconds between each mark and the next; waits for the device."""
-        synchronize(self._device)
-        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
-        if self._device.type == "cuda":
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in pairs]
-
-
 def timed(action: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` consecutive calls; on CUDA the host runs ahead."""
+    """Seconds of each of `steps` consecutive calls; on CUDA by events in its stream, and the host runs ahead."""
+
+    def mark() -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
     synchronize(device)
-    marks = Marks(device)
-    marks.mark()
+    marks = [mark()]
     for _ in range(steps):
         action()
-        marks.mark()
-    return marks.seconds()
+        marks.append(mark())
+    synchronize(device)
+    if device.type == "cuda":
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    return [after - before for before, after in pairwise(marks)]
 
 
 @dataclass

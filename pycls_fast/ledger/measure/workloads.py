@@ -21,7 +21,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
-from pycls_fast.ledger.measure.clocks import Marks, synchronize, timed
+from pycls_fast.ledger.measure.clocks import synchronize, timed
 from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
@@ -237,14 +237,8 @@ class LoaderPart:
             feed = _Feed(microbatches, self._config.optim.microbatches, self._world.device)
             for _ in range(warm_up_steps):
                 self._use(feed.step())
-            synchronize(self._world.device)
             feed.waited = 0.0
-            marks = Marks(self._world.device)
-            marks.mark()
-            for _ in range(steps):
-                self._use(feed.step())
-                marks.mark()
-            seconds = marks.seconds()
+            seconds = timed(lambda: self._use(feed.step()), steps, self._world.device)
         return Turn(tuple(seconds), sum(seconds), feed.waited, feed.first_batch)
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
@@ -252,8 +246,7 @@ class LoaderPart:
         loader = build.train_loader(
             self._config, self._source, self._world, self._switches, start_step=start, steps=start + steps
         )
-        mode = self._switches.input_copy
-        yield from to_device(loader, self._world.device, mode=mode)
+        yield from to_device(loader, self._world.device, mode=self._switches.input_copy)
 
 
 def _use_up(microbatches: Iterator[Batch]) -> None:

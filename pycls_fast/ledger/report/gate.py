@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
@@ -57,6 +57,30 @@ class Speeds:
     before: Speedup
     now: Speedup
 
+    def change(self, variant: str) -> Change:
+        """What is shown of it without a test."""
+        a, b = self.before, self.now
+        return Change(variant, self.quantity, _interval(a), _interval(b), False, f"{b.ratio / a.ratio - 1:+.1%}")
+
+    def tested(self, variant: str, p_value: float, tolerance: float) -> Change:
+        """Whether the speed is lost: it fell by more than the tolerance, and the test confirms it.
+
+        Args:
+            variant: its name.
+            p_value: after Holm's correction.
+            tolerance: share of the speed.
+        """
+        a, b, shown = self.before, self.now, self.change(variant)
+        beyond, is_shown = b.ratio < a.ratio * (1 - tolerance), p_value <= LEVEL
+        lost, text = beyond and is_shown, shown.text
+        if a.unpaired or b.unpaired:
+            text += ", timed in different starts: not tested"
+        elif a.low is None or b.low is None:
+            lost, text = beyond, f"{text}, without an interval"
+        elif not is_shown:
+            text += ", too few rounds to say" if beyond else ", within the intervals"
+        return replace(shown, lost=lost, text=f"LOST: {text}" if lost else text)
+
 
 def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
     """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules.
@@ -90,8 +114,8 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
         first = old is before.reference
         if found:
             *shown, tested = found
-            changes += [_untested(old.name, each) for each in shown]
-            changes.append(_speed_change(old.name, tested, p_speed, tolerance))
+            changes += [each.change(old.name) for each in shown]
+            changes.append(tested.tested(old.name, p_speed, tolerance))
         elif _is_timed(old, first) and not _is_timed(new, first):
             quantity = "images/s" if first else "speed-up"
             changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
@@ -140,37 +164,6 @@ def _first_speeds(before: Timing, now: Timing) -> list[Speeds]:
 def _is_timed(variant: VariantRecord, first: bool) -> bool:
     """Whether its speed is known: the first variant's rate, or another one's speed-up over the first."""
     return bool(variant.timing and (first or variant.timing.speedup))
-
-
-def _speed_change(name: str, speeds: Speeds, p_value: float, tolerance: float) -> Change:
-    """Whether the speed is lost: it fell by more than the tolerance, and the test confirms it.
-
-    Args:
-        name: the variant's.
-        speeds: before and now.
-        p_value: after Holm's correction.
-        tolerance: share of the speed.
-    """
-    a, b = speeds.before, speeds.now
-    beyond = b.ratio < a.ratio * (1 - tolerance)
-    unpaired = a.unpaired or b.unpaired
-    tested = a.low is not None and b.low is not None
-    shown = p_value <= LEVEL
-    text = _untested(name, speeds).text
-    if unpaired:
-        text += ", timed in different starts: not tested"
-    elif not tested:
-        text += ", without an interval"
-    elif not shown:
-        text += ", too few rounds to say" if beyond else ", within the intervals"
-    lost = beyond and (shown or not (tested or unpaired))
-    return Change(name, speeds.quantity, _interval(a), _interval(b), lost, f"LOST: {text}" if lost else text)
-
-
-def _untested(name: str, speeds: Speeds) -> Change:
-    """A speed that is shown only."""
-    a, b = speeds.before, speeds.now
-    return Change(name, speeds.quantity, _interval(a), _interval(b), False, f"{b.ratio / a.ratio - 1:+.1%}")
 
 
 def _interval(values: Speedup) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import Effect, Look
-from pycls_fast.ledger.report.statistics import Speedup, geometric_mean, speedup
+from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -233,5 +233,5 @@ def _paired_rounds(reference: Timing, timing: Timing, starts: Sequence[float]) -
 def _in_pairs(reference: Timing, timing: Timing, together: Sequence[int]) -> Speedup:
     """The speed-up over paired rounds; if there are none, over all rounds without an interval."""
     rounds = together or range(min(len(reference.rounds), len(timing.rounds)))
-    found = speedup(*([one.rounds[i] for i in rounds] for one in (reference, timing)))
+    found = geometric_mean([timing.rounds[i] / reference.rounds[i] for i in rounds])
     return found if together else replace(found, low=None, high=None, rounds=0)

@@ -90,13 +90,7 @@ def t_quantile(freedom: float) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and half the width of its interval (Student's t); a single value has no interval (None).
-
-    Raises:
-        ValueError: no values.
-    """
-    if not len(values):
-        raise ValueError("no values")
+    """The mean of one value or more, and half the width of its interval (Student's t), which one value has not."""
     mean, count = float(np.mean(values)), len(values)
     if count == 1:
         return mean, None
@@ -124,21 +118,8 @@ class Speedup:
         return self.rounds == 0
 
 
-def speedup(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
-    """The speed-up from rates measured in the same rounds, in the same order.
-
-    Raises:
-        ValueError: different numbers of rounds, or none.
-    """
-    return geometric_mean([new / old for old, new in zip(reference, variant, strict=True)])
-
-
 def geometric_mean(ratios: Sequence[float]) -> Speedup:
-    """Geometric mean of positive ratios, one per round, with its interval.
-
-    Raises:
-        ValueError: no ratios.
-    """
+    """Geometric mean of positive ratios, one per round and at least one, with its interval."""
     mean, half = mean_interval([math.log(ratio) for ratio in ratios])
     low, high = (None, None) if half is None else (math.exp(mean - half), math.exp(mean + half))
     return Speedup(math.exp(mean), low, high, len(ratios))

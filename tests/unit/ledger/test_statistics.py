@@ -16,7 +16,6 @@ from pycls_fast.ledger.report.statistics import (
     p_slower,
     pair_images,
     paired_ratio,
-    speedup,
     spread,
 )
 
@@ -60,18 +59,13 @@ def test_ratio_is_taken_within_pairs() -> None:
     assert found.spread.p10 == found.spread.p90 == 1.25
 
 
-def test_speed_is_compared_within_rounds() -> None:
-    slow_then_fast = [100.0, 200.0, 50.0]
-    result = speedup(
-        slow_then_fast, [value * factor for value, factor in zip(slow_then_fast, (1.9, 2.0, 2.1), strict=True)]
-    )
+def test_the_mean_of_ratios_is_geometric() -> None:
+    result = geometric_mean([1.9, 2.0, 2.1])
     assert result.ratio == pytest.approx((1.9 * 2.0 * 2.1) ** (1 / 3))
     assert result.low is not None
     assert result.high is not None
     assert 1.7 < result.low < result.ratio < result.high < 2.3
-    assert speedup([100.0], [150.0]).low is None
-    with pytest.raises(ValueError, match="no values"):
-        speedup([], [])
+    assert geometric_mean([1.5]).low is None
 
 
 def test_the_interval_of_a_mean_is_students() -> None:
