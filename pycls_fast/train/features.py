@@ -274,7 +274,10 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
         UserError: images cannot be read (`data.max_damaged`).
     """
     last = run.parts.network.last_layer()
-    train, val = _some(run.parts.sources["train"], run.config.seed), run.parts.sources["val"]
+    train, val = run.parts.sources["train"], run.parts.sources["val"]
+    if len(train) > _MOST_IMAGES:
+        rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
+        train = Subset(train, np.sort(rows))
     parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch, report)
     features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
     held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
@@ -304,11 +307,3 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
         weights.load_state_dict(state)
         if run.parts.step.ema is not None:
             run.parts.step.ema.load(weights.live())
-
-
-def _some(source: Images, seed: int) -> Images:
-    """The source, or a random part of a large one."""
-    if len(source) <= _MOST_IMAGES:
-        return source
-    rows = np.sort(np.random.default_rng(seed).choice(len(source), _MOST_IMAGES, replace=False))
-    return Subset(source, rows)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import yaml
 
-from pycls_fast.errors import UserError, print_lines
+from pycls_fast.errors import UserError
 from pycls_fast.files import flush, user_path
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
@@ -124,7 +124,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         # For each image in the latest evaluation.
         self.predictions = path / "predictions.npz"
-        self._lock_file = path / ".lock"
+        self.lock_file = path / ".lock"
         self._lock: int | None = None
         self._remove_unused = remove_unused
         # Kept open between records: on network file systems closing waits for the server.
@@ -177,11 +177,11 @@ class RunFolder:
 
     def _try_lock(self) -> str | None:
         """Lock the folder, or return the process that holds it."""
-        file = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A process that left in the meantime has removed the file.
-            ours = _same_file(self._lock_file, file)
+            ours = _same_file(self.lock_file, file)
         except BlockingIOError:
             ours = False
         except OSError as error:
@@ -205,7 +205,7 @@ class RunFolder:
             self._close_metrics()
         finally:
             if self._lock is not None:
-                self._lock_file.unlink(missing_ok=True)
+                self.lock_file.unlink(missing_ok=True)
                 os.close(self._lock)
                 self._lock = None
             if self._remove_unused:
@@ -269,19 +269,14 @@ class RunFolder:
         self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
 
     def forget_evaluation(self, step: int) -> None:
-        """Drop the evaluation records of a step, which is evaluated again."""
+        """Drop the evaluation records of a step, which is evaluated again: it was interrupted before the average's."""
         self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        records = list(self.records())
-        kept = "".join(json.dumps(record) + "\n" for record in records if wanted(record))
-        now = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else None
+        kept = "".join(json.dumps(record) + "\n" for record in self.records() if wanted(record))
+        now = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         # Usually there is nothing to drop, not even a line cut off by a kill.
         if now != kept:
-            # One that a kill cut off has no end.
-            damaged = (now or "").count("\n") - len(records)
-            if damaged:
-                print_lines("warning", [f"{self.metrics}: dropped {damaged} damaged line{'s' * (damaged > 1)}"])
             self._close_metrics()
             self._write("metrics.jsonl", kept)
 

@@ -247,25 +247,25 @@ class Loop:
     def _report_while_fitting(self, damaged: Mapping[str, str]) -> None:
         """Report damaged images before the first step; nothing is saved, so that the head is fitted when resumed."""
         self.damaged.note(damaged.items())
-        self.damaged.report(self.run.start_step, self.run.epoch(self.run.start_step))
-        if len(self.damaged.reported) > self.run.config.data.max_damaged:
-            raise too_many_damaged(self.damaged.reported, self.run.config.data.max_damaged)
+        self._report_damage(self.run.start_step, saves=False)
 
-    def _report_damage(self, done: int) -> None:
+    def _report_damage(self, done: int, *, saves: bool = True) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
         self.damaged.report(done, run.epoch(done))
         limit = run.config.data.max_damaged
         if len(self.damaged.reported) > limit:
-            # So that the run can be resumed from here with a higher limit, or with the images repaired.
-            self._save(done, always=True)
-            self._finish_saving(done)
+            if saves:
+                # So that the run can be resumed from here with a higher limit, or with the images repaired.
+                self._save(done, always=True)
+                self._finish_saving(done)
             raise too_many_damaged(self.damaged.reported, limit)
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
         if self.evaluations.due(start) and not self.evaluations.has(start):
-            self.evaluations.forget(start)
+            if self.run.world.is_main:
+                self.run.folder.forget_evaluation(start)
             self._evaluate(start)
         else:
             # That process may have been killed between recording the evaluation and linking the checkpoint. This one

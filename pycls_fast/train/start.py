@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display, epochs, human
 from pycls_fast.train.environment import device_name, environment
-from pycls_fast.train.folder import RunFolder, writing
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
@@ -67,8 +65,8 @@ def _start(
     resume(run, opened)
     if world.is_main:
         folder.create()
-    check_same_folder(folder.path, world)
     _occupy(folder, world, display)
+    check_same_folder(folder, world)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:
         folder.write_config(run.settings(), command)
@@ -81,31 +79,22 @@ def _occupy(folder: RunFolder, world: World, display: Display) -> None:
     on_main(world, lambda: folder.occupy(on_wait=display.note))
 
 
-def check_same_folder(path: Path, world: World) -> None:
-    """Check that all ranks see rank 0's run folder, because every rank writes its own part of a checkpoint there.
+def check_same_folder(folder: RunFolder, world: World) -> None:
+    """Check that all ranks see rank 0's lock in the folder, in which each writes its own part of a checkpoint.
 
     All ranks call this.
 
     Raises:
         UserError: one does not see the folder; the same on all ranks.
     """
-    if world.size == 1:
-        return
-    sign = path / f".seen_by_all.{world.from_main(secrets.token_hex(4))}"
-    if world.is_main:
-        with writing(sign):
-            sign.touch()
-    world.barrier()
     # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
     # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
-    seen = world.gather((os.path.exists(sign), platform.node()))  # noqa: PTH110
-    if world.is_main:
-        sign.unlink(missing_ok=True)
+    seen = world.gather((os.path.exists(folder.lock_file), platform.node()))  # noqa: PTH110
     for rank, (is_seen, host) in enumerate(seen):
         if not is_seen:
             raise UserError(
-                f"run_dir: {path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an absolute "
-                "path to a folder that all nodes share"
+                f"run_dir: {folder.path} on rank {rank} ({host}) is not the folder of rank 0 ({seen[0][1]}); give an "
+                "absolute path to a folder that all nodes share"
             )
 
 

@@ -104,11 +104,6 @@ class Evaluations:
         """Whether the records of this step's evaluation are complete; the same on all ranks."""
         return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run, self.records())))
 
-    def forget(self, step: int) -> None:
-        """Drop the records of an interrupted evaluation (the model was scored, its average was not)."""
-        if self.run.world.is_main and any(r["step"] == step for r in self.records()):
-            self.run.folder.forget_evaluation(step)
-
     def records(self) -> list[dict[str, Any]]:
         """The records of all evaluations so far; on the main rank."""
         return list(self.run.folder.records("eval"))

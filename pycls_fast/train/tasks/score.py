@@ -292,14 +292,13 @@ def _print_result(
     display.table(scored.source.describe(), facts)
     seen = sorted((row for row in by_class["classes"] if row["images"]), key=lambda row: row["f1"])
     if not setup.config.data.eval_set:
-        shown = [(row["class"], _class_line(row)) for row in seen[:_CLASSES]]
+        shown = []
+        for row in seen[:_CLASSES]:
+            precision = "none" if row["precision"] is None else f"{row['precision']:.1f}%"
+            numbers = f"F1 {row['f1']:.1f}%, recall {row['top1']:.1f}%, precision {precision}, {row['images']:,} images"
+            shown.append((row["class"], numbers))
         display.table("classes" if len(seen) <= _CLASSES else f"the {_CLASSES} classes of the lowest F1", shown)
     return facts, comparison
-
-
-def _class_line(row: dict[str, Any]) -> str:
-    precision = "none" if row["precision"] is None else f"{row['precision']:.1f}%"
-    return f"F1 {row['f1']:.1f}%, recall {row['top1']:.1f}%, precision {precision}, {row['images']:,} images"
 
 
 def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
