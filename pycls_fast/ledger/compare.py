@@ -39,12 +39,9 @@ _NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
 
 
 def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
-    """Compare two runs, write and print the result; returns the exit status.
+    """Compare two run folders, write and print the result; returns the exit status.
 
-    Args:
-        run_a, run_b: run folders, finished or not.
-        output: a folder, created if it does not exist; None for one in `comparisons/`.
-        images: how many to show of each kind of disagreement.
+    Without `output` they go to `comparisons/`. At most `images` of each kind of disagreement are shown.
 
     Raises:
         UserError: a folder does not hold a run, or `output` cannot be written to.

@@ -52,12 +52,7 @@ _CHOOSE = ("name", "kind", "preset")
 
 
 def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
-    """Find, read, print and write; returns the exit status.
-
-    Args:
-        folders: run folders, or folders that contain some.
-        sort: a key of the numbers, such as best_top1.
-        output: a .csv or .json file.
+    """Find runs in folders, print them by a key of the numbers, write a .csv or .json file; returns the exit status.
 
     Raises:
         UserError: a folder does not exist, there are no runs, or the file cannot be written.
@@ -314,7 +309,7 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     several = [
         (key, [[run.repetition[at] for run in row.runs] for row in table]) for at, key in enumerate((SEED, FOLD))
     ]
-    folder = _common([run.path for row in table for run in row.runs])
+    folder = Path(os.path.commonpath([run.path.absolute().parent for row in table for run in row.runs]))
     # A key on two lines keeps its column narrow.
     columns = {re.sub(r"\.(?=[^.]*$)", ".\n", key): [_short(row, key) for row in table] for key in shown}
     for head, repeated in several:
@@ -347,19 +342,10 @@ def _number(row: Row, key: str) -> str:
     return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith("top1") else "")
 
 
-def _common(paths: Sequence[Path]) -> Path:
-    """The deepest folder that contains all of them."""
-    if any(path.is_absolute() for path in paths):
-        # The others may be relative to the working folder.
-        paths = [path.absolute() for path in paths]
-    return Path(os.path.commonpath([path.parent for path in paths]))
-
-
 def _name(row: Row, folder: Path) -> str:
     """The path of the first run below `folder`, and how many more share its row."""
-    first, more = row.runs[0].path, len(row.runs) - 1
-    path = first.absolute() if folder.is_absolute() else first
-    return f"{path.relative_to(folder)}" + (f" +{more}" if more else "")
+    more = len(row.runs) - 1
+    return f"{row.runs[0].path.absolute().relative_to(folder)}" + (f" +{more}" if more else "")
 
 
 def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:

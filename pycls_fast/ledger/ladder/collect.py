@@ -37,7 +37,8 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
     variants, total = ledger.selection.variants(), ledger.total()
     records = [_variant(ledger, variant) for variant in variants]
     of_different_starts = compare_speed(records, ledger.folder.starts)
-    timed = next((record for variant in variants for record in _timings(ledger, variant)), None)
+    rounds = ledger.settings.rounds
+    timed = next((record for variant in variants for record in ledger.folder.timings(variant, rounds)), None)
     # Device and ranks of this process, which measures nothing, are not the variants'.
     here = environment(torch.device("cpu"), 1)
     return Record(
@@ -89,7 +90,7 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         reason=reason,
         # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
-        timing=_timing(_timings(ledger, variant)),
+        timing=_timing(ledger.folder.timings(variant, ledger.settings.rounds)),
         numerics=[Rounding(**e) for e in read_measurement(numerics)["errors"]] if numerics.is_file() else None,
     )
 
@@ -100,10 +101,6 @@ def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
         return None
     commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
     return f"the code in {variant.tree}{commit}"
-
-
-def _timings(ledger: Ledger, variant: Variant) -> list[dict[str, Any]]:
-    return list(ledger.folder.timings(variant, ledger.settings.rounds))
 
 
 def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:

@@ -70,13 +70,7 @@ class Crossing:
 
 
 def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], bool]) -> Crossing:
-    """Sort a ladder's variants into those that can be combined and those that cannot.
-
-    Args:
-        ladder: the changes.
-        names: those that run here.
-        refused: whether a combination is refused.
-    """
+    """Sort the variants of these names, which run here, into those that can be combined and those that cannot."""
     chosen = [v for v in ladder.variants if v.name in names and not refused(together(ladder, closed(ladder, [v.name])))]
     alone = [v.name for v in chosen if v.tree is not None or v.ranks not in (None, ladder.baseline.ranks)]
     known = {v.name: v for v in chosen}

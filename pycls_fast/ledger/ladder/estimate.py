@@ -45,13 +45,7 @@ class Pace:
 
 
 def pace_of(seconds: float, timed: Mapping[str, Any], fed_step: float | None = None) -> Pace:
-    """The pace of a variant.
-
-    Args:
-        seconds: of the process that timed it.
-        timed: its record of mode=train.
-        fed_step: seconds of a step together with the loading of its images, if known.
-    """
+    """The pace of a variant, from the seconds of a process, and its record of mode=train; `fed_step` if it is known."""
     train = timed["train"]
     # The warm-up takes half as long as the timed steps.
     start = max(seconds - 1.5 * sum(map(sum, train["step_seconds_each"])), 0.0)
@@ -63,12 +57,6 @@ def pace_of(seconds: float, timed: Mapping[str, Any], fed_step: float | None = N
 
 def announce(ledger: Ledger, timed: Mapping[str, Any], pace: Pace | None, say: Callable[[str], None]) -> None:
     """Say how long the rest takes and the smallest difference that it can show; nothing without a pace.
-
-    Args:
-        ledger: whose trainings are planned.
-        timed: the record of the first variant's first timing.
-        pace: of the first variant, if it was timed just now.
-        say: called with each line.
 
     Raises:
         UserError: the margin is smaller than one image.
@@ -98,11 +86,7 @@ def announce(ledger: Ledger, timed: Mapping[str, Any], pace: Pace | None, say: C
 
 
 def show_plan(ledger: Ledger, say: Callable[[str], None]) -> None:
-    """Print the variants of a ledger and an estimate of the time for what its folder does not have yet.
-
-    Args:
-        ledger: not open; variants that are refused have been left out.
-        say: called with each line.
+    """Print the variants of a ledger that is not open, and an estimate of the time for what its folder does not have.
 
     Raises:
         UserError: the reference does not run, or the margin is smaller than one image.

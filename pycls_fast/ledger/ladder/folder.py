@@ -171,12 +171,10 @@ class LedgerFolder:
         name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
         return self.path / "logs" / f"{name}.txt"
 
-    def timings(self, variant: Variant, rounds: int) -> Iterator[dict[str, Any]]:
+    def timings(self, variant: Variant, rounds: int) -> list[dict[str, Any]]:
         """Records of those of a variant's `rounds` rounds that exist, in order."""
-        for number in range(rounds):
-            file = self.timing_file(variant, number)
-            if file.is_file():
-                yield read_measurement(file)
+        files = (self.timing_file(variant, number) for number in range(rounds))
+        return [read_measurement(file) for file in files if file.is_file()]
 
 
 def read_measurement(file: Path) -> dict[str, Any]:
@@ -210,10 +208,6 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
 
     One is the ledger's own. The other, which this yields, stays open in the processes that it starts: if the ledger is
     killed with -9, they continue for a while and save their state in folders that the next start would write to.
-
-    Args:
-        folder: an existing folder.
-        say: called with a message if locking has to wait or is not possible.
 
     Raises:
         UserError: another ledger is using the folder.
@@ -257,12 +251,7 @@ _MOST_KEYS = 5
 
 
 def conditions(config: RunConfig, device: str) -> dict[str, Any]:
-    """The experiment with all its settings, the machine, torch, torchvision and timm.
-
-    Args:
-        config: the experiment.
-        device: "cpu" or "cuda": where the variants run.
-    """
+    """The experiment with all its settings, the machine (device: "cpu" or "cuda"), torch, torchvision and timm."""
     here = environment(torch.device("cpu"), 1)
     return {
         "experiment": config.model_dump(mode="json", exclude={"run_dir"}),

@@ -116,12 +116,6 @@ def _completed(variant: Variant, below: Sequence[str], ranks: int | None, before
 class Selection:
     """The variants of a ladder, which change as it becomes known what cannot run.
 
-    Args:
-        ladder: the changes to the experiment.
-        mode: what is timed.
-        ranks: processes of each, unless the ladder sets them.
-        device: "cpu" or "cuda": where they run.
-
     Attributes:
         impossible: variants that cannot run on this machine or with this model, and why.
         failed: variants whose process failed, and why.

@@ -218,11 +218,9 @@ def rounding_arguments(variant: Variant, file: Path, *, steps: int) -> list[str]
 
 
 def with_own_rounding(variants: Sequence[Variant], typed: Sequence[str] = ()) -> list[Variant]:
-    """The variants whose rounding one process can measure, without those that are the same as an earlier one there.
+    """The variants whose rounding one process can measure, without those that are the same as one before them there.
 
-    Args:
-        variants: in order.
-        typed: overrides of the experiment.
+    `typed` are the experiment's overrides.
     """
     found: list[Variant] = []
     for variant in variants:

@@ -41,19 +41,14 @@ def run_ladder(
     configs: Sequence[Path] = (),
     accept_code: bool = False,
 ) -> int:
-    """Run a ladder, or print what would be run.
+    """Run a ladder, or with `dry_run` only print its variants and an estimate of the time.
 
     Returns the exit status: 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
 
     Args:
-        config: the checked experiment.
-        ladder: the changes to it.
-        settings: what is measured for each variant.
         switches: variants to run, by name or by a key that they set; empty for all.
         base: options and overrides of the experiment, for every tool.
         compose: composes the experiment with the overrides of a variant.
-        folder: holds the report and everything it is made from.
-        dry_run: only print the variants and an estimate of the time.
         configs: folders of configurations, which are part of the code.
         accept_code: resume in a folder that was measured with different code.
 

@@ -45,35 +45,24 @@ class _Running:
     shared: bool
 
 
+@dataclass
 class Trainings:
     """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
 
-    A run that lacked memory while others ran is started once more without them, after all others.
-
-    Args:
-        runs: those that are not done, in order.
-        jobs: runs at a time.
-        devices: the CUDA devices to divide among them; empty if there is no need to.
-        start: starts a run, which sees only these devices if there are any.
-        finished: how a process ended, or None while it runs.
-        done: called with a run that has ended, and how.
-        say: called with a message.
+    `devices` are the CUDA devices to divide among them, empty if there is no need to. A run that lacked memory while
+    others ran is started once more without them, after all others.
     """
 
-    def __init__(
-        self,
-        runs: Sequence[TrainingRun],
-        *,
-        jobs: int,
-        devices: Sequence[str],
-        start: Callable[[TrainingRun, Sequence[str]], Process],
-        finished: Callable[[Process], ProcessResult | None],
-        done: Callable[[TrainingRun, ProcessResult], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._start_run, self._finished, self._done, self._say = start, finished, done, say
-        self._jobs, self._has_devices = jobs, bool(devices)
-        self._waiting, self._running, self._free = deque(runs), list[_Running](), list(devices)
+    runs: Sequence[TrainingRun]
+    jobs: int
+    devices: Sequence[str]
+    start: Callable[[TrainingRun, Sequence[str]], Process]
+    finished: Callable[[Process], ProcessResult | None]
+    done: Callable[[TrainingRun, ProcessResult], None]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._waiting, self._running, self._free = deque(self.runs), list[_Running](), list(self.devices)
         self._watch_due = time.monotonic() + _EVERY_SECONDS
 
     def processes(self) -> list[Process]:
@@ -85,7 +74,7 @@ class Trainings:
         while self._waiting and self._fits(self._waiting[0]):
             self._start(self._waiting.popleft())
         for running in list(self._running):
-            finished = self._finished(running.process)
+            finished = self.finished(running.process)
             if finished is not None:
                 self._running.remove(running)
                 self._free += running.devices
@@ -93,7 +82,7 @@ class Trainings:
         if time.monotonic() >= self._watch_due:
             self._watch_due = time.monotonic() + _EVERY_SECONDS
             for running in self._running:
-                self._say(f"{running.run}: {reached(RunFolder(running.run.folder))}")
+                self.say(f"{running.run}: {reached(RunFolder(running.run.folder))}")
         return bool(self._waiting or self._running)
 
     def _fits(self, run: TrainingRun) -> bool:
@@ -101,23 +90,23 @@ class Trainings:
             return True
         if run.alone or any(running.run.alone for running in self._running):
             return False
-        has_devices = not self._has_devices or len(self._free) >= (run.variant.ranks or 1)
-        return len(self._running) < self._jobs and has_devices
+        has_devices = not self.devices or len(self._free) >= (run.variant.ranks or 1)
+        return len(self._running) < self.jobs and has_devices
 
     def _start(self, run: TrainingRun) -> None:
         ranks = run.variant.ranks or 1
         devices, self._free = self._free[:ranks], self._free[ranks:]
-        self._running.append(_Running(run, self._start_run(run, devices), devices, shared=False))
+        self._running.append(_Running(run, self.start(run, devices), devices, shared=False))
         for running in self._running:
             running.shared |= len(self._running) > 1
 
     def _end(self, running: _Running, finished: ProcessResult) -> None:
         run = running.run
         if finished.lacked_memory and running.shared:
-            self._say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
+            self.say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
             self._waiting.append(TrainingRun(run.variant, run.seed, run.folder, alone=True))
         else:
-            self._done(run, finished)
+            self.done(run, finished)
 
 
 def reached(folder: RunFolder) -> str:

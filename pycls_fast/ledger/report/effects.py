@@ -220,9 +220,7 @@ def _word(costs: bool, free: bool, gains: bool) -> Word:
 def resolution(deviation: float, runs: int) -> float:
     """The smallest difference in points that so many crossed trainings decide with 90% chance at the last look.
 
-    Args:
-        deviation: of a run within its pair, in points.
-        runs: number of trainings.
+    `deviation` is that of a run within its pair, in points.
     """
     return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * 2 * deviation / math.sqrt(runs)
 
@@ -261,10 +259,7 @@ def deviation_of(pairs: Sequence[Pair]) -> float:
 def breaks(failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str]) -> str | None:
     """The variant that makes trainings fail: Fisher's exact test at 5%, after Holm's first step; None if none is found.
 
-    Args:
-        failed: what was on in each training that failed.
-        ended: what was on in each that did not.
-        names: of the variants.
+    `failed` and `ended` say what was on in each training that failed, and in each that did not.
     """
 
     def p_value(name: str) -> float:

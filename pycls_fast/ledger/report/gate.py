@@ -63,13 +63,7 @@ class Speeds:
         return Change(variant, self.quantity, _interval(a), _interval(b), False, f"{b.ratio / a.ratio - 1:+.1%}")
 
     def tested(self, variant: str, p_value: float, tolerance: float) -> Change:
-        """Whether the speed is lost: it fell by more than the tolerance, and the test confirms it.
-
-        Args:
-            variant: its name.
-            p_value: after Holm's correction.
-            tolerance: share of the speed.
-        """
+        """Whether the speed is lost: it fell by more than the tolerance, and the p-value, after Holm, confirms it."""
         a, b, shown = self.before, self.now, self.change(variant)
         beyond, is_shown = b.ratio < a.ratio * (1 - tolerance), p_value <= LEVEL
         lost, text = beyond and is_shown, shown.text
@@ -84,11 +78,6 @@ class Speeds:
 
 def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
     """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules.
-
-    Args:
-        before, now: two records.
-        tolerance: share of the speed.
-        absolute: whether the first variant's rate is compared; false for a machine whose speed changes.
 
     Raises:
         UserError: the ledgers have different plans, or `before` has nothing to compare with.

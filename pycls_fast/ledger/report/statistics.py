@@ -153,12 +153,7 @@ class ImagePair:
 def pair_images(
     labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray, *, resamples: int = 10_000
 ) -> ImagePair:
-    """Compare two runs image by image.
-
-    Args:
-        labels_N: the true classes.
-        first_N, second_N: predicted classes, in the order of the labels.
-        resamples: number of bootstrap resamples; the seed is fixed.
+    """Compare two runs image by image, from the true classes and those that each predicted.
 
     Raises:
         ValueError: no images, or arrays of different lengths.

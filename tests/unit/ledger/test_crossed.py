@@ -13,14 +13,13 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, crossing, families
+from pycls_fast.ledger.ladder.crossed import Family, crossing, families
 from pycls_fast.ledger.ladder.trainings import FAILED
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
-from tests.unit.ledger import stand_ins
 from tests.unit.ledger.stand_ins import FakeProcess, made
 
 NAMES = "abcdefgh"
@@ -202,9 +201,3 @@ def test_the_plan_is_fixed_after_a_verdict(trained: type[Training], tmp_path: Pa
     work(crossed(tmp_path))
     with pytest.raises(UserError, match="fixed"):
         work(crossed(tmp_path, runs_at_most=128))
-
-
-def test_a_crossing_survives_its_file() -> None:
-    assert stand_ins.LADDER.variants
-    known = crossing(LADDER, NAMES, lambda variant: False)
-    assert known == Crossing(crossed=list(NAMES))
