@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ source's page.
 """
 _MEASURED_HEAD = """
 ## Measured here, by `--config-name`
-
 """
 
 
@@ -52,7 +51,10 @@ def page(measured: Sequence[Mapping[str, Any]]) -> str:
         measured: entries of `top1.json`: `experiment`, `top1`, `hardware`, `date`, `command`, and optionally
             `minutes` and a `note`.
     """
-    return "".join([_HEAD, *map(_line, _rows()), _MEASURED_HEAD, *map(_run, measured)])
+    ours = [
+        f"\n{hardware}:\n\n{''.join(map(_run, runs))}" for hardware, runs in groupby(measured, lambda e: e["hardware"])
+    ]
+    return "".join([_HEAD, *map(_line, _rows()), _MEASURED_HEAD, *ours])
 
 
 def _line(cells: Sequence[object]) -> str:
@@ -86,11 +88,10 @@ def hours(known: Published, data: Source, epochs: int) -> str:
 
 def _run(entry: Mapping[str, Any]) -> str:
     """How one of our own numbers was measured."""
-    minutes = f"{entry['minutes']:g} min on " if "minutes" in entry else ""
+    minutes = f", {entry['minutes']:g} min" if "minutes" in entry else ""
     note = f" ({entry['note']})" if "note" in entry else ""
     given = entry["command"].removeprefix("python tools/train_net.py").removeprefix(" --config-name ")
-    where = f"{minutes}{entry['hardware']}, {entry['date']}"
-    return f"- `{given or entry['experiment']}`: {entry['top1']:.2f}{note}, {where}\n"
+    return f"- `{given or entry['experiment']}`: {entry['top1']:.2f}{note}{minutes}, {entry['date']}\n"
 
 
 def main(options: Section) -> int:
