@@ -143,7 +143,7 @@ class Unfinished(_Part):
 
 
 class Record(_Part):
-    """A ledger; its first variant is the one that all others are compared with. docs/ledger.md describes the fields."""
+    """A ledger; its first variant is the one that all others are compared with."""
 
     kind: Literal["ledger"] = "ledger"
     config_name: str
