@@ -1,14 +1,18 @@
-"""From training to use, with the tools as a person calls them: predict, export, look, compare."""
+"""From training to use, with the tools as a person calls them; and a newcomer's own folder, as it comes from phones."""
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 from PIL import Image
+from safetensors.torch import save_file
 
 from pycls_fast import build
 from pycls_fast.train.evaluate import Predictions
@@ -64,3 +68,85 @@ def test_looking_and_comparing(runs: tuple[Path, Path], digits: Path, tmp_path: 
     assert "data:image/png" in (tmp_path / "compared" / "index.html").read_text()
     tool("feature_maps", runs[0], digits / "3" / "0003.png", "output=maps.png", cwd=tmp_path)
     assert np.asarray(Image.open(tmp_path / "maps.png")).ndim == 3
+
+
+CLASSES = {"café noir": (150, 90, 60), "[cats] & dogs": (90, 140, 90), "Bob's trucks": (60, 90, 160)}
+COUNTS = (27, 18, 9)
+
+
+def picture(draw: np.random.Generator, colour: tuple[int, int, int]) -> Image.Image:
+    width, height = draw.integers(60, 140, 2)
+    pixels = np.array(colour) + draw.normal(0, 40, (height, width, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def save(image: Image.Image, folder: Path, number: int) -> None:
+    """As one of nine kinds of files."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    wide = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+    kinds = [
+        (image.convert("L"), f"gray {number}.jpg"),
+        (image.convert("CMYK"), f"cmyk {number}.JPG"),
+        (wide, f"16 bits {number}.png"),
+        (image, f"é turned {number}.jpeg"),
+        (image.convert("RGBA"), f"alpha {number}.png"),
+        (image.convert("P"), f"palette {number}.gif"),
+        (image, f"{number}.webp"),
+        (image, f"{number}.bmp"),
+        (image, f"{number}.tiff"),
+    ]
+    chosen, name = kinds[number % len(kinds)]
+    chosen.save(folder / name, **({"exif": exif} if name.endswith("jpeg") else {}))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Three uneven classes without a split, with files that are no images and images that are damaged."""
+    draw = np.random.default_rng(0)
+    root = tmp_path / "My Pictures (2024)"
+    for (name, colour), count in zip(CLASSES.items(), COUNTS, strict=True):
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            save(picture(draw, colour), root / name, number)
+        (root / name / "cut off.jpg").write_bytes(next(iter((root / name).glob("*.JPG"))).read_bytes()[:500])
+        (root / name / "empty.jpg").touch()
+        (root / name / "page.png").write_text("<html>not found</html>")
+        for other in ("Thumbs.db", ".DS_Store", "notes.txt"):
+            (root / name / other).write_text("no image")
+    return root
+
+
+@pytest.mark.slow
+def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Path) -> None:
+    name = "test_efficientnet"
+    save_file(timm.create_model(name).state_dict(), tmp_path / f"{name}.safetensors")
+
+    def verb(*words: str) -> str:
+        ran = run_process([sys.executable, "-m", "pycls_fast", *words], cwd=tmp_path)
+        assert "Traceback" not in ran.stderr
+        return ran.stdout + ran.stderr
+
+    # Fewer steps than the default, for time; nothing else is said.
+    shown = verb(
+        "train", "--config-name", "finetune", f"data.root={pictures}", f"weights={name}.safetensors",
+        "schedule.max_steps=4", "run_dir=run",
+    )  # fmt: skip
+    for damaged in ("cut off.jpg", "empty.jpg", "page.png"):
+        # Of each of the three classes, told once.
+        assert shown.count(f"{damaged}: ") == len(CLASSES)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+
+    scores = verb("test", "weights=run")
+    assert all(each in scores for each in CLASSES)
+
+    verb("predict", "run", str(pictures / "café noir"), "output=predictions.csv")
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == COUNTS[0]
+
+    for file in ("model.onnx", "model.safetensors"):
+        verb("export", "weights=run", f"output={file}")
+        assert (tmp_path / file).stat().st_size > 10_000
+    verb("predict", "model.safetensors", str(pictures / "[cats] & dogs" / "16 bits 2.png"))

@@ -1,4 +1,4 @@
-"""What `pip install` without -e leaves: from a clone over the archive of its sources and the wheel to the package."""
+"""What `pip install` without -e leaves, from a clone to the package; what is imported late."""
 
 from __future__ import annotations
 
@@ -74,3 +74,14 @@ def test_the_configurations_are_installed_with_the_package(tmp_path: Path) -> No
     assert "finished" in said
     said = run(unpacked, "tools/train_net.py", "model.depth=3", "--cfg", "job", PYTHONPATH=str(site))
     assert "depth: 3\n" in said
+
+
+@pytest.mark.slow
+def test_what_takes_long_to_import_is_imported_where_it_is_used() -> None:
+    late = ("timm", "matplotlib", "torch.utils.tensorboard")
+    command = (
+        "import sys; import pycls_fast.inference, pycls_fast.train.loop, pycls_fast.train.tasks.lr_range; "
+        f"print([name for name in {late!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""The switches, and what a preset and the choices by hand come to on a device."""
+"""The switches: what a preset and the choices by hand come to on a device, and what they become in the network."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import typing
 
 import pytest
 import torch
+from torch import nn
 
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
+from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.choices import Optimizer
+from pycls_fast.optim.choices import Optimizer as Chosen
+from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel import World
+from pycls_fast.parallel.memory import Recomputed, SavedTensors
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve
 
 DEVICES: tuple[Device, ...] = typing.get_args(Device)
@@ -244,3 +249,69 @@ def test_the_fast_preset_gives_way_to_what_is_set(experiment: str, overrides: li
 def test_an_optimizer_of_whole_weights_is_not_sharded(overrides: list[str]) -> None:
     with pytest.raises(UserError, match=r"^optim\.name: \w+ needs whole weights.*use optim=adamw or parallel=ddp"):
         build.switches(load_config("vit_digits", overrides), torch.device("cpu"))
+
+
+def test_the_implementations_of_every_optimizer_fit_together() -> None:
+    for facts in Chosen.choices().values():
+        there = set(facts.implementations)
+        assert facts.implementations[0] == "loop"
+        assert set(facts.compilable) <= there - {"fused"}
+        assert set(facts.shardable) <= there
+        assert set(facts.capturable) <= there
+        # `speed.resolve` chooses one that is both.
+        assert set(facts.shardable) & set(facts.compilable) or not (facts.shardable and facts.compilable)
+    for name, facts in Chosen.choices().items():
+        assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
+
+
+REFERENCE = Speed()
+
+
+def wrapped(*overrides: str, **chosen: str) -> nn.Module:
+    config = load_config("vit_digits", overrides)
+    switches = REFERENCE.replace(**chosen)
+    network = build.model(config, 10, switches)
+    build.save_activation_memory(config, network, switches)
+    return network
+
+
+def test_the_switches_arrive_in_the_model() -> None:
+    plain = wrapped()
+    assert not any("forward" in vars(module) for module in plain.modules())
+    network = wrapped(
+        "model.depth=3",
+        "speed.recompute=full",
+        "parallel.recompute_every=2",
+        recompute="full",
+        activation_offload="cpu",
+    )
+    units = dict(network.units())  # type: ignore[operator]
+    assert [isinstance(unit.forward, Recomputed) for unit in units.values()] == [True, False, True]
+    assert isinstance(network.forward, SavedTensors)
+    assert (network.forward.on_host, network.forward.in_8_bits) == (True, False)
+    compressed = wrapped(activation_compression="8bit").forward
+    assert isinstance(compressed, SavedTensors)
+    assert (compressed.on_host, compressed.in_8_bits) == (False, True)
+    selective = next(iter(wrapped(recompute="selective").units()))[1].forward  # type: ignore[operator]
+    assert isinstance(selective, Recomputed)
+    assert selective.selective
+
+
+def test_skipping_arrives_in_every_drop_path() -> None:
+    for value in ("multiply", "skip"):
+        paths = [m for m in wrapped(drop_path_compute=value).modules() if isinstance(m, DropPath)]
+        assert paths
+        assert {path.compute for path in paths} == {value}
+
+
+def test_the_optimizer_goes_to_the_host() -> None:
+    config = load_config("vit_digits")
+    switches = REFERENCE.replace(param_offload="cpu")
+    network = build.model(config, 10, switches)
+    host = build.optimizer(config, network, switches)
+    plain = build.optimizer(config, network, REFERENCE)
+    assert isinstance(host, HostOptimizer)
+    assert type(host.inner) is type(plain)
+    assert [len(g["params"]) for g in host.param_groups] == [len(g["params"]) for g in plain.param_groups]
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in host.param_groups]
+    assert settings == [{k: v for k, v in g.items() if k != "params"} for g in plain.param_groups]

@@ -114,8 +114,6 @@ def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
 @pytest.mark.parametrize(
     ("experiment", "overrides", "key"),
     [
-        ("vit_digits", ["data.image_size=9"], "data.image_size"),
-        ("vit_digits", ["model.heads=3"], "model.width"),
         ("vit_digits", ["model.positions=sincos2d", "model.width=6", "model.heads=2"], "model.width"),
         ("vit_digits", ["model.stem=conv"], "model.stem_strides"),
         ("vit_digits", ["model.stem=conv", "model.stem_widths=[8]", "model.stem_strides=[3]"], "model.stem_strides"),
@@ -126,7 +124,6 @@ def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
         ("vit_digits", ["data.global_batch_size=1", "augment.mixup_alpha=0.2"], "data.global_batch_size"),
         ("vit_digits", ["data.global_batch_size=3", "augment.mixup_alpha=0.2", "augment.mix_mode=pair"],
          "augment.mix_mode"),
-        ("vit_digits", ["schedule.epochs=1", "schedule.warmup_epochs=2"], "schedule.warmup_epochs"),
         ("vit_digits", ["precision=amp_fp16", "precision.loss_scale_floor=1e9"], "precision.loss_scale_floor"),
         ("resnet_digits", ["model.stem=imagenet", "data.image_size=24"], "data.image_size"),
     ],

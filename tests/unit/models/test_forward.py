@@ -128,16 +128,6 @@ def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
     assert set(model.state_dict()) == expected
 
 
-@pytest.mark.slow
-def test_traced_whole_by_dynamo() -> None:
-    """No graph break and no recompilation reason in the models: the graph is traced, not compiled."""
-    for key in ("vit", "vit-pooled-sincos2d", "resnet18"):
-        model = fill_random(MODELS[key](drop_path=0.2).double()).eval()
-        traced = torch.compile(model, backend="eager", fullgraph=True)
-        torch.testing.assert_close(traced(draw_images(2)), model(draw_images(2)))
-    torch._dynamo.reset()
-
-
 def test_images_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="built for images of 32 x 32 pixels; got 32 x 40"):
         MODELS["vit"]()(torch.zeros(1, 3, 32, 40))

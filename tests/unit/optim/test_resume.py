@@ -155,22 +155,3 @@ def test_eight_bits_resume_and_learn() -> None:
     assert any(type(value) is not torch.Tensor for values in kept.values() for value in values.values())
     losses = Training(configured("adamw8bit", "schedule.epochs=30")).run(0, 30)
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
-
-
-def test_a_rate_that_is_a_tensor_takes_the_value_and_stays() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    groups = [
-        {"params": weights[:1], "lr": torch.tensor(1.0)},
-        {"params": weights[1:], "lr": torch.tensor(1.0), "lr_scale": 0.5},
-    ]
-    optimizer = torch.optim.SGD(groups)
-    tensors = [group["lr"] for group in optimizer.param_groups]
-    for rate in (0.25, 0.5):
-        set_lr(optimizer, rate)
-        assert [tensor.item() for tensor in tensors] == [rate, 0.5 * rate]
-        for weight in weights:
-            weight.grad = torch.ones(2)
-        optimizer.step()
-    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, tensors, strict=True))
-    assert weights[0].tolist() == [0.25, 0.25]
-    assert weights[1].tolist() == [0.625, 0.625]

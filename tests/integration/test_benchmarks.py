@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: what it runs, what it makes of failures, and the page; small on a CPU."""
+"""`benchmarks/gpu.py` and `benchmarks/cpu_step.py`, small on a CPU: what they run, and what is made of failures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT
 
-# Scripts are no package; another project's `benchmarks` may be installed.
-_SPEC = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-gpu: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["gpu"] = gpu
-_SPEC.loader.exec_module(gpu)
+
+def script(name: str) -> Any:
+    """A script of `benchmarks/`, which is no package; another project's may be installed."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu, cpu_step = script("gpu"), script("cpu_step")
 
 SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2"]
 
@@ -124,3 +129,27 @@ def test_small(tmp_path: Path, select: str) -> None:
     assert part["images_per_second"] * part["step_seconds_p50"] == pytest.approx(4)
     assert found["record"]["matmul"]["size"] == 64
     assert f"| {part['images_per_second']:,.1f} |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_s16", "resnet50"])
+def test_both_sides_have_the_same_network(name: str) -> None:
+    """As many parameters as timm's; what is measured has no drop-path, smoothing or mixing."""
+    import timm
+
+    subject = cpu_step.SUBJECTS[name]
+    with torch.device("meta"):
+        theirs = sum(p.numel() for p in timm.create_model(subject.timm, num_classes=cpu_step.CLASSES).parameters())
+    step, config = cpu_step.our_step(subject, cpu_step.OURS["speed=fast precision=amp_bf16"], 2, 32)
+    ours = sum(p.numel() for p in trainer_of(step).step.parameters)
+    if name == "vit_s16":
+        # Positions of 4 tokens and the class token instead of 196.
+        ours += 192 * 384
+    assert ours == theirs
+    assert config.model.drop_path == config.loss.label_smoothing == config.augment.erase_probability == 0
+    assert config.augment.mixup_alpha == config.augment.cutmix_alpha == 0
+
+
+def trainer_of(step: Any) -> Any:
+    """The trainer that a step of ours calls."""
+    return next(cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, cpu_step.Trainer))
