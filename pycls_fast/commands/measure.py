@@ -59,17 +59,13 @@ def variants(config: RunConfig, options: TimeOptions) -> list[tuple[str, RunConf
     """Name and configuration of everything to time: the experiment, or its variants from `compare`."""
     if not options.compare:
         return [(config.config_name, config)]
-    if len(options.compare) == 1:
-        raise UserError("compare: needs 2 variants or more, the first is what the others are compared with; got 1")
     purpose = Purpose(needs_data=options.reads_images)
     made: list[tuple[str, RunConfig]] = []
     for position, text in enumerate(options.compare):
         try:
             changed = variant(shlex.split(text), purpose, options=TimeOptions)
-        except UserError as error:
-            raise UserError(*(f"compare: '{text}': {line}" for line in error.lines)) from error
-        except ValueError as error:
-            raise UserError(f"compare: cannot read '{text}' ({error})") from error
+        except (UserError, ValueError) as error:
+            raise UserError(*(f"compare: '{text}': {line}" for line in str(error).splitlines())) from error
         name = text or "as configured"
         if text in options.compare[:position]:
             # Listing a variant twice shows the noise of the measurement.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import RunConfig, Section, command
-from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, one_of
 from pycls_fast.files import user_path
 from pycls_fast.values import PositiveInt
 
@@ -90,8 +90,8 @@ def prepare(config: RunConfig, options: PrepareOptions) -> int:
 
     with build.world(config) as world:
         splits = build.sources(config, world, index_all=options.mode == "index")
-    if options.split is not None and options.split not in splits:
-        raise UserError(f"split: the data has {', '.join(splits)}; got {options.split}")
+    if options.split is not None:
+        one_of("split", options.split, splits)
     chosen = {name: source for name, source in splits.items() if options.split in (None, name)}
     for name, source in chosen.items():
         print(f"{name}: {source.describe()}")

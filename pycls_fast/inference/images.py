@@ -27,9 +27,14 @@ class GivenImages(Images):
 
     Args:
         upright: turn Pillow images as their EXIF orientation says; files are turned by whoever decodes them.
+
+    Raises:
+        UserError: there are none.
     """
 
     def __init__(self, items: Sequence[Path | Image.Image | np.ndarray], *, upright: bool = False) -> None:
+        if not items:
+            raise UserError("images: none were given; give files, folders or patterns")
         self.classes = ()
         self.labels = np.zeros(len(items), dtype=np.int32)
         self._items = list(items)
@@ -71,10 +76,8 @@ def given_images(images: Any, *, upright: bool = False) -> GivenImages:
     Raises:
         UserError: nothing was given, an unsupported type, or a path that does not exist.
     """
-    items = list(_flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, ""))
-    if not items:
-        raise UserError("images: none were given")
-    return GivenImages(items, upright=upright)
+    items = _flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, "")
+    return GivenImages(list(items), upright=upright)
 
 
 def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.errors import DONE, MISTAKE, UserError, printable
+from pycls_fast.errors import DONE, MISTAKE, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
@@ -100,7 +100,7 @@ def collect(images: Sequence[str]) -> list[Path]:
     """The files that the command line names; those listed on standard input need not exist.
 
     Raises:
-        UserError: nothing was named, or an argument matches nothing.
+        UserError: an argument matches nothing.
     """
     listed: list[Path] = []
     if "-" in images:
@@ -109,10 +109,7 @@ def collect(images: Sequence[str]) -> list[Path]:
             sys.stdin.reconfigure(errors="surrogateescape")
         # NUL ends the names of `find -print0`.
         listed = [Path(line) for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
-    named = find_images(word for word in images if word != "-")
-    if not listed and not named:
-        raise UserError("images: none were given; give files, folders or patterns after the run")
-    return [*named, *listed]
+    return [*find_images(word for word in images if word != "-"), *listed]
 
 
 @contextmanager

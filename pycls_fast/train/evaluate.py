@@ -69,8 +69,6 @@ class Predictions:
             if len({array.shape for array in arrays}) > 1 or arrays[0].ndim != 1:
                 raise ValueError("the arrays differ in length")
             return cls(*arrays)
-        except FileNotFoundError as error:
-            raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
         except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"{file}: not predictions that can be read ({error}); remove it") from error
 

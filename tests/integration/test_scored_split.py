@@ -91,11 +91,11 @@ def test_classes_of_another_name(run: Path, tmp_path: Path) -> None:
 
 
 def test_splits_that_there_are(run: Path, images: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^split: the data has train, val, all; got dev$"):
+    with pytest.raises(UserError, match=r"^split: must be one of train, val, all; got dev$"):
         scored(run, "dev")
     for split in ("train", "val"):
         shutil.copytree(images, tmp_path / "both" / split)
-    with pytest.raises(UserError, match=r"^split: the data has train, val; got all$"):
+    with pytest.raises(UserError, match=r"^split: must be one of train, val; got all$"):
         scored(run, "all", f"data.root={tmp_path / 'both'}")
 
 

@@ -296,7 +296,7 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
     )
     assert "1,438" in run_process(arguments, cwd=tmp_path).stdout
     done = run_process([*arguments[:-1], "split=tset"], cwd=tmp_path, expect=2)
-    assert done.stderr == "error: split: the data has train, val, all; got tset\n"
+    assert done.stderr == "error: split: must be one of train, val, all; got tset\n"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, one_of
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.assemble import load_network
 from pycls_fast.train.environment import device_name, provenance
@@ -39,18 +39,16 @@ def score_neighbours(
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
-        UserError: weights or split do not exist, fewer than `k` training images, images cannot be read
-            (`data.max_damaged`), `output` cannot be written, or out of memory.
+        UserError: weights or split do not exist, images cannot be read (`data.max_damaged`), `output` cannot be
+            written, or out of memory.
     """
     with set_up(config, own_preprocessing=own_preprocessing) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         sources = build.sources(setup.config, world)
-        if split not in sources or split == "train":
-            raise UserError(f"split: one of {', '.join(name for name in sources if name != 'train')}; got {split}")
+        one_of("split", split, [name for name in sources if name != "train"])
         train = sources["train"]
-        if len(train) < k:
-            raise UserError(f"k: {k} neighbours of {len(train)} training images; use k={len(train)} or less")
+        k = min(k, len(train))
         setup = setup.with_data(len(train))
         config = setup.config
         origin, place_N, about = _classified(setup, sources, split, k, temperature)

@@ -18,7 +18,7 @@ import numpy as np
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts, check_head
@@ -93,8 +93,6 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     Raises:
         UserError: anything that training would reject, or a folder that cannot be written to.
     """
-    if lr_min >= lr_max:
-        raise UserError(f"lr_min: must be less than lr_max={lr_max:g}; got {lr_min:g}")
     config = _uncompiled(config)
     folder = user_path(output or Path("lr_find") / f"{config.config_name}-{timestamp()}")
     with build.world(config) as world:

@@ -12,7 +12,7 @@ from pycls_fast import build, published
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval_set
-from pycls_fast.errors import DONE, UserError, first_few
+from pycls_fast.errors import DONE, UserError, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
 from pycls_fast.parallel import ParallelModel, World
@@ -122,9 +122,7 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
             val=build.sources(config, world)["val"] if data.eval_set == "real" else None,
         )
     sources = build.sources(config, world, whole=split == "all")
-    if split not in sources:
-        has_all = any(source.drawn for source in sources.values())
-        raise UserError(f"split: the data has {', '.join([*sources, *(['all'] if has_all else [])])}; got {split}")
+    one_of("split", split, [*sources, *(["all"] if any(source.drawn for source in sources.values()) else [])])
     note = _other_split(config, sources, split, found, ours)
     if note is not None:
         display.note(note)
@@ -201,8 +199,6 @@ def score(
         world = setup.world
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None
-        if table is not None and table.suffix.lower() != ".csv":
-            raise UserError(f"predictions: the table is a CSV file; call it {table.stem}.csv")
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
         scored = scored_split(setup.config, split, setup.weights, world, setup.display)
         source, split = scored.source, setup.config.data.eval_set or split

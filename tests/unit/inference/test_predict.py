@@ -167,7 +167,7 @@ def test_a_list_on_standard_input(
     ("tool", "arguments", "line"),
     [
         ("predict", [], "run: missing; set it with run=VALUE"),
-        ("predict", ["RUN"], "images: none were given; give files, folders or patterns after the run"),
+        ("predict", ["RUN"], "images: none were given; give files, folders or patterns"),
         ("predict", ["RUN", "nowhere.png"], "images: nowhere.png is not a file, a folder or a pattern"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         ("predict", ["RUN", "IMAGES", "topkk=3"], "topkk: unknown key; did you mean topk?"),
