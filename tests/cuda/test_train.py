@@ -25,10 +25,7 @@ from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
 from tests.started import Started
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 # Without what is there to ask the host: speed.metrics=step, speed.param_offload=cpu and recorded steps' first three.

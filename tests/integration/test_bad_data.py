@@ -38,11 +38,7 @@ def nothing(root: Path) -> None:
 
 BAD_DATA = [
     (nothing, [], r"^data\.root: .* cannot be read \(.*: No such file or directory\); give another"),
-    (
-        good,
-        ["data.global_batch_size=64"],
-        r"^data\.global_batch_size: 64 is larger than the training set of 8 images",
-    ),
+    (good, ["data.global_batch_size=64"], r"^data\.global_batch_size: 64 is larger than the training set of 8 images"),
     (
         good,
         ["model.num_classes=2", "data.val_fraction=0.5", "weights=/nowhere/at/all"],
@@ -52,21 +48,12 @@ BAD_DATA = [
 
 
 @pytest.mark.parametrize(
-    ("make", "overrides", "pattern"),
-    BAD_DATA,
-    ids=[f"{m.__name__}-{i}" for i, (m, _, _) in enumerate(BAD_DATA)],
+    ("make", "overrides", "pattern"), BAD_DATA, ids=[f"{m.__name__}-{i}" for i, (m, _, _) in enumerate(BAD_DATA)]
 )
 def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[str], pattern: str) -> None:
     root, run_dir = tmp_path / "images", tmp_path / "run"
     make(root)
-    settings = [
-        *TINY,
-        "data=folder",
-        "data.global_batch_size=4",
-        f"data.root={root}",
-        f"run_dir={run_dir}",
-        *overrides,
-    ]
+    settings = [*TINY, "data=folder", "data.global_batch_size=4", f"data.root={root}", f"run_dir={run_dir}", *overrides]
     with pytest.raises(UserError, match=pattern) as caught:
         train(load_config("vit_digits", settings))
     assert len(caught.value.lines) == 1
@@ -99,13 +86,7 @@ def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:
 @pytest.mark.slow
 def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, bad = damage(digits, tmp_path / "images", every=90)
-    settings = [
-        *TINY,
-        f"data.root={root}",
-        f"run_dir={tmp_path / 'run'}",
-        "data.max_damaged=30",
-        "schedule.epochs=3",
-    ]
+    settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=30", "schedule.epochs=3"]
     assert train(load_config("vit_digits", settings)) == 0
     events = records(tmp_path / "run", "event")
     assert sorted(event["name"] for event in events) == sorted(map(str, bad))
@@ -154,7 +135,6 @@ def test_memory_that_does_not_suffice(
     monkeypatch.setattr(Step, "__call__", full)
     settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
     with pytest.raises(
-        UserError,
-        match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2",
+        UserError, match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2"
     ):
         train(load_config("vit_digits", settings))

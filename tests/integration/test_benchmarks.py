@@ -108,13 +108,7 @@ def _whole(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "select",
-    [
-        "vit_h16: products: *",
-        "resnet50: ladder: speed=reference*",
-    ],
-)
+@pytest.mark.parametrize("select", ["vit_h16: products: *", "resnet50: ladder: speed=reference*"])
 def test_small(tmp_path: Path, select: str) -> None:
     """One row of each kind; the whole list takes about ten minutes: python benchmarks/gpu.py --small --device cpu."""
     assert gpu.main([*SMALL, "--out", str(tmp_path / "page.md"), "--select", select]) == 0

@@ -106,10 +106,7 @@ def test_predict_takes_the_modules_of_an_exported_file(here: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        (
-            "pass",
-            r"^model.name: tiny_of_.* has no default_cfg; set it .* self.default_cfg = {'classifier': 'head'}$",
-        ),
+        ("pass", r"^model.name: tiny_of_.* has no default_cfg; set it .* self.default_cfg = {'classifier': 'head'}$"),
         (
             "self.default_cfg = {'classifier': 'haed'}",
             r"no single linear classifier \(default_cfg\['classifier'\] is 'haed'\)",

@@ -13,13 +13,7 @@ from pycls_fast.train import train
 from tests.factories import load_checkpoint
 from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
-COMMON = (
-    *TINY,
-    "schedule.max_steps=20",
-    "schedule.epochs=1",
-    "schedule.warmup_epochs=0.5",
-    "optim.clip_norm=1.0",
-)
+COMMON = (*TINY, "schedule.max_steps=20", "schedule.epochs=1", "schedule.warmup_epochs=0.5", "optim.clip_norm=1.0")
 
 
 # With room for all tokens; the balancing loss is of each rank's own tokens.
@@ -38,13 +32,7 @@ EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_los
 )
 def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: list[str], model: list[str]) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
-    overrides = [
-        *COMMON,
-        *model,
-        f"data.root={digits}",
-        "optim.ema_decay=0.9",
-        "optim.accumulation_steps=2",
-    ]
+    overrides = [*COMMON, *model, f"data.root={digits}", "optim.ema_decay=0.9", "optim.accumulation_steps=2"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("vit_digits", [*overrides, f"run_dir={one}"])) == 0
     run_process(

@@ -13,11 +13,7 @@ from pycls_fast.train import train
 from tests.integration.runs import records
 
 # A ViT, a ResNet and a fine-tuning, 1 to 2 s each; the other recipes are slow tests.
-FAMILIES = (
-    "vit_s16",
-    "mae_finetune_b16",
-    "resnet50",
-)
+FAMILIES = ("vit_s16", "mae_finetune_b16", "resnet50")
 # Compiled as the preset does on a CPU with bfloat16, which takes minutes.
 COMPILED = ("vit_b16", "resnet50")
 
@@ -61,8 +57,7 @@ def shrunk(name: str, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in published.EXPERIMENTS],
+    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in published.EXPERIMENTS]
 )
 def test_two_steps(tmp_path: Path, name: str) -> None:
     trains(load_config(name, [*shrunk(name, tmp_path / "run"), "speed.compile=off"]))

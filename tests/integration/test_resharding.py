@@ -13,7 +13,7 @@ from pycls_fast.train import checkpoint
 from tests.factories import load_checkpoint
 from tests.integration.runs import assert_same_state, command, records, run_process, under_torchrun
 from tests.integration.strategy_worker import run_cases
-from tests.integration.test_strategies import run_ranks
+from tests.integration.test_strategies import MODELS, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +30,7 @@ STRATEGIES = {
 }
 # 1, 2, 3 and 4 ranks can share a batch of 24; the 10 rows of the head do not divide by 3 or 4.
 COMMON = [
-    "model.width=32",
-    "model.depth=2",
-    "model.mlp_width=36",
-    "model.patch_size=4",
-    "data.image_size=8",
+    *MODELS["vit"][1],
     "data.global_batch_size=24",
     "data.num_workers=0",
     "optim.ema_decay=0.9",

@@ -57,10 +57,7 @@ def steps_done(run_dir: Path) -> int:
     if not (run_dir / "metrics.jsonl").is_file():
         return 0
     text = (run_dir / "metrics.jsonl").read_text()
-    return max(
-        (json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")),
-        default=0,
-    )
+    return max((json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")), default=0)
 
 
 def start_and_interrupt(
@@ -114,10 +111,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
         for key in ("seconds", "config"):
             del state[key]
     assert_same_state(ours, theirs)
-    for kind, names in (
-        ("train", ("step", "loss", "grad_norm", "lr")),
-        ("eval", ("step", "weights", "loss", "top1")),
-    ):
+    for kind, names in (("train", ("step", "loss", "grad_norm", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
         assert [[r[n] for n in names] for r in records(run_dir, kind)] == [
             [r[n] for n in names] for r in records(reference, kind)
         ]

@@ -41,6 +41,18 @@ def check_part(
         assert found["share_of_matmul"] == pytest.approx(flops / record["matmul"]["flops_per_second"])
 
 
+def check_stages(found: dict[str, Any]) -> None:
+    """Of the input pipeline."""
+    assert list(found["stages"]) == ["read", "decode", "augment", "collate", "copy"]
+    for stage in found["stages"].values():
+        assert stage["images_per_second"] * stage["seconds_per_image"] == pytest.approx(1)
+    by_worker = {name: stage["seconds_per_image"] for name, stage in found["stages"].items() if name != "copy"}
+    assert found["images_per_second_per_core"] == pytest.approx(1 / sum(by_worker.values()))
+    assert found["limit"] in {max(by_worker, key=by_worker.__getitem__), "copy"}
+    assert sum(stage["share"] for stage in found["stages"].values()) == pytest.approx(1)
+    assert found["images"] == KEYS["repeats"] * 64
+
+
 @pytest.mark.parametrize(
     ("mode", "parts"),
     [("train", {"train"}), ("model", {"train", "inference"}), ("loader", {"loader"}), ("both", {"both"})],
@@ -63,6 +75,8 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
         check_part(record, "inference", batch=batch, samples=steps, forward_passes=1)
     if "loader" in parts:
         check_part(record, "loader", batch=64, samples=KEYS["repeats"], forward_passes=0)
+    if mode == "loader":
+        check_stages(record["input_pipeline"])
     if "both" in parts:
         check_part(record, "both", batch=64, samples=KEYS["repeats"], forward_passes=3)
         assert 0 <= record["both"]["data_wait_fraction"] <= 1
@@ -180,18 +194,3 @@ def test_ranks_are_timed_together(tmp_path: Path, digits: Path) -> None:
     check_part(record, "train", batch=64, samples=4, forward_passes=3, world_size=2)
     check_part(record, "both", batch=64, samples=2, forward_passes=3, world_size=2)
     assert done.stdout.count("written to") == 1
-
-
-def test_stages_of_the_input_pipeline(tmp_path: Path, digits: Path) -> None:
-    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}"])
-    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "loader"}) == 0  # type: ignore[arg-type]
-    (file,) = tmp_path.glob("timing-*.json")
-    found = json.loads(file.read_text())["input_pipeline"]
-    assert list(found["stages"]) == ["read", "decode", "augment", "collate", "copy"]
-    for stage in found["stages"].values():
-        assert stage["images_per_second"] * stage["seconds_per_image"] == pytest.approx(1)
-    by_worker = {name: stage["seconds_per_image"] for name, stage in found["stages"].items() if name != "copy"}
-    assert found["images_per_second_per_core"] == pytest.approx(1 / sum(by_worker.values()))
-    assert found["limit"] in {max(by_worker, key=by_worker.__getitem__), "copy"}
-    assert sum(stage["share"] for stage in found["stages"].values()) == pytest.approx(1)
-    assert found["images"] == KEYS["repeats"] * config.data.global_batch_size

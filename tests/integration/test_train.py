@@ -91,13 +91,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
 def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss falls far below that of guessing (ln 10) and most of the unseen digits are recognised."""
     lean = [] if config_name == "resnet_digits" else list(TINY[:5])
-    extra = [
-        "data.image_size=8",
-        "schedule.epochs=6",
-        "schedule.warmup_epochs=1",
-        "augment=none",
-        "optim.lr=0.004",
-    ]
+    extra = ["data.image_size=8", "schedule.epochs=6", "schedule.warmup_epochs=1", "augment=none", "optim.lr=0.004"]
     if config_name == "resnet_digits":
         extra = [
             "data.image_size=8",
@@ -107,15 +101,7 @@ def test_learns(tmp_path: Path, digits: Path, config_name: str, capsys: pytest.C
             "optim.lr=0.02",
         ]
     config = load_config(
-        config_name,
-        [
-            *lean,
-            *extra,
-            f"data.root={digits}",
-            f"run_dir={tmp_path}",
-            "trackers=[]",
-            "speed=fast",
-        ],
+        config_name, [*lean, *extra, f"data.root={digits}", f"run_dir={tmp_path}", "trackers=[]", "speed=fast"]
     )
     status = train(config)
     assert status == 0
@@ -289,10 +275,7 @@ def test_scores_what_training_scored(tmp_path: Path, digits: Path) -> None:
         assert scores[name] == pytest.approx(summary["best"][name], rel=1e-6)
     assert f"{scores['top1']:.2f}%" in done.stdout
     arguments = command(
-        f"weights={tmp_path / 'run' / 'checkpoints' / 'best'}",
-        "split=train",
-        tool="test_net",
-        config_name=None,
+        f"weights={tmp_path / 'run' / 'checkpoints' / 'best'}", "split=train", tool="test_net", config_name=None
     )
     assert "1,438" in run_process(arguments, cwd=tmp_path).stdout
     done = run_process([*arguments[:-1], "split=tset"], cwd=tmp_path, expect=2)

@@ -67,10 +67,7 @@ def test_timm_vit(size: str, attention: str) -> None:
 
 @pytest.mark.parametrize(
     ("ours_kwargs", "theirs_kwargs"),
-    [
-        ({"classifier": "token"}, {}),
-        ({"classifier": "pooled"}, {"class_token": False, "global_pool": "avg"}),
-    ],
+    [({"classifier": "token"}, {}), ({"classifier": "pooled"}, {"class_token": False, "global_pool": "avg"})],
 )
 def test_timm_vit_gradients_in_training_mode(ours_kwargs: dict[str, str], theirs_kwargs: dict[str, Any]) -> None:
     theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=11, **theirs_kwargs))

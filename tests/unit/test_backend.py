@@ -202,12 +202,7 @@ def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("quota", "omp", "overrides", "threads"),
-    [
-        (1, None, [], 1),
-        (None, None, [], 2),
-        (1, "2", [], 2),
-        (1, None, ["runtime.threads=2"], 2),
-    ],
+    [(1, None, [], 1), (None, None, [], 2), (1, "2", [], 2), (1, None, ["runtime.threads=2"], 2)],
 )
 def test_threads_stay_within_the_limit(
     monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, overrides: list[str], threads: int

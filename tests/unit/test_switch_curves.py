@@ -65,12 +65,7 @@ COMPANY = {
     ("recompute", "budget"): "speed.compile=blocks",
 }
 # A curve that is the reference's to the bit would mean that they did nothing.
-NEVER_EQUAL = {
-    "compile",
-    "optimizer_compile",
-    "cross_entropy",
-    "sequence_padding",
-}
+NEVER_EQUAL = {"compile", "optimizer_compile", "cross_entropy", "sequence_padding"}
 # What a ViT has nothing of is tried on the other network, and what changes most of a ResNet on both.
 ON_BOTH = {("memory_format", "channels_last"), ("compile", "model")}
 SIZES_OF = {

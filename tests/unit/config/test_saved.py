@@ -92,10 +92,7 @@ def test_a_run_of_any_device_is_read_anywhere(
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["parallel=hsdp", "parallel.shard_degree=4", "parallel.replicate_degree=8"],
-        ["parallel=fairscale_fsdp"],
-    ],
+    [["parallel=hsdp", "parallel.shard_degree=4", "parallel.replicate_degree=8"], ["parallel=fairscale_fsdp"]],
 )
 def test_a_run_of_any_strategy_is_scored_by_any_number_of_ranks(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config("vit_digits", [*overrides, "parallel.backend=gloo", "parallel.timeout_seconds=77"])

@@ -193,14 +193,7 @@ def test_random_damage_never_escapes(limit_pixels: LimitPixels) -> None:
     """Whatever Pillow raises on flipped bytes becomes a DamagedImage (or the image still decodes)."""
     limit_pixels(10**6)
     generator = np.random.default_rng(0)
-    formats = [
-        ("JPEG", {}),
-        ("PNG", {}),
-        ("GIF", {}),
-        ("BMP", {}),
-        ("WEBP", {}),
-        ("TIFF", {"compression": "tiff_lzw"}),
-    ]
+    formats = [("JPEG", {}), ("PNG", {}), ("GIF", {}), ("BMP", {}), ("WEBP", {}), ("TIFF", {"compression": "tiff_lzw"})]
     for file_format, options in formats:
         intact = np.frombuffer(encode(Image.fromarray(random_image(3)), file_format, **options), np.uint8)
         for _ in range(40):

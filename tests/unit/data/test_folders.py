@@ -51,13 +51,7 @@ def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val
     sources = open_plain(tmp_path)
     assert set(sources) == {"train", "val"}
     assert sources["train"].classes == sources["val"].classes == ("a", "b")
-    assert below(sources["train"], tmp_path / "train") == [
-        "a/0.png",
-        "a/1.png",
-        "b/0.png",
-        "b/1.png",
-        "b/2.png",
-    ]
+    assert below(sources["train"], tmp_path / "train") == ["a/0.png", "a/1.png", "b/0.png", "b/1.png", "b/2.png"]
     assert below(sources["val"], tmp_path / val_name) == ["a/0.png", "b/0.png", "b/1.png"]
     for source in sources.values():
         for index, name in enumerate(names(source)):

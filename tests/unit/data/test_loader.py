@@ -30,10 +30,7 @@ from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree, assert_same
 
-TRAIN = TrainTransform(
-    Augment(policy=RandAugment(num_ops=1), erase_probability=0.5),
-    image_size=16,
-)
+TRAIN = TrainTransform(Augment(policy=RandAugment(num_ops=1), erase_probability=0.5), image_size=16)
 EVAL = EvalTransform(Augment(), image_size=16)
 
 

@@ -15,11 +15,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.decode import decode, jpeg_orientation
-from pycls_fast.data.decoders import (
-    DECODERS,
-    Upright,
-    open_scaled_region,
-)
+from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages

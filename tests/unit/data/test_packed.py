@@ -25,15 +25,7 @@ from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.started import Started
-from tests.unit.data.layouts import (
-    expected,
-    make_content,
-    mistake,
-    opened,
-    samples_of,
-    write_folder,
-    write_packed,
-)
+from tests.unit.data.layouts import expected, make_content, mistake, opened, samples_of, write_folder, write_packed
 
 CONTENT = make_content()
 

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.sampling import (
-    EvalSampler,
-    Key,
-    TrainSampler,
-    block_order,
-    class_order,
-    epoch_order,
-    order_of,
-)
+from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler, block_order, class_order, epoch_order, order_of
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import TrainTransform

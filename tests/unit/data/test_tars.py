@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.data.layouts import (
-    CLASSES,
-    add_member,
-    expected,
-    make_content,
-    mistake,
-    opened,
-    samples_of,
-    write_tars,
-)
+from tests.unit.data.layouts import CLASSES, add_member, expected, make_content, mistake, opened, samples_of, write_tars
 
 CONTENT = make_content()
 JPEG = CONTENT["train"][0].data

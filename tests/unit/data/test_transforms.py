@@ -35,12 +35,7 @@ def numbered(width: int, height: int) -> Image.Image:
 def test_same_draws_as_torchvision(interpolation: Any) -> None:
     """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
     ours = TrainTransform(
-        Augment(
-            scale=(0.2, 0.9),
-            interpolation=interpolation,
-            hflip=0.3,
-            policy=RandAugment(num_ops=3, magnitude=11),
-        ),
+        Augment(scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, policy=RandAugment(num_ops=3, magnitude=11)),
         image_size=24,
     )
     mode = InterpolationMode(interpolation)

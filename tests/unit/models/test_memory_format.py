@@ -14,10 +14,7 @@ from pycls_fast.data.prepare import Prepare
 from pycls_fast.models import ResNet, VisionTransformer
 from tests.unit.models.conftest import draw, fill_random
 
-FORMATS: dict[str, torch.memory_format] = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-}
+FORMATS: dict[str, torch.memory_format] = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MODELS: dict[str, Any] = {
     "resnet18-small": lambda: ResNet(depth=18, num_classes=5, stem="small", drop_path=0.2),
     "resnet50": lambda: ResNet(depth=50, num_classes=5),

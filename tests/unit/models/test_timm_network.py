@@ -140,11 +140,7 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
         ("vit_tiny_patch16_224", {"options": {"num_heads": 0}}, "refuses .*ZeroDivisionError"),
         ("vit_tiny_patch16_224", {"options": {"img_size": 32}}, r"does not take images of 64 pixels, and was made for"),
         ("vit_tiny_patch16_224", {"options": {"global_pool": ""}}, r"has shape \(17, 5\), not \(5,\)\); correct model"),
-        (
-            "convnext_atto",
-            {"image_size": 16},
-            r"of 16 pixels, and was made for 224 .*; correct data\.image_size$",
-        ),
+        ("convnext_atto", {"image_size": 16}, r"of 16 pixels, and was made for 224 .*; correct data\.image_size$"),
     ],
 )
 def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,14 +90,15 @@ def adamw_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t
     return w - lr * decay * w - lr * m / (v.sqrt() + 1e-3)
 
 
-def make_lamb(implementation: str) -> Callable[[Groups], Optimizer]:
-    return lambda groups: make_optimizer(
-        "lamb", groups, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=implementation
-    )
+MOMENTS = {"betas": (0.8, 0.95), "eps": 1e-3}
+# What the formulas have as numbers.
+KEYS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9, "nesterov": True}, "adamw": MOMENTS, "lamb": MOMENTS, "lion": {"betas": (0.8, 0.95)},
+}  # fmt: skip
 
 
-def make_lion(implementation: str) -> Callable[[Groups], Optimizer]:
-    return lambda groups: make_optimizer("lion", groups, lr=9.0, betas=(0.8, 0.95), implementation=implementation)
+def classic(name: str, implementation: str) -> Callable[[Groups], Optimizer]:
+    return lambda groups: make_optimizer(name, groups, lr=9.0, implementation=implementation, **KEYS[name])
 
 
 def make_adafactor(threshold: float | None, momentum_dtype: str = "float32") -> Callable[[Groups], Optimizer]:
@@ -196,14 +198,6 @@ def test_the_eps_of_adamw_does_not_reach_the_matrices() -> None:
     assert torch.equal(*ended)
 
 
-CLASSIC: dict[str, Callable[[str], Callable[[Groups], Optimizer]]] = {
-    "sgd": lambda i: lambda g: make_optimizer("sgd", g, lr=9.0, momentum=0.9, nesterov=True, implementation=i),
-    "adamw": lambda i: lambda g: make_optimizer("adamw", g, lr=9.0, betas=(0.8, 0.95), eps=1e-3, implementation=i),
-    "lamb": make_lamb,
-    "lion": make_lion,
-}
-
-
 def sgd_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
     g = g + decay * w
     state["b"] = g if t == 1 else 0.9 * state["b"] + g
@@ -217,13 +211,13 @@ FORMULAS = {"sgd": sgd_formula, "adamw": adamw_formula, "lamb": lamb_formula, "l
 @pytest.mark.parametrize("implementation", ["loop", "foreach"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_formula(name: str, implementation: str, dtype: torch.dtype, tolerance: float) -> None:
-    assert errors(CLASSIC[name](implementation), lambda _: FORMULAS[name], dtype) < tolerance
+    assert errors(classic(name, implementation), lambda _: FORMULAS[name], dtype) < tolerance
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_the_implementation_is_the_one_asked_for(name: str, implementation: str) -> None:
-    optimizer = CLASSIC[name](implementation)([{"params": [nn.Parameter(torch.ones(1))]}])
+    optimizer = classic(name, implementation)([{"params": [nn.Parameter(torch.ones(1))]}])
     for flag in ("foreach", "fused"):
         assert optimizer.defaults[flag] == (implementation == flag)
 
@@ -237,7 +231,7 @@ def test_a_faster_implementation_is_as_near_to_float64_as_the_loop(name: str, im
     """The rule of the `rounding` class: at most four times the reference's own error."""
     formula = FORMULAS[name]
     reference, fast = (
-        errors(CLASSIC[name](which), lambda _: formula, torch.float32) for which in ("loop", implementation)
+        errors(classic(name, which), lambda _: formula, torch.float32) for which in ("loop", implementation)
     )
     assert 0 < fast <= 4 * reference
 
@@ -257,8 +251,8 @@ def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(nam
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     formula = FORMULAS[name]
-    reference = errors(CLASSIC[name]("loop"), lambda _: formula, torch.float32)
-    fast = errors(CLASSIC[name](implementation), lambda _: formula, torch.float32, after=compile_step)
+    reference = errors(classic(name, "loop"), lambda _: formula, torch.float32)
+    fast = errors(classic(name, implementation), lambda _: formula, torch.float32, after=compile_step)
     # The tensors of the rates are float32.
     assert 0 < fast <= 4 * reference + 1e-7
     # Once to make the state, once to use it; twenty rates do not count.

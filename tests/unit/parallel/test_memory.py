@@ -15,16 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models.complexity import complexity
-from pycls_fast.parallel.memory import (
-    GROUP,
-    SMALLEST,
-    BitReLUs,
-    SavedTensors,
-    View,
-    _Hook,
-    compress,
-    decompress,
-)
+from pycls_fast.parallel.memory import GROUP, SMALLEST, BitReLUs, SavedTensors, View, _Hook, compress, decompress
 from pycls_fast.plan.live_memory import LiveMemory
 
 FULL: dict[str, Any] = {"recompute": "full"}
