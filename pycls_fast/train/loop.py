@@ -196,7 +196,7 @@ class Loop:
             world.at(f"waiting for the data of step {step + 1}")
             asked = time.perf_counter()
             batch = next(microbatches)
-            self.clock.add_wait(time.perf_counter() - asked)
+            self.clock.waited += time.perf_counter() - asked
             world.at(f"computing step {step + 1}")
             self.damaged.note(batch.damaged)
             yield batch

@@ -94,6 +94,7 @@ class Clock:
     """Wall time of training and logging, without evaluation and checkpoints."""
 
     started: float = 0.0
+    # Seconds in which steps waited for data.
     waited: float = 0.0
     images: int = 0
     steps: int = 0
@@ -104,10 +105,6 @@ class Clock:
         """Start a new interval now."""
         self.started = time.perf_counter()
         self.waited, self.images, self.steps = 0.0, 0, 0
-
-    def add_wait(self, seconds: float) -> None:
-        """Count seconds in which a step waited for data."""
-        self.waited += seconds
 
     def add_step(self, images: int) -> None:
         """Count a finished step with `images` over all ranks."""

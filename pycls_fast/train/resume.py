@@ -242,7 +242,10 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
     """
     train, ordered, start_again = run.parts.sources["train"], state["order"], "or start again in another run_dir"
     same = state["train_images"] == len(train) and tuple(state["classes"]) == run.classes
-    if not same or (not _SPLIT & set(reported) and _differ(state["train_names"], run.train_names)):
+    # The same images may have names in one layout and numbers in another.
+    before, now = state["train_names"], run.train_names
+    same_names = before == now or before.partition("-")[0] != now.partition("-")[0]
+    if not same or not (same_names or _SPLIT & set(reported)):
         yield (
             f"data.root: the {len(train)} training images in {len(run.classes)} classes are not the "
             f"{state['train_images']} in {len(state['classes'])} of when {path} was saved, or in another order; use "
@@ -254,14 +257,6 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, "
             f"{start_again}"
         )
-
-
-def _differ(before: str, now: str) -> bool:
-    """Whether two identifications of images (`Images.names_id`) are of the same kind and differ.
-
-    The same images may have names in one layout and numbers in another.
-    """
-    return before != now and before.partition("-")[0] == now.partition("-")[0]
 
 
 def _print_changes(run: Run, changed: Changed, world_size: int) -> None:
