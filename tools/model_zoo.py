@@ -28,16 +28,15 @@ _HEAD = """\
 
 Made by `python tools/model_zoo.py`. Each experiment is a file `configs/NAME.yaml` with its command, hardware and
 source; a test compares its values with the source's. Published top-1 is in percent on ImageNet-1k's 50,000 validation
-images, one crop: no recipe of this table has been trained here yet.
+images, one crop of 224 pixels or those in the name: no recipe of this table has been trained here yet.
 
-M: millions of parameters with 1,000 classes. GMACs: billions of multiply-adds of one image (FLOPs are twice as many).
-h: hours on one H100 by arithmetic, three forward passes an image at its bfloat16 peak; published runs reach a fifth
-to a third of it. Weights: what others have published for the experiment, with their library's score where it differs.
-Score them with `pycls-fast test --config-name EXPERIMENT weights=NAME data.root=PATH`; files are linked from the
-source's page.
+M: millions of parameters with 1,000 classes. GMACs: billions of multiply-adds of one image. h: hours on one H100, three
+forward passes an image at its bfloat16 peak; published runs reach a fifth to a third of it. Weights: what others have
+published, with their library's score where it differs; files are linked from the source's page. Score them with
+`pycls-fast test --config-name EXPERIMENT weights=NAME data.root=PATH`.
 
-| experiment | M | GMACs | px | epochs | h | top-1 | source | weights |
-|---|---|---|---|---|---|---|---|---|
+| experiment | M | GMACs | epochs | h | top-1 | source | weights |
+|---|---|---|---|---|---|---|---|
 """
 _MEASURED_HEAD = """
 ## Measured here, by `--config-name`
@@ -66,7 +65,7 @@ def _rows() -> Iterator[Sequence[object]]:
         config = load_config(name, ["data.root=/path/to/imagenet"])
         epochs = config.schedule.epochs
         top1 = "" if known.top1 is None else f"{known.top1:g}"
-        size = (f"{known.parameters:g}", f"{known.gmacs:g}", known.size, epochs, hours(known, config.data, epochs))
+        size = (f"{known.parameters:g}", f"{known.gmacs:g}", epochs, hours(known, config.data, epochs))
         yield (f"`{name}`", *size, top1, known.source, _weights(known))
 
 
