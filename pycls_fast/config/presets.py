@@ -92,11 +92,8 @@ def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dic
         name = name.partition(".")[0]
         preset = MODELS.get(_TORCHVISION.get(name, name))
         found = None if preset is None else dict(preset)
-    elif weights and (Path(weights) / "config.yaml").is_file():
-        try:
-            found = {**read_yaml(Path(weights) / "config.yaml")["model"], "num_classes": None}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"weights: {weights}/config.yaml cannot be read ({error}); give its checkpoint") from error
+    elif (run := _of_run(weights)) is not None:
+        found = {**run["model"], "num_classes": None}
     elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
         import timm
 
@@ -105,6 +102,24 @@ def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dic
         return given
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}
     return {**found, **{key: value for key, value in given.items() if key in typed}}
+
+
+def image_size_of_weights(weights: str | None) -> int | None:
+    """The size of the images that a run was trained on; None if `weights` is no run's folder."""
+    run = _of_run(weights or "")
+    return None if run is None else run["data"]["image_size"]
+
+
+def _of_run(folder: str) -> dict[str, Any] | None:
+    """The configuration in a run's folder, of which two sections are read; None if it is no such folder."""
+    file = Path(folder) / "config.yaml"
+    if not folder or not file.is_file():
+        return None
+    try:
+        saved = read_yaml(file)
+        return {"model": dict(saved["model"]), "data": {"image_size": int(saved["data"]["image_size"])}}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"weights: {file} cannot be read ({error}); give its checkpoint") from error
 
 
 def timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:

@@ -127,3 +127,9 @@ def test_a_file_with_the_name_of_a_timm_model_chooses_it(tmp_path: Path, file: s
     model = load_config("finetune", [f"weights={tmp_path / file}", f"data.root={tmp_path}"]).model
     assert model.kind == kind
     assert getattr(model, "name", "") == (file.partition(".")[0] if kind == "timm" else "")
+
+
+def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:
+    chosen = ["data.root=images", f"weights={home / 'run'}"]
+    assert load_config("finetune", chosen).data.image_size == 20
+    assert load_config("finetune", [*chosen, "data.image_size=24"]).data.image_size == 24
