@@ -22,8 +22,7 @@ class ScoreOptions(Section):
     """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
     whose labels may be wrong."""
     tta: Literal["none", "flip"] = "none"
-    """Test-time augmentation; flip: the mean of the probabilities of each image and its mirror image, in twice the
-    time."""
+    """flip: average the probabilities of each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights are scored with: their own, or the configuration's."""
 
