@@ -38,11 +38,13 @@ def test_weights_choose_the_model(weights: str, kind: str, what: dict[str, objec
 
 def test_a_run_has_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
-        "model: {kind: timm, name: convnext_atto, num_classes: 7, drop_path: 0.0, options: {}}"
+        "model: {kind: timm, name: convnext_atto, num_classes: 7, drop_path: 0.0, options: {}}\n"
+        "data: {image_size: 96}\n"
     )
     config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path}"])
     assert config.model.kind == "timm"
     assert config.model.num_classes is None
+    assert config.data.image_size == 96
 
 
 def test_timms_models_are_models() -> None:
