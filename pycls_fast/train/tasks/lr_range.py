@@ -25,7 +25,7 @@ from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import atomic_write, output_file, write_json
-from pycls_fast.train.health import noting_damage, report_damage
+from pycls_fast.train.health import enough_to_train, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts
 
@@ -135,7 +135,7 @@ def _sweep(parts: Parts, rates: Sequence[float], world: World, display: Display)
     losses: list[float] = []
     damaged: dict[str, str] = {}
     batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
-    with display, closing(batches):
+    with display, closing(batches), enough_to_train(parts.config, world):
         display.begin_training(0, steps)
         for number in range(steps):
             world.at(f"computing step {number + 1}")
