@@ -143,7 +143,7 @@ def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, retu
     script = own_tool(tmp_path, f"{prints}\nreturn 1")
     # The reader is gone before the tool prints.
     line = f"set -o pipefail; {{ sleep 0.2; exec {sys.executable} {script}; }} | :"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
