@@ -25,16 +25,7 @@ from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
-from pycls_fast.config.presets import (
-    LADDERS,
-    OF_WEIGHTS,
-    PRESETS,
-    groups,
-    image_size_of_weights,
-    model_of_weights,
-    options,
-    timm_written_out,
-)
+from pycls_fast.config.presets import LADDERS, OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.files import user_path
@@ -85,8 +76,8 @@ class Composed:
             raise messages.interpolation_mistake(error, composed.where) from error
         values = {str(key): value for key, value in found.items()}
         if composed.choices.get("model") == OF_WEIGHTS:
-            values["model"] = model_of_weights(values, composed.overrides)
-            if (size := image_size_of_weights(values.get("weights"))) is not None:
+            values["model"], size = of_weights(values, composed.overrides)
+            if size is not None:
                 values["data"].setdefault("image_size", size)
         return dataclasses.replace(composed, values=values)
 

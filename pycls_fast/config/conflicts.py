@@ -401,7 +401,10 @@ def _vit_sizes(model: ViTModel, image_size: int, together: int, apart: int) -> I
         )
     if model.experts % apart:
         fits = max(n for n in range(1, apart) if model.experts % n == 0)
-        yield "parallel.expert_degree", f"{apart} does not divide model.experts={model.experts}; use {fits}"
+        yield (
+            "parallel.expert_degree",
+            f"{apart} does not divide model.experts={model.experts}; use parallel.expert_degree={fits}",
+        )
     if model.positions == "sincos2d" and model.width % 4:
         yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
     strides = model.stem_strides

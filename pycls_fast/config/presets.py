@@ -77,49 +77,36 @@ OF_WEIGHTS = "of_weights"
 _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
 
 
-def model_of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], int | None]:
     """The section `model` for what `weights` names: timm's or torchvision's name, a run's folder, or a file that has
-    the name of a timm model (tf_efficientnet_lite0.safetensors).
+    the name of a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
 
     `of_weights` itself counts for weights that do not say it.
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     hub, _, name = weights.partition(":")
     found: dict[str, Any] | None = None
+    size = None
     if hub == "timm" and name:
         found = {"kind": "timm", "name": name}
     elif hub == "torchvision" and name:
         name = name.partition(".")[0]
         preset = MODELS.get(_TORCHVISION.get(name, name))
         found = None if preset is None else dict(preset)
-    elif (run := _of_run(weights)) is not None:
-        found = {**run["model"], "num_classes": None}
+    elif weights and (Path(weights) / "config.yaml").is_file():
+        try:
+            run = read_yaml(Path(weights) / "config.yaml")
+            found, size = {**run["model"], "num_classes": None}, int(run["data"]["image_size"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"weights: {weights}/config.yaml cannot be read ({error}); give its checkpoint") from error
     elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
         import timm
 
         found = {"kind": "timm", "name": name} if timm.is_model(name) else None
     if found is None:
-        return given
+        return given, None
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}
-    return {**found, **{key: value for key, value in given.items() if key in typed}}
-
-
-def image_size_of_weights(weights: str | None) -> int | None:
-    """The size of the images that a run was trained on; None if `weights` is no run's folder."""
-    run = _of_run(weights or "")
-    return None if run is None else run["data"]["image_size"]
-
-
-def _of_run(folder: str) -> dict[str, Any] | None:
-    """The configuration in a run's folder, of which two sections are read; None if it is no such folder."""
-    file = Path(folder) / "config.yaml"
-    if not folder or not file.is_file():
-        return None
-    try:
-        saved = read_yaml(file)
-        return {"model": dict(saved["model"]), "data": {"image_size": int(saved["data"]["image_size"])}}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"weights: {file} cannot be read ({error}); give its checkpoint") from error
+    return {**found, **{key: value for key, value in given.items() if key in typed}}, size
 
 
 def timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:
