@@ -66,9 +66,14 @@ class Predictions:
         try:
             with np.load(file, allow_pickle=False) as stored:
                 arrays = [stored[name] for name in ("indices", "labels", "predicted", "losses", "probabilities")]
+            kinds = zip(arrays, ("i", "i", "i", "fi", "fi"), strict=True)
+            if not all(array.dtype.kind in allowed for array, allowed in kinds):
+                raise ValueError("an array has the wrong type")
             if len({array.shape for array in arrays}) > 1 or arrays[0].ndim != 1:
                 raise ValueError("the arrays differ in length")
             return cls(*arrays)
+        except FileNotFoundError as error:
+            raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
         except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"{file}: not predictions that can be read ({error}); remove it") from error
 
