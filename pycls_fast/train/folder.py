@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import yaml
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, print_lines
 from pycls_fast.files import flush, user_path
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
@@ -273,10 +273,14 @@ class RunFolder:
         self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        kept = "".join(json.dumps(record) + "\n" for record in self.records() if wanted(record))
+        records = list(self.records())
+        kept = "".join(json.dumps(record) + "\n" for record in records if wanted(record))
         now = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         # Usually there is nothing to drop, not even a line cut off by a kill.
         if now != kept:
+            # One that a kill cut off has no end.
+            if damaged := now.count("\n") - len(records):
+                print_lines("warning", [f"{self.metrics}: dropped {damaged} damaged line{'s' * (damaged > 1)}"])
             self._close_metrics()
             self._write("metrics.jsonl", kept)
 
