@@ -53,6 +53,17 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
+def test_a_damaged_line_is_not_dropped_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path)
+    folder.add_record("eval", 1, 0.5, **NUMBERS)
+    with folder.metrics.open("a") as file:
+        file.write('{"kind": "tr\n')
+    folder.add_record("train", 3, 1.5, **NUMBERS)
+    folder.forget_after(3)
+    assert "metrics.jsonl: dropped 1 damaged line\n" in capsys.readouterr().err
+    assert [record["step"] for record in folder.records()] == [1, 3]
+
+
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
