@@ -55,7 +55,7 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_not_dropped_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path)
-    folder.add_record("eval", 1, 0.5, **NUMBERS)
+    folder.add_record("train", 1, 0.5, **NUMBERS)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "tr\n')
     folder.add_record("train", 3, 1.5, **NUMBERS)
