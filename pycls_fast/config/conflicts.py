@@ -297,6 +297,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
             ("speed.compile=blocks|model", "it was not tried on divided experts", "speed.compile=off"),
             ("speed.recompute=selective|budget", "it chooses among operations of whole blocks", "speed.recompute=full"),
+            ("speed.activation_compression=8bit", "it rounds whole tensors", "speed.activation_compression=none"),
+            ("speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
             ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
         )
     ),
