@@ -11,8 +11,7 @@ class ScoreOptions(Section):
     """Keys of `pycls-fast test`."""
 
     split: str = "val"
-    """What is scored: val, train, test if the data has one, or all for a dataset that is not split into train and
-    val."""
+    """What is scored: val, train, test, or all for data that is not split."""
     output: str | None = None
     """A JSON file for the numbers."""
     predictions: str | None = None
@@ -24,7 +23,7 @@ class ScoreOptions(Section):
     tta: Literal["none", "flip"] = "none"
     """flip: average the probabilities of each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"
-    """Whose preprocessing published weights are scored with: their own, or the configuration's."""
+    """Whose preprocessing published weights get: their own, or the configuration's."""
 
 
 @command(options=ScoreOptions, config_of_weights=True, purpose=Purpose(scores_sets=True))
