@@ -11,7 +11,7 @@ class ScoreOptions(Section):
     """Keys of `pycls-fast test`."""
 
     split: str = "val"
-    """What is scored: val, train, test, or all for data that is not split."""
+    """val, train, test, or all of data that is not split."""
     output: str | None = None
     """A JSON file for the numbers."""
     predictions: str | None = None
@@ -21,7 +21,7 @@ class ScoreOptions(Section):
     """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
     whose labels may be wrong."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average the probabilities of each image and its mirror image."""
+    """flip: average each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""
 
