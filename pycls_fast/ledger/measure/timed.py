@@ -33,7 +33,6 @@ from pycls_fast.parallel import World, place_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import memory_peak_bytes
 from pycls_fast.train.resolving import with_precision
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
@@ -48,7 +47,6 @@ class TimedVariant:
         complexity, training_complexity: for one image of evaluation, and for one of the first epoch.
         lengths: steps of a turn of each part.
         stages: record of the input pipeline's stages.
-        process_peak: peak memory of the process after the first part, on the CPU.
     """
 
     name: str
@@ -67,7 +65,6 @@ class TimedVariant:
     turns: dict[PartName, list[Turn]] = field(default_factory=dict)
     skipped_steps: int = 0
     stages: dict[str, Any] | None = None
-    process_peak: int | None = None
 
     @classmethod
     def build(
@@ -179,9 +176,7 @@ class TimedVariant:
         timed = self.parts[part]
         if isinstance(timed, TrainPart) and timed.memory.counted is not None:
             self.memory.peaks[part] = timed.memory.counted
-        if self.world.device.type == "cpu" and self.process_peak is None:
-            self.process_peak = max(self.world.gather(memory_peak_bytes(self.world.device)))
-        elif self.world.device.type == "cuda":
+        if self.world.device.type == "cuda":
             self.memory.peaks[part] = max(self.world.gather(self.memory.peaks[part]))
 
     def measure_peak(self) -> None:
@@ -206,12 +201,8 @@ class TimedVariant:
     def _steps_per_epoch(self) -> int:
         return max(1, len(self.sources["train"]) // self.config.data.global_batch_size)
 
-    def record(self, *, alone: bool) -> dict[str, Any]:
-        """What a timing file says of it; rates in images per second, memory in bytes.
-
-        Args:
-            alone: no other variant was timed in this process: only then is the process's peak memory this one's.
-        """
+    def record(self) -> dict[str, Any]:
+        """What a timing file says of it; rates in images per second, memory in bytes."""
         config, counted, trained = self.config, self.complexity, self.training_complexity
         first = next(iter(self.turns))
         parts: dict[str, Any] = {}
@@ -222,7 +213,7 @@ class TimedVariant:
                 images_per_step=self.parts[name].images_per_step,
                 forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
                 matmul_flops_per_second=self.matmul.flops_per_second if self.matmul is not None else None,
-                memory_peak_bytes=self.memory.peaks.get(name, self.process_peak if alone and name == first else None),
+                memory_peak_bytes=self.memory.peaks.get(name),
                 frozen=config.optim.trainable != ("all",),
             )
         return {

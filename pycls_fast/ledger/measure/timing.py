@@ -18,7 +18,6 @@ from pycls_fast.parallel import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.metrics import memory_peak_bytes
 
 Mode = Literal["train", "model", "loader", "both", "all"]
 
@@ -151,11 +150,10 @@ def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world
         **settings,
         **provenance(world.device, world.size),
         # Of rank 0 so far, without its workers; on the CPU the system keeps only this peak.
-        "process_memory_peak_bytes": memory_peak_bytes(world.device) if world.device.type == "cpu" else None,
     }
     if len(variants) == 1:
-        return {**shared, **variants[0].record(alone=True)}
-    records = [variant.record(alone=False) for variant in variants]
+        return {**shared, **variants[0].record()}
+    records = [variant.record() for variant in variants]
     comparisons = [
         speed_comparison(part, records[0], other) for part in PARTS[settings["mode"]] for other in records[1:]
     ]

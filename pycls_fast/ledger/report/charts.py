@@ -20,9 +20,6 @@ from pycls_fast.ledger.report.drawing import (
 from pycls_fast.ledger.report.record import Record, VariantRecord
 from pycls_fast.ledger.report.text import kind, size_text, state
 
-# Smaller differences in a process's peak memory are lost among its libraries.
-_LEAST_DIFFERENCE = 0.1
-
 
 def charts(record: Record) -> list[Chart]:
     """All charts for which the record has numbers."""
@@ -57,7 +54,7 @@ def _decision(record: Record) -> Chart | None:
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
             label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
         )  # fmt: skip
-    axes.set_xlabel("speed-up", fontsize=9)
+    axes.set_xlabel("speed-up over what it is added to", fontsize=9)
     axes.set_ylabel("top-1 gained, points", fontsize=9)
     axes.xaxis.set_major_formatter("{x:.2f}x")
     axes.locator_params(axis="x", nbins=6)
@@ -107,14 +104,12 @@ def _chip(record: Record) -> str:
 
 
 def _memory(record: Record) -> Chart | None:
-    """Peak memory; None on a CPU if its libraries hide the differences."""
+    """Peak memory, where it is known."""
     found = [(variant, timing.memory_peak_bytes) for variant, timing in record.timed if timing.memory_peak_bytes]
-    peaks = [peak for _, peak in found]
-    on_cpu = record.device == "cpu"
-    if not peaks or (on_cpu and max(peaks) - min(peaks) < _LEAST_DIFFERENCE * max(peaks)):
+    if not found:
         return None
-    where = "of the process, including its libraries," if on_cpu else "of the device"
-    figure = bars([Bar(variant, peak / 1e9, size_text(peak)) for variant, peak in found], "GB")
+    where = "of the tensors alive" if record.device == "cpu" else "of the device"
+    figure = bars([Bar(variant, peak / 1e6, size_text(peak)) for variant, peak in found], "MB")
     return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
 
 

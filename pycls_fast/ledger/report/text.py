@@ -234,7 +234,7 @@ def duration(seconds: float) -> str:
 def remarks(record: Record) -> list[str]:
     """What the columns are, and what they cannot say."""
     first, steps, found = record.reference.name, record.settings.numerics_steps, record.accuracy
-    live = "tensors alive in a step (of compiled variants and several ranks: of the process)"
+    live = "tensors alive in a step (not known of compiled variants and several ranks)"
     where = live if record.device == "cpu" else "device"
     made = [
         f"images/s and speed-up: geometric means of the rounds that are paired with those of '{first}', all ranks "

@@ -275,14 +275,6 @@ def test_a_speedup_names_its_ranks(record: Record) -> None:
     assert "ideal" in lines
 
 
-def test_memory_that_libraries_hide_has_no_chart(record: Record) -> None:
-    record.timed[1][1].memory_peak_bytes = 1_950_000_000
-    assert "memory" not in {chart.name for chart in charts(record)}
-    # On a device, the allocator's numbers are exact.
-    record.device = "NVIDIA H200"
-    assert "memory" in {chart.name for chart in charts(record)}
-
-
 def test_rates_agree_with_the_speedups() -> None:
     """Over the rounds of the same start; medians over all steps would contradict them."""
     found = Timing.model_validate(timing([10.0, 40.0], images_per_second=50.0, flops_per_second=500.0)).over([])
