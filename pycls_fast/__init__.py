@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from torch import nn
+
     from pycls_fast.data.policies import Policy as Policy
     from pycls_fast.data.source import Source as Source
     from pycls_fast.inference import Classifier
@@ -51,13 +53,19 @@ def __getattr__(name: str) -> object:
 
 
 def load(
-    run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+    run: str | Path,
+    *,
+    which: str = "auto",
+    device: str = "auto",
+    precision: str = "fp32",
+    fast: bool = True,
+    model: nn.Module | None = None,
 ) -> Classifier:
     """A trained classifier, ready for images: `pycls_fast.load(run).predict(images)`; see `inference.load`."""
     # torch takes seconds to import, and most importers of this package use a part that does not need it.
     from pycls_fast.inference import load as load_classifier
 
-    return load_classifier(run, which=which, device=device, precision=precision, fast=fast)
+    return load_classifier(run, which=which, device=device, precision=precision, fast=fast, model=model)
 
 
 def train_net(

@@ -182,7 +182,7 @@ class RunConfig(Section):
     @property
     def begins_with_probe(self) -> bool:
         """Whether the weights, with a head that is fitted to them, are evaluated before the first step."""
-        return self.head == "probe" and self.weights is not None
+        return self.head == "probe" and (self.weights is not None or self.model.kind == "given")
 
     def with_values(self, **sections: Mapping[str, object]) -> RunConfig:
         """A copy with other values in some sections; not checked: for values computed from checked ones."""

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pycls_fast.choice import Section
 from pycls_fast.data.policies import Policy
 from pycls_fast.data.source import Opening, Source
+from pycls_fast.given import given
 from pycls_fast.values import (
     Hue,
     NonNegativeFloat,
@@ -174,6 +175,22 @@ class Synthetic(Source, name="synthetic"):
         from pycls_fast.data.sources.arrays import open_synthetic
 
         return open_synthetic(self, how.seed, **self.own())
+
+
+class Given(Source, name="given"):
+    """A torch `Dataset` of a Python program: `pycls_fast.train(data=dataset)`."""
+
+    needs_root = False
+
+    dataset: Text = ""
+    """The name of its class."""
+
+    def open(self, root: str, how: Opening) -> dict[str, Images]:
+        from pycls_fast.data.sources.given import open_given
+        from pycls_fast.data.sources.splits import as_splits
+
+        way_out = "use data.source=auto data.root=PATH"
+        return as_splits(open_given(given("data.dataset", self.dataset, way_out)), self, how, where="data")
 
 
 class Augment(Section):

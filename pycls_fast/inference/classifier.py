@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
+from pycls_fast.given import give
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.network import Network
 from pycls_fast.train.features import head_inputs
@@ -89,7 +90,13 @@ def float32_convolutions() -> Iterator[None]:
 
 
 def load(
-    run: str | Path, *, which: str = "auto", device: str = "auto", precision: str = "fp32", fast: bool = True
+    run: str | Path,
+    *,
+    which: str = "auto",
+    device: str = "auto",
+    precision: str = "fp32",
+    fast: bool = True,
+    model: nn.Module | None = None,
 ) -> Classifier:
     """A trained classifier.
 
@@ -103,10 +110,13 @@ def load(
         device: "auto", "cpu" or "cuda".
         precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".
         fast: use the device's fast kernels, else the reference ones.
+        model: a module like the one that was given to `pycls_fast.train` in another process, if one was.
 
     Raises:
         UserError: no such weights, or a device that is not available.
     """
+    if model is not None:
+        give(model)
     return Classifier(restore(run, which=which, device=device, precision=precision, fast=fast))
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
 
 from pycls_fast.config.compose import check, compose, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, text_override
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
+from pycls_fast.given import give
 from pycls_fast.inference.classifier import Classifier, Prediction, load
 from pycls_fast.train.export import export
 from pycls_fast.train.loop import train
@@ -83,7 +87,9 @@ def train_net(
         experiment: what `--config-name` takes: a file of `configs/` or of `config_dir`, without `.yaml`.
         overrides: as on the command line, e.g. `["model=vit_s16", "optim.lr=1e-3"]`.
         config_dir: a folder of your own experiments and groups, as `--config-dir`.
-        values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary.
+        values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
+            may be a torch `Dataset` (`data.sources.given`) or a dictionary of them ("train", "val"), `model` a torch
+            module with a pretrained trunk (`models.given`), which is copied; `head="small"` keeps its head, too.
 
     Raises:
         UserError: a mistake in the configuration or the data, one line each, or a loss that is not finite.
@@ -91,7 +97,7 @@ def train_net(
     """
     if isinstance(overrides, str):
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
-    typed = [*overrides, *(_override(key.replace("__", "."), value) for key, value in values.items())]
+    typed = [*overrides, *(each for key, value in values.items() for each in _overrides(key.replace("__", "."), value))]
     composed = compose(experiment, typed, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
     config = check(composed, Purpose(trains=True))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -102,8 +108,17 @@ def train_net(
     return Trained(folders[0], status)
 
 
-def _override(key: str, value: object) -> str:
-    return text_override(key, str(value)) if isinstance(value, str | Path) else f"{key}={as_typed(value)}"
+def _overrides(key: str, value: object) -> list[str]:
+    if isinstance(value, nn.Module):
+        # It brings its weights, and nobody knows what they were normalised with.
+        own = ["needs_weights=false", "data.normalization=configured"]
+        outputs = [layer.out_features for layer in value.modules() if isinstance(layer, nn.Linear)][-1:]
+        own += [f"{key}.num_classes={count}" for count in outputs]
+        return [f"{key}=given", f"{key}.module={give(value)}", *own]
+    several = value.values() if isinstance(value, Mapping) else [value]
+    if any(isinstance(each, Dataset) for each in several):
+        return [f"{key}.source=given", f"{key}.dataset={give(value)}"]
+    return [text_override(key, str(value)) if isinstance(value, str | Path) else f"{key}={as_typed(value)}"]
 
 
 def _call(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:

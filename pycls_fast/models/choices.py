@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from pycls_fast.choice import Choice
+from pycls_fast.given import given
 from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
 if TYPE_CHECKING:
@@ -173,6 +174,19 @@ class TimmModel(Model, name="timm"):
             options=self.options,
             attention="reference" if attention == "reference" else "sdpa",
         )
+
+
+class GivenModel(Model, name="given"):
+    """A torch module of a Python program: `pycls_fast.train(model=module)`."""
+
+    module: Text
+    """The name of its class."""
+
+    def build(self, classes: int, image_size: int) -> Network:
+        from pycls_fast.models.given import GivenNetwork
+
+        way_out = "open the run as pycls_fast.load(RUN, model=MODULE)"
+        return GivenNetwork(given("model.module", self.module, way_out), classes, image_size)
 
 
 # Depth, width, heads and the MLP's width. Ti, S and B: DeiT (Touvron et al. 2021, Table 1); L and H: Dosovitskiy et al.

@@ -116,15 +116,15 @@ class TimmNetwork(Network):
         """
         drawn: dict[str, Tensor] = {}
         for name, module in self.network.named_modules():
-            if _named_tensors(module, recurse=False):
-                yield _without_children(module), partial(self._fill, drawn, f"{name}." if name else "")
+            if named_tensors(module, recurse=False):
+                yield without_children(module), partial(self._fill, drawn, f"{name}." if name else "")
 
     @torch.no_grad()
     def _fill(self, drawn: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
         if not drawn:
             with torch.device("cpu"):
-                drawn.update(_named_tensors(self._create()))
-        for key, tensor in _named_tensors(module):
+                drawn.update(named_tensors(self._create()))
+        for key, tensor in named_tensors(module):
             tensor.copy_(drawn.pop(prefix + key))
 
     def units(self) -> Units:
@@ -166,7 +166,7 @@ class TimmNetwork(Network):
     def _blocks_met(self, num_classes: int) -> tuple[list[str], list[str]]:
         """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
         try:
-            return _find_blocks(self.network, num_classes, self.image_size, self.in_channels)
+            return find_blocks(self.network, num_classes, self.image_size, self.in_channels)
         except Exception as error:
             made_for = self.network.default_cfg.get("input_size", (None,))[-1]
             hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
@@ -181,7 +181,7 @@ class TimmNetwork(Network):
         return UserError(f"model.name: timm's {self.name} {what} ({told}); correct {' or '.join(keys)}")
 
 
-def _named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, each under all of its names."""
     return [
         *module.named_parameters(recurse=recurse, remove_duplicate=False),
@@ -189,7 +189,7 @@ def _named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str
     ]
 
 
-def _without_children(module: nn.Module) -> nn.Module:
+def without_children(module: nn.Module) -> nn.Module:
     """A module that shares the tables of this one's own parameters and buffers: what is replaced in one is in both."""
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
@@ -218,7 +218,7 @@ def _built_for_one_size(name: str) -> bool:
     return bool(config is not None and config.fixed_input_size)
 
 
-def _find_blocks(network: Any, num_classes: int, image_size: int, in_channels: int) -> tuple[list[str], list[str]]:
+def find_blocks(network: Any, num_classes: int, image_size: int, in_channels: int) -> tuple[list[str], list[str]]:
     """The repeated blocks of a timm model, and those that take one tensor, once, and return one.
 
     Both in the order of a forward pass on the meta device.

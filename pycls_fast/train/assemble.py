@@ -54,7 +54,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     sharded = build.is_sharded(config, world)
     network = build.model(config, classes, switches, empty=sharded)
 
-    new_head = False
+    # A module of the user's own rarely has a head for these classes.
+    new_head = config.model.kind == "given"
 
     def load(flat: FlatShards | None = None) -> None:
         nonlocal new_head

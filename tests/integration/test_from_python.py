@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset, Subset
 
 import pycls_fast
 from pycls_fast.errors import UserError
@@ -67,6 +70,54 @@ def test_the_words_of_the_command_line(small: Sequence[str], digits: Path, tmp_p
     for weights in (run.best, copy):
         (again,) = pycls_fast.load(weights, device="cpu").predict(picture)
         assert again.top == found.top
+
+
+class Drawn(Dataset):  # type: ignore[type-arg]
+    """Images of digits as Pillow opens them, without a list of labels."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = sorted(root.glob("*/*"))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.open(self.files[index]).convert("L"), int(self.files[index].parent.name)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.out = nn.Linear(8 * 4 * 4, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(images))  # type: ignore[no-any-return]
+
+
+def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
+    whole, module = Drawn(digits), Own()
+    before = module.out.weight.clone()
+    splits = {"train": Subset(whole, range(0, len(whole), 2)), "val": Subset(whole, range(1, len(whole), 2))}
+    words = {
+        "epochs": 1,
+        "lr": 1e-9,
+        "device": "cpu",
+        "image_size": 8,
+        "batch_size": 32,
+        "data__num_workers": 2,
+        "head": "small",
+    }
+    run = pycls_fast.train(data=splits, model=module, run_dir=tmp_path / "run", **words)  # type: ignore[operator]
+    assert run.metrics is not None
+    assert run.metrics["count"] == len(splits["val"])
+    # It began with the module's values, which are still the module's.
+    trained = pycls_fast.load(run.run_dir, device="cpu", model=Own()).network.last_layer().weight
+    torch.testing.assert_close(trained, before)
+    torch.testing.assert_close(module.out.weight, before, rtol=0, atol=0)
+    assert run.predict(digits)[0].class_name in "0123456789"
+    with pytest.raises(UserError, match=r"^model: the given Own does not classify 10 classes of 16 px images"):
+        pycls_fast.train(data=digits, model=module, **{**words, "image_size": 16})  # type: ignore[operator]
 
 
 def test_a_training_that_is_stopped_has_no_summary(

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-_LEAVES = {"errors", "reading", "choice", "values", "seeds", "network", "files"}
+_LEAVES = {"errors", "reading", "choice", "values", "seeds", "network", "files", "given"}
 _BOTTOM = {"models", "data", "optim", "losses"}
 _BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
 _PLAN = _BUILD | {"build"}
@@ -30,6 +30,7 @@ _LEDGER = _INFERENCE | {"inference"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "choice": set(),
+    "given": {"errors"},
     "values": set(),
     "observers": {"choice", "errors", "values"},
     "seeds": set(),

@@ -1,0 +1,59 @@
+"""Datasets of torch as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pycls_fast.data.decode import as_rgb
+from pycls_fast.data.sources.base import Images
+from pycls_fast.errors import UserError
+
+
+class DatasetImages(Images):
+    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on.
+
+    Labels are those of `targets`, as torchvision's datasets have it, also below a `torch.utils.data.Subset`; without
+    it every image is read once. Class names are those of `classes`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.labels = _labels(dataset).astype(np.int32)
+        while not hasattr(dataset, "classes") and hasattr(dataset, "indices"):
+            dataset = dataset.dataset
+        names = getattr(dataset, "classes", range(int(self.labels.max(initial=-1)) + 1))
+        self.classes = tuple(map(str, names))
+        if len(self):
+            # A dataset with other images is refused before training.
+            self.read(0)
+
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        image = self._dataset[index][0]
+        pixels = np.asarray(as_rgb(image) if isinstance(image, Image.Image) else image)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+            raise UserError(
+                f"data: image {index} of the {type(self._dataset).__name__} is {type(image).__name__} {pixels.dtype} "
+                f"{pixels.shape}, not a Pillow image or uint8 (H, W, 3); leave out its transforms: `augment` has them"
+            )
+        return pixels, int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return f"{type(self._dataset).__name__}[{index}]"
+
+
+def _labels(dataset: Any) -> np.ndarray:
+    if hasattr(dataset, "targets"):
+        return np.asarray(dataset.targets)
+    if hasattr(dataset, "indices"):
+        return _labels(dataset.dataset)[np.asarray(dataset.indices)]
+    return np.array([int(dataset[index][1]) for index in range(len(dataset))])
+
+
+def open_given(datasets: Any) -> dict[str, Images]:
+    """The sources of a dataset, which is split at random, or of several by the names of their splits."""
+    named = datasets if isinstance(datasets, Mapping) else {"all": datasets}
+    return {name: DatasetImages(dataset) for name, dataset in named.items()}
