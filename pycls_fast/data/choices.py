@@ -182,7 +182,7 @@ class Given(Source, name="given"):
 
     needs_root = False
 
-    dataset: Text = ""
+    dataset: Text
     """The name of its class."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
