@@ -28,9 +28,9 @@ from pycls_fast.values import AUTO
 
 Format = Literal["fp32", "amp_bf16"]
 
-# Images of a race: the run's, or as many as this number of operations allows. A step of float32 then takes a fraction of
-# a second. With fewer, the cast of the weights hides what the products gain: a ViT-S of 64 pixels is 1.1 times as slow
-# in bfloat16 with 2 images and 1.9 times as fast with 16 (AMX).
+# Images of a race: the run's, or as many as this number of operations allows. A step of float32 then takes a fraction
+# of a second. With fewer, the cast of the weights hides what the products gain: a ViT-S of 64 pixels is 1.1 times as
+# slow in bfloat16 with 2 images and 1.9 times as fast with 16 (AMX).
 _FLOPS = 1e10
 _MOST_IMAGES = 16
 # Networks of more operations than this take too long as a whole.
