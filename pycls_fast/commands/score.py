@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Section, command
+from pycls_fast.values import Text
 
 
 class ScoreOptions(Section):
@@ -45,6 +46,36 @@ def test(config: RunConfig, options: ScoreOptions) -> int:
         tta=options.tta,
         own_preprocessing=options.preprocessing == "weights",
     )
+
+
+class SoupOptions(Section):
+    """Keys of `pycls-fast soup`."""
+
+    others: Annotated[tuple[Text, ...], Field(min_length=1)]
+    """The weights besides those of weights=: a list of runs, checkpoints or files of the same network."""
+    output: Text = "soup.safetensors"
+    """The file to write, which is used like a run."""
+    method: Literal["greedy", "uniform"] = "greedy"
+    """greedy: from the best, add each that does not lower the top-1 accuracy on split; uniform: the mean of all."""
+    split: str = "val"
+    """The split that greedy chooses by: not the one that the soup is reported on."""
+    which: Literal["auto", "model", "ema"] = "auto"
+    """auto: the average of the weights if there is one."""
+    overwrite: bool = False
+    """Overwrite an existing file."""
+
+
+@command(options=SoupOptions, config_of_weights=True)
+def soup(config: RunConfig, options: SoupOptions) -> int:
+    """Average the weights of several runs: `pycls-fast soup weights=RUN 'others=[RUN,RUN]' [method=greedy]`.
+
+    Runs that were fine-tuned from the same weights, with other seeds or learning rates, often give a better network as
+    their mean, which costs no more than one of them (Wortsman et al., Model soups, 2022). Data and preprocessing are
+    those of the first.
+    """
+    from pycls_fast.train.tasks.soup import soup as make_soup
+
+    return make_soup(config, **dict(options))
 
 
 class KnnOptions(Section):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import flush, user_path
@@ -63,7 +64,7 @@ def export(
     Raises:
         UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.
     """
-    path = _checked(user_path(output), format, dtype, overwrite=overwrite)
+    path = checked(user_path(output), format, dtype, overwrite=overwrite)
     weights = open_weights(find_weights(source), kind=which)
 
     def write(temporary: Path) -> None:
@@ -90,7 +91,16 @@ def export_best(checkpoint: Path, file: Path) -> None:
         UserError: it cannot be read or written.
     """
     weights = open_weights(checkpoint.resolve())
-    _write(file, lambda temporary: save_file(weights.read(), temporary, metadata=_about(weights)))
+    write_weights(file, weights, weights.read())
+
+
+def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:
+    """Write tensors into one file, with the description of some weights.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    _write(file, lambda temporary: save_file(tensors, temporary, metadata=_about(weights)))
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> int:
@@ -124,7 +134,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
     return size
 
 
-def _checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
+def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
     """The path, if this format can be written there.
 
     Raises:

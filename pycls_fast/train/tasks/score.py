@@ -15,6 +15,7 @@ from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval
 from pycls_fast.errors import DONE, UserError, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
+from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import load_network
@@ -203,7 +204,8 @@ def score(
         scored = scored_split(setup.config, split, setup.weights, world, setup.display)
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
-        origin, result = _evaluated(setup, split, scored, tta)
+        network, origin = load_network(setup.config, source, world, setup.switches, for_training=False)
+        result = evaluated(setup, split, scored, network, tta=tta)
         if world.is_main:
             facts, comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
@@ -215,10 +217,10 @@ def score(
         return DONE
 
 
-def _evaluated(setup: Setup, split: str, scored: EvalSet, tta: str) -> tuple[Loaded, Evaluation]:
+def evaluated(setup: Setup, split: str, scored: EvalSet, network: Network, *, tta: str = "none") -> Evaluation:
+    """The scores of a network from `load_network`; arguments and errors as of `score`."""
     config, world, display, switches = setup.config, setup.world, setup.display, setup.switches
     with enough_to_score(config, world), display:
-        network, origin = load_network(config, scored.source, world, switches, for_training=False)
         criterion = config.loss.criterion()
         called = FlipAveraged(network, sigmoid=criterion.sigmoid) if tta == "flip" else network
         display.begin_evaluation(split, len(scored.source))
@@ -235,7 +237,7 @@ def _evaluated(setup: Setup, split: str, scored: EvalSet, tta: str) -> tuple[Loa
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")
-    return origin, result
+    return result
 
 
 def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
