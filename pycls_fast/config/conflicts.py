@@ -344,6 +344,11 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             ("model.init=jax", "model.init=trunc_normal"),
         )
     ),
+    ("distill.teacher!=null", "loss.name!=cross_entropy", "the teacher's target is that of a softmax",
+     "loss=cross_entropy or distill.teacher=null"),
+    ("distill.teacher!=null", "data.image_size_schedule!=[]", "the teacher is built for one size of images",
+     "data.image_size_schedule=[] or distill.teacher=null"),
+    ("speed.cuda_graphs=on", "distill.teacher!=null", "the teacher is not recorded", _NO_RECORDING),
     ("loss.class_weights!=none", "data.sampling!=uniform",
      "rare classes are already shown more often", "loss.class_weights=none or data.sampling=uniform"),
 )

@@ -26,6 +26,7 @@ from pycls_fast.values import (
     PositiveFloat,
     PositiveInt,
     PositiveIntOrAuto,
+    Probability,
     Several,
     Text,
 )
@@ -103,6 +104,19 @@ class Parallel(Section):
     """With speed.recompute=budget: the share of the activations that compiled code keeps."""
 
 
+class Distill(Section):
+    """A trained network as a second teacher besides the labels."""
+
+    teacher: Text | None = None
+    """The trained network, as weights names one; its classes are the data's. null: none."""
+    targets: Literal["soft", "hard"] = "soft"
+    """The teacher's probabilities (Hinton et al., 2015), or its class (DeiT, Touvron et al., 2021)."""
+    share: Probability = 0.5
+    """The teacher's part of the loss; the labels' has the rest."""
+    temperature: PositiveFloat = 2.0
+    """targets=soft: divides both networks' logits."""
+
+
 class Runtime(Section):
     """The device, and how often to log, evaluate and save."""
 
@@ -168,6 +182,7 @@ class RunConfig(Section):
     data: Source = Auto()
     augment: Augment = Augment()
     loss: Loss = SoftmaxLoss()
+    distill: Distill = Distill()
     optim: Optimizer
     schedule: Schedule = Cosine()
     precision: Precision = Precision()

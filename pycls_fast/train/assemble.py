@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
@@ -22,9 +21,10 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
+from pycls_fast.train.distill import distillation
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep
 from pycls_fast.train.health import Watchdog
-from pycls_fast.train.pretrained import Loaded, load_weights
+from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
 from pycls_fast.train.step import Step
@@ -74,6 +74,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     if config.loss.class_weights != "none":
         counts = np.bincount(train.labels, minlength=len(train.classes))
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
+    step.teacher = distillation(config, train, world, switches)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 
 
@@ -123,35 +124,6 @@ def check_head(config: RunConfig, network: Network, world: World) -> None:
             f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "
             "are in proportion to the weights; use optim=adamw, or a model with another initial head"
         )
-
-
-def load_network(
-    config: RunConfig,
-    data: Images,
-    world: World,
-    switches: Speed,
-    *,
-    for_training: bool,
-) -> tuple[Network, Loaded]:
-    """The network with the weights that `weights` names, on its device and in the precision's format; their origin.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
-    assert config.weights is not None
-    network = build.model(config, build.num_classes(config, data), switches)
-    origin = load_weights(
-        network,
-        config.weights,
-        classes=data.classes,
-        model=config.model.model_dump(mode="json"),
-        allow=config.weights_allow,
-        for_training=for_training,
-        world=world,
-    )
-    network = place_model(network, world, memory_format=switches.memory_format)
-    build.apply_precision(config, network, world.device)
-    return network, origin
 
 
 def make_step(

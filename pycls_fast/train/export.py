@@ -188,7 +188,7 @@ def _about(weights: Weights) -> dict[str, str]:
     config = weights.config
     if config is not None:
         # Without paths, for other machines and people.
-        kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks")}
+        kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks", "distill")}
         data = {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}
         about |= {
             "config": kept | {"data": data},

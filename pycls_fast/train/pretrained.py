@@ -13,14 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pycls_fast import build
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import model_overrides
+from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
-from pycls_fast.parallel import ALONE, FlatShards, World
+from pycls_fast.parallel import ALONE, FlatShards, World, place_model
+from pycls_fast.speed import Speed
 from pycls_fast.train.weights import Origin, Weights, find_weights, opened
 
 # The standard deviation of a new head's weights.
@@ -95,6 +99,35 @@ def load_weights(
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
     return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, _image_size(found, ours))
+
+
+def load_network(
+    config: RunConfig,
+    data: Images,
+    world: World,
+    switches: Speed,
+    *,
+    for_training: bool,
+) -> tuple[Network, Loaded]:
+    """The network with the weights that `weights` names, on its device and in the precision's format; their origin.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    assert config.weights is not None
+    network = build.model(config, build.num_classes(config, data), switches)
+    origin = load_weights(
+        network,
+        config.weights,
+        classes=data.classes,
+        model=config.model.model_dump(mode="json"),
+        allow=config.weights_allow,
+        for_training=for_training,
+        world=world,
+    )
+    network = place_model(network, world, memory_format=switches.memory_format)
+    build.apply_precision(config, network, world.device)
+    return network, origin
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -48,6 +48,7 @@ class Step:
     rank: int
     accumulation_steps: int = 1
     watchdog: Watchdog | None = None
+    teacher: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         """Train on the `accumulation_steps` microbatches of one step, counted from 0.
@@ -76,6 +77,8 @@ class Step:
             with self.autocast():
                 logits_BK = self.wrapped.forward(images_BCHW)
             loss = self.loss(logits_BK, targets)
+            if self.teacher is not None:
+                loss = self.teacher(loss, logits_BK, images_BCHW)
             auxiliary = self.network.auxiliary_loss()
             if auxiliary is not None:
                 loss = loss + auxiliary

@@ -12,12 +12,11 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, one_of
 from pycls_fast.parallel import ParallelModel
-from pycls_fast.train.assemble import load_network
 from pycls_fast.train.environment import device_name, provenance
 from pycls_fast.train.features import collect_features, neighbour_places
 from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
-from pycls_fast.train.pretrained import Loaded
+from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.tasks.score import Setup, set_up
 
 

@@ -18,7 +18,6 @@ from pycls_fast.models import pretrained
 from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
-from pycls_fast.train.assemble import load_network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import (
@@ -32,7 +31,7 @@ from pycls_fast.train.evaluate import (
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.pictures import write_report
-from pycls_fast.train.pretrained import Loaded
+from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
 from pycls_fast.train.weights import Weights, find_weights, opened
 

@@ -1,0 +1,100 @@
+"""Knowledge distillation: a frozen network gives a second target for the images of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pycls_fast import build
+from pycls_fast.config import validate_saved
+from pycls_fast.config.presets import of_weights
+from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
+from pycls_fast.models import pretrained
+from pycls_fast.network import Network
+from pycls_fast.parallel import World
+from pycls_fast.speed import Speed
+from pycls_fast.train.pretrained import load_network
+from pycls_fast.train.weights import find_weights, opened
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The loss with a teacher, which sees the images as the network does: augmented and mixed.
+
+    Soft targets: the Kullback-Leibler divergence between both softmaxes at a temperature, times its square (Hinton et
+    al. 2015, section 2), the mean over images, nats. Hard ones: cross-entropy with the teacher's class (Touvron et al.,
+    DeiT, 2021, equation 3).
+
+    Attributes:
+        share: of the teacher's loss in the sum; the labels' has the rest.
+        factor_C11, shift_C11: turn images as the network gets them into those of the teacher's normalisation.
+    """
+
+    teacher: Network
+    autocast: Callable[[], AbstractContextManager[None]]
+    share: float
+    temperature: float
+    hard: bool
+    factor_C11: Tensor
+    shift_C11: Tensor
+
+    @torch.no_grad()
+    def target(self, images_BCHW: Tensor) -> Tensor:
+        """The teacher's logits (B, K), in float32 or wider."""
+        with self.autocast():
+            logits_BK = self.teacher(images_BCHW * self.factor_C11 + self.shift_C11)
+        return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
+
+    def __call__(self, loss: Tensor, logits_BK: Tensor, images_BCHW: Tensor) -> Tensor:
+        """The weighted sum of the labels' loss, a mean over the images, and the teacher's."""
+        target_BK = self.target(images_BCHW)
+        logits_BK, hot = logits_BK.to(target_BK.dtype), self.temperature
+        if self.hard:
+            taught = F.cross_entropy(logits_BK, target_BK.argmax(dim=1))
+        else:
+            own_BK, target_BK = (F.log_softmax(each / hot, dim=1) for each in (logits_BK, target_BK))
+            taught = hot**2 * F.kl_div(own_BK, target_BK, reduction="batchmean", log_target=True)
+        return (1.0 - self.share) * loss + self.share * taught
+
+
+def distillation(config: RunConfig, data: Images, world: World, switches: Speed) -> Distillation | None:
+    """What `distill` asks for, in the run's precision; None without a teacher.
+
+    Raises:
+        UserError: no such weights, or weights that do not fit the images' size or classes.
+    """
+    settings = config.distill
+    if settings.teacher is None:
+        return None
+    found = find_weights(settings.teacher)
+    ours = opened(found, world)
+    values = config.model_dump(mode="json") | {"weights": settings.teacher, "weights_allow": []}
+    mean, std = config.data.mean, config.data.std
+    if ours is not None and ours.config is not None:
+        values["model"] = ours.config["model"]
+        mean, std = ours.config["data"]["mean"], ours.config["data"]["std"]
+    else:
+        values["model"], _ = of_weights(values, ())
+        about = pretrained.described(found, model=values["model"].get("name"), for_scoring=False)
+        mean, std = (mean, std) if about is None else (about.mean, about.std)
+    # No rank has only a part of it.
+    its_config = validate_saved(values | {"parallel": {"name": "single"}}, settings.teacher)
+    teacher, _ = load_network(its_config, data, world, switches, for_training=False)
+    like = next(teacher.parameters())
+    channels = [config.data.mean, config.data.std, mean, std]
+    own_mean, own_std, its_mean, its_std = torch.tensor(channels, device=world.device)[:, :, None, None]
+    return Distillation(
+        teacher.eval().requires_grad_(False),
+        build.autocast(config, world.device),
+        settings.share,
+        settings.temperature,
+        settings.targets == "hard",
+        (own_std / its_std).to(like.dtype),
+        ((own_mean - its_mean) / its_std).to(like.dtype),
+    )
