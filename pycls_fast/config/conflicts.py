@@ -344,8 +344,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             ("model.init=jax", "model.init=trunc_normal"),
         )
     ),
-    ("distill.teacher!=null", "loss.name!=cross_entropy", "the teacher's target is that of a softmax",
-     "loss=cross_entropy or distill.teacher=null"),
+    ("distill.teacher!=null", "loss.name=bce", "the teacher's target is that of a softmax",
+     "loss.name=cross_entropy or distill.teacher=null"),
     ("distill.teacher!=null", "data.image_size_schedule!=[]", "the teacher is built for one size of images",
      "data.image_size_schedule=[] or distill.teacher=null"),
     ("speed.cuda_graphs=on", "distill.teacher!=null", "the teacher is not recorded", _NO_RECORDING),

@@ -92,6 +92,8 @@ class Evaluation:
     predictions: Predictions
     damaged: Mapping[str, str]
     """Images that cannot be read, name to reason, in the order of the names."""
+    scores_NK: np.ndarray | None = None
+    """float32, the logarithm of each class's probability, if they were asked for; images as in `predictions`."""
 
     def interval(self) -> tuple[float, float]:
         """The 95% interval of `top1` in percent, for images drawn like these (Wilson's)."""
@@ -137,6 +139,7 @@ def evaluate(
     criterion: Criterion,
     *,
     eval_set: EvalSet | None = None,
+    keep_scores: bool = False,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
 
@@ -145,6 +148,7 @@ def evaluate(
         criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
         eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
             several true classes the one with the highest score counts; images without any are left out.
+        keep_scores: keep those of all classes, 4 bytes for each image and class on every rank.
     """
     among = answers_NM = None
     if eval_set is not None:
@@ -159,13 +163,18 @@ def evaluate(
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
         columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
         sums += added
+        if keep_scores:
+            log_p_BK = F.logsigmoid(logits_BK) if criterion.sigmoid else logits_BK.log_softmax(dim=1)
+            columns = (*columns, log_p_BK.float())
         outcomes.append((batch.indices_B, *columns))
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
     everyone = dict(sorted(item for part in world.gather(damaged) for item in part.items()))
     share = 100.0 / max(count, 1)
     mean_loss = None if answers_NM is not None else loss / max(count, 1)
-    return Evaluation(top1 * share, top5 * share, mean_loss, count, _gather(outcomes, world), everyone)
+    columns_N = _gather(outcomes, world)
+    predictions, scores_NK = Predictions(*columns_N[:5]), columns_N[5] if keep_scores else None
+    return Evaluation(top1 * share, top5 * share, mean_loss, count, predictions, everyone, scores_NK)
 
 
 def forwarded(
@@ -214,19 +223,15 @@ def with_progress(
         after()
 
 
-def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> Predictions:
+def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.ndarray]:
     """All ranks' outcomes, on every rank. They are copied from the device only here, after the last batch."""
-    kinds = (torch.int64, torch.int64, torch.int64, torch.float32, torch.float32)
-    mine = [
-        torch.cat([outcome[i] for outcome in outcomes]).cpu().numpy()
-        if outcomes
-        else torch.empty(0, dtype=kind).numpy()
-        for i, kind in enumerate(kinds)
-    ]
-    found = [part for part in world.gather(mine if world.counts else None) if part is not None]
+    mine = [torch.cat(each).cpu().numpy() for each in zip(*outcomes, strict=True)]
+    found = [part for part in world.gather(mine if world.counts else None) if part]
+    if not found:
+        return [np.empty(0, kind) for kind in (*[np.int64] * 3, *[np.float32] * 3)]
     columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
     order_N = np.argsort(columns[0], kind="stable")
-    return Predictions(*(column[order_N] for column in columns))
+    return [column[order_N] for column in columns]
 
 
 def _score(
@@ -331,6 +336,22 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
     means = {name: sum(row[name] for row in seen) / len(seen) if seen else None for name in ("top1", "f1")}
     error = calibration_error(predictions)
     return {"class_top1": means["top1"], "f1": means["f1"], "calibration_error": error, "classes": rows}
+
+
+def roc_auc(labels_N: np.ndarray, scores_NK: np.ndarray) -> list[float | None]:
+    """For each class the area under the ROC curve of its scores: the probability that an image of it has a higher one
+    than an image of another class (ties count half); None if there are no images of one of both kinds, or scores that
+    are not finite.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    scores_NK, labels_N = scores_NK[labels_N >= 0], labels_N[labels_N >= 0]
+    areas: list[float | None] = []
+    for k in range(scores_NK.shape[1] if scores_NK.ndim == 2 else 0):
+        mine_N = labels_N == k
+        usable = mine_N.any() and not mine_N.all() and np.isfinite(scores_NK[:, k]).all()
+        areas.append(float(roc_auc_score(mine_N, scores_NK[:, k])) if usable else None)
+    return areas
 
 
 def calibration_error(predictions: Predictions, bins: int = 15) -> float | None:

@@ -26,6 +26,7 @@ from pycls_fast.train.evaluate import (
     class_scores,
     evaluate,
     predictions_csv,
+    roc_auc,
     with_progress,
 )
 from pycls_fast.train.folder import output_file, write_json, write_text
@@ -232,6 +233,7 @@ def evaluated(setup: Setup, split: str, scored: EvalSet, network: Network, *, tt
             world,
             criterion,
             eval_set=scored,
+            keep_scores=not config.data.eval_set,
         )
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
     if result.count == 0:
@@ -279,11 +281,12 @@ def _print_result(
         ("preprocessing", build.preprocessing(setup.config) + whose),
         *rows,
     ]
-    by_class = class_scores(result.predictions, scored.source.classes)
+    by_class = _by_class(scored, result)
     if not setup.config.data.eval_set and by_class["class_top1"] is not None:
         facts[3:3] = [
             ("balanced accuracy", f"{by_class['class_top1']:.2f}%"),
             ("F1, mean of the classes", f"{by_class['f1']:.2f}%"),
+            ("ROC AUC, mean of the classes", "none" if by_class["auc"] is None else f"{by_class['auc']:.4f}"),
             ("calibration error", f"{by_class['calibration_error']:.4f}"),
         ]
     display.table(scored.source.describe(), facts)
@@ -298,6 +301,16 @@ def _print_result(
     return facts, comparison
 
 
+def _by_class(scored: EvalSet, result: Evaluation) -> dict[str, Any]:
+    """`class_scores` with the area under the ROC curve, of each class and their mean."""
+    found = class_scores(result.predictions, scored.source.classes)
+    areas = [] if result.scores_NK is None else roc_auc(result.predictions.labels_N, result.scores_NK)
+    for row, area in zip(found["classes"], areas, strict=False):
+        row["auc"] = area
+    known = [area for area in areas if area is not None]
+    return found | {"auc": sum(known) / len(known) if known else None}
+
+
 def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
     """The values of the JSON file."""
     config, world = setup.config, setup.world
@@ -308,7 +321,7 @@ def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: E
         "top1_interval": list(result.interval()),
         "preprocessing": build.preprocessing(config),
         "rule": scored.rule,
-        **({} if config.data.eval_set else class_scores(result.predictions, scored.source.classes)),
+        **({} if config.data.eval_set else _by_class(scored, result)),
         "checkpoint": str(origin.path),
         "step": origin.step,
         "config_name": config.config_name,

@@ -19,6 +19,7 @@ from pycls_fast.speed import MODEL_KINDS, SWITCHES
 OTHER = {
     "data.image_size_schedule": "[[2,32]]",
     "data.sampling": "balanced",
+    "distill.teacher": "some.safetensors",
     "loss.class_weights": "balanced",
     "model.groups": "2",
     "model.width_per_group": "32",

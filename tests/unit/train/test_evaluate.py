@@ -36,6 +36,7 @@ from pycls_fast.train.evaluate import (
     confusion,
     evaluate,
     mistakes,
+    roc_auc,
 )
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
@@ -66,7 +67,13 @@ def batches(labels_N: Tensor, sizes: list[int]) -> list[Batch]:
 
 
 def score(
-    logits_NK: Tensor, labels_N: Tensor, sizes: list[int], criterion: Criterion = SOFTMAX, **rule: Tensor
+    logits_NK: Tensor,
+    labels_N: Tensor,
+    sizes: list[int],
+    criterion: Criterion = SOFTMAX,
+    *,
+    keep_scores: bool = False,
+    **rule: Tensor,
 ) -> Evaluation:
     """Score the labels, or by the `rule` of an `EvalSet`."""
     prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -74,7 +81,8 @@ def score(
     model.train()
     wrapped = ParallelModel(model, model, CPU)
     eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
-    result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, eval_set=eval_set)
+    how: dict[str, Any] = {"eval_set": eval_set, "keep_scores": keep_scores}
+    result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, **how)
     assert model.training
     return result
 
@@ -240,6 +248,24 @@ def test_equals_scikit_learn() -> None:
     assert [row["taken_for"] for row in scores["classes"]] == [f"c{k}" for k in wrong_KK.argmax(axis=1)]
     assert [row["times"] for row in scores["classes"]] == wrong_KK.max(axis=1).tolist()
     assert sum(row["images"] for row in scores["classes"]) == 300
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_area_under_the_roc_curve_counts_pairs(sigmoid: bool) -> None:
+    torch.manual_seed(0)
+    # Few different values, so that there are ties; no image of the last class.
+    logits_NK, labels_N = torch.randint(-2, 3, (60, 4)).double(), torch.randint(0, 3, (60,))
+    result = score(logits_NK, labels_N, [0, 50, 10], Criterion(sigmoid=sigmoid), keep_scores=True)
+    assert result.scores_NK is not None
+    *found, absent = roc_auc(result.predictions.labels_N, result.scores_NK)
+    p_NK = logits_NK.sigmoid() if sigmoid else logits_NK.softmax(dim=1)
+    for k, area in enumerate(found):
+        mine, others = p_NK[labels_N == k, k, None], p_NK[labels_N != k, k]
+        # Equal probabilities differ by rounding.
+        apart = (mine - others).where((mine - others).abs() > 1e-9, 0.0)
+        assert area == pytest.approx(float(((apart > 0) + 0.5 * (apart == 0)).mean()))
+    assert absent is None
+    assert len(set(found)) == 3
 
 
 def test_rows_say_what_a_class_was_taken_for() -> None:
