@@ -34,6 +34,7 @@ PATHS = (
     "data.shard_cache",
     "data.eval_root",
     "data.wnids",
+    "distill.teacher",
 )
 """Keys whose values may be paths on the machine of the run, and its modules: a file of weights imports nothing."""
 

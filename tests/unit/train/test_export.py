@@ -96,6 +96,8 @@ NO_PATHS = (
     "weights_allow",
     "model.name",
     "model.options",
+    "model.module",
+    "data.dataset",
     "data.path_column",
     "data.image_column",
     "data.label_column",
