@@ -21,6 +21,8 @@ class ScoreOptions(Section):
     report: str | None = None
     """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
     whose labels may be wrong."""
+    exported: Text | None = None
+    """An ONNX file that pycls-fast export made of weights, scored instead of them."""
     tta: Literal["none", "flip"] = "none"
     """flip: average each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"
@@ -44,6 +46,7 @@ def test(config: RunConfig, options: ScoreOptions) -> int:
         predictions=options.predictions,
         report=options.report,
         tta=options.tta,
+        exported=options.exported,
         own_preprocessing=options.preprocessing == "weights",
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.pretrained import to_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
@@ -72,6 +72,35 @@ class Deployable(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
+
+
+class OnnxNetwork(nn.Module):
+    """An ONNX file of `to_onnx`, run by onnxruntime on the CPU, in place of the network that it was made of.
+
+    Args:
+        mean, std: those of the images that it gets, which the file normalises itself.
+
+    Raises:
+        UserError: onnxruntime is missing, or the file is none that it reads.
+    """
+
+    def __init__(self, path: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+
+            self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        except ImportError as error:
+            raise UserError("exported: needs onnxruntime; pip install -e '.[onnx]'") from error
+        except Exception as error:
+            raise UserError(f"exported: {path} is no ONNX file that can be read ({first_line(error)})") from error
+        self._mean_C11, self._std_C11 = (torch.tensor(each)[:, None, None] for each in (mean, std))
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Normalised images (B, C, H, W) of whole numbers, float32 -> logits (B, K)."""
+        bytes_BCHW = (255.0 * (images_BCHW.cpu() * self._std_C11 + self._mean_C11)).round().to(torch.uint8)
+        (logits_BK,) = self._session.run(["logits"], {"images": bytes_BCHW.numpy()})
+        return torch.from_numpy(logits_BK).to(images_BCHW.device)
 
 
 def to_timm(model: Network, folder: Path, about: About) -> None:

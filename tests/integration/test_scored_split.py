@@ -15,6 +15,7 @@ import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
+from pycls_fast.train.export import export
 from pycls_fast.train.tasks.score import score
 from tests.factories import load_run_config
 
@@ -137,3 +138,17 @@ def test_other_images_are_not_resumed_with(
         UserError, match=r"^data\.root: the 40 training images in \d classes are not the 40 in .*step_000000003 was"
     ):
         go_on(tmp_path / "moved", run, "schedule.max_steps=4")
+
+
+def test_an_exported_file_is_scored(run: Path, images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    file, other = tmp_path / "model.onnx", tmp_path / "other"
+    export(str(run), str(file), which="auto", dtype=None, overwrite=False, format="onnx")
+    assert go_on(images, other, "seed=1") == 0
+    config = load_run_config(other, [f"weights={other}"])
+    score(config, "val", str(tmp_path / "scores.json"), exported=str(file))
+    found, own = json.loads((tmp_path / "scores.json").read_text()), scored(run, "val")
+    assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
+    assert found["loss"] != pytest.approx(scored(other, "val")["loss"], rel=1e-5)
+    with pytest.raises(UserError, match=r"^exported: .*config\.yaml is no ONNX file that can be read"):
+        score(config, "val", None, exported=str(run / "config.yaml"))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from pycls_fast import build, published
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
@@ -15,7 +17,7 @@ from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval
 from pycls_fast.errors import DONE, UserError, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
-from pycls_fast.network import Network
+from pycls_fast.models.export import OnnxNetwork
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
@@ -181,6 +183,7 @@ def score(
     predictions: str | None = None,
     report: str | None = None,
     tta: str = "none",
+    exported: str | None = None,
     own_preprocessing: bool = True,
 ) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
@@ -190,6 +193,7 @@ def score(
         predictions: a CSV file for each image's prediction; see `predictions_csv`.
         report: a folder for the page of `write_report`.
         tta: test-time augmentation, "none" or "flip".
+        exported: an ONNX file to score in place of the network that it was exported from.
         own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
 
     Raises:
@@ -205,7 +209,10 @@ def score(
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
         network, origin = load_network(setup.config, source, world, setup.switches, for_training=False)
-        result = evaluated(setup, split, scored, network, tta=tta)
+        called: nn.Module = network
+        if exported is not None:
+            called = OnnxNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
+        result = evaluated(setup, split, scored, called, tta=tta)
         if world.is_main:
             facts, comparison = _print_result(setup, split, scored, origin, result)
             if file is not None:
@@ -217,7 +224,7 @@ def score(
         return DONE
 
 
-def evaluated(setup: Setup, split: str, scored: EvalSet, network: Network, *, tta: str = "none") -> Evaluation:
+def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, tta: str = "none") -> Evaluation:
     """The scores of a network from `load_network`; arguments and errors as of `score`."""
     config, world, display, switches = setup.config, setup.world, setup.display, setup.switches
     with enough_to_score(config, world), display:
