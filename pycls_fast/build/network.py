@@ -20,12 +20,12 @@ from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, 
 from pycls_fast.models import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
-from pycls_fast.optim import scaling
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import Group, by_name, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import compile_step, make_capturable
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
@@ -295,13 +295,15 @@ def loss_scaler(
 ) -> torch.amp.GradScaler:
     """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
     settings = config.precision
-    return scaling.loss_scaler(
+    if not level(config).scaled:
+        return RanksScaler(device.type, enabled=False)
+    if settings.loss_scale != "dynamic":
+        return ConstantScaler(device.type, settings.loss_scale, ranks=ranks)
+    return RanksScaler(
         device.type,
-        enabled=level(config).scaled,
-        constant=None if settings.loss_scale == "dynamic" else settings.loss_scale,
-        start=settings.loss_scale_start,
-        growth=settings.loss_scale_growth,
-        backoff=settings.loss_scale_backoff,
-        interval=settings.loss_scale_interval,
         ranks=ranks,
+        init_scale=settings.loss_scale_start,
+        growth_factor=settings.loss_scale_growth,
+        backoff_factor=settings.loss_scale_backoff,
+        growth_interval=settings.loss_scale_interval,
     )

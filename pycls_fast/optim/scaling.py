@@ -64,36 +64,3 @@ class ConstantScaler(RanksScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step. The argument is ignored; the base class has it."""
         super().update(self._constant)
-
-
-def loss_scaler(
-    device: str,
-    *,
-    enabled: bool,
-    constant: float | None = None,
-    start: float = 65536.0,
-    growth: float = 2.0,
-    backoff: float = 0.5,
-    interval: int = 2000,
-    ranks: Sequence[dist.ProcessGroup] = (),
-) -> torch.amp.GradScaler:
-    """A loss scale that is constant, or grows after `interval` steps without overflow and shrinks at each overflow.
-
-    Args:
-        device: "cpu" or "cuda".
-        enabled: if false, it does nothing.
-        constant: the scale; None for a dynamic one.
-        start, growth, backoff, interval: settings of the dynamic scale.
-        ranks: see `RanksScaler`.
-    """
-    if enabled and constant is not None:
-        return ConstantScaler(device, constant, ranks=ranks)
-    return RanksScaler(
-        device,
-        ranks=ranks,
-        init_scale=start,
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=interval,
-        enabled=enabled,
-    )

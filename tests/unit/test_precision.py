@@ -14,7 +14,7 @@ from pycls_fast import build, precision
 from pycls_fast.config import load_config
 from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
-from pycls_fast.optim.scaling import ConstantScaler, RanksScaler, loss_scaler
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Name
 
 CPU = torch.device("cpu")
@@ -79,35 +79,6 @@ class TestKeptInFloat32:
 
 
 class TestLossScale:
-    def step(self, scaler: torch.amp.GradScaler, weight: nn.Parameter, factor: float) -> bool:
-        """One step; whether it was skipped."""
-        optimizer = torch.optim.SGD([weight], lr=0.5)
-        before = weight.detach().clone()
-        scaler.scale((weight * factor).sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        weight.grad = None
-        return torch.equal(weight, before)
-
-    def test_dynamic_grows_and_backs_off(self) -> None:
-        scaler = loss_scaler("cpu", enabled=True, start=8.0, growth=4.0, backoff=0.25, interval=2)
-        weight = nn.Parameter(torch.ones(1))
-        scales, skipped = [], []
-        for factor in (1.0, 1.0, 1.0, float("inf"), 1.0, 1.0):
-            skipped.append(self.step(scaler, weight, factor))
-            scales.append(scaler.get_scale())
-        assert scales == [8, 32, 32, 8, 8, 32]
-        assert skipped == [False, False, False, True, False, False]
-        assert weight.item() == 1 - 5 * 0.5
-
-    def test_a_constant_one_skips_and_stays(self) -> None:
-        scaler = loss_scaler("cpu", enabled=True, constant=128.0, interval=1)
-        assert isinstance(scaler, ConstantScaler)
-        weight = nn.Parameter(torch.ones(1))
-        skipped = [self.step(scaler, weight, factor) for factor in (1.0, float("nan"), 1.0)]
-        assert (skipped, scaler.get_scale(), weight.item()) == ([False, True, False], 128.0, 0.0)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(LEVELS))
     def test_as_configured(self, name: Name) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim import scaling
-from pycls_fast.optim.scaling import loss_scaler
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from tests.factories import make_optimizer
 
 
@@ -25,7 +25,12 @@ def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: 
     monkeypatch.setattr(scaling.dist, "all_reduce", all_reduce)
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = loss_scaler("cpu", enabled=True, constant=constant, start=8.0, backoff=0.25, ranks=(group,))
+    dynamic = {"init_scale": 8.0, "backoff_factor": 0.25}
+    scaler = (
+        RanksScaler("cpu", ranks=[group], **dynamic)
+        if constant is None
+        else ConstantScaler("cpu", constant, ranks=[group])
+    )
     scaler.scale(torch.ones(()))
     weight.grad = None if gradient is None else torch.tensor(8.0 * gradient)
     scaler.unscale_(optimizer)
@@ -39,7 +44,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: 
 def test_a_saved_scale_goes_on_under_the_settings_of_now(saved_after: str) -> None:
     """It grows after this scaler's interval, by its factor; the 5 steps of the one before count as far as they can."""
     saved = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 5}
-    scaler = loss_scaler("cpu", enabled=True, start=8.0, growth=4.0, backoff=0.25, interval=3)
+    scaler = RanksScaler("cpu", init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
     if saved_after == "its first step":
         scaler.scale(torch.ones(()))
     scaler.load_state_dict(saved)
@@ -54,7 +59,7 @@ def test_a_saved_scale_goes_on_under_the_settings_of_now(saved_after: str) -> No
         scaler.update()
         scales.append(scaler.get_scale())
     assert scales == [128.0, 128.0, 128.0, 32.0]
-    constant = loss_scaler("cpu", enabled=True, constant=16.0)
+    constant = ConstantScaler("cpu", 16.0)
     constant.load_state_dict(saved)
     assert constant.get_scale() == 16.0
 
