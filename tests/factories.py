@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check, compose
@@ -32,9 +32,8 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return check(composed, Purpose(scores_sets=True))
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    """Random values in every saved tensor, such that activations stay of order 1 and no tensor is at its
-    start."""
+def randomise(model: Any) -> Any:
+    """The model in float64 with random values in every saved tensor, none at its start; activations stay of order 1."""
     torch.manual_seed(0)
     for name, tensor in model.double().state_dict().items():
         if name.endswith("num_batches_tracked"):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pycls_fast.data.decode import as_rgb
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import EXTENSIONS, is_folder
+from pycls_fast.data.sources.files import EXTENSIONS, files_below
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
@@ -117,7 +117,7 @@ def find_images(words: Iterable[str]) -> list[Path]:
 
     Args:
         words: files with any name; folders, whose images at any depth are taken in the order of their paths, without
-            hidden ones and following links; patterns with `*`, `?`, `[...]` and `**`.
+            hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]` and `**`.
 
     Raises:
         UserError: a line for each argument that matches nothing.
@@ -130,7 +130,7 @@ def find_images(words: Iterable[str]) -> list[Path]:
         problem = "is not a file, a folder or a pattern that matches images"
         try:
             if path.is_dir():
-                here = sorted(_below(path))
+                here = sorted(Path(name) for name in files_below(str(path), EXTENSIONS))
                 problem = f"holds no images ({' '.join(EXTENSIONS)})"
             elif path.exists():
                 here = [path]
@@ -145,25 +145,6 @@ def find_images(words: Iterable[str]) -> list[Path]:
     if mistakes:
         raise UserError(*mistakes)
     return found
-
-
-def _below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Images at any depth; a link to one of the folders `above` (device and inode numbers) is not followed."""
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as listed:
-            entries = [(entry.name, is_folder(entry)) for entry in listed]
-    except OSError:
-        # A folder that we may not read, like `lost+found`.
-        return
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        return
-    for name, nested in entries:
-        if nested and not name.startswith("."):
-            yield from _below(folder / name, above | {here})
-        elif not nested and _is_image(name):
-            yield folder / name
 
 
 def _is_image(name: str) -> bool:

@@ -34,8 +34,7 @@ class Experts:
             an image does not depend on the images beside it.
         priority: the tokens with the highest probability come first, so that the least important ones are left out
             (batch prioritised routing, Riquelme et al., section 4); False: in their order.
-        balance_loss: factor of the loss for uneven loads (Switch Transformers, equation 4).
-        z_loss: factor of the loss for large logits (Zoph et al., ST-MoE, 2022, equation 5).
+        balance_loss, z_loss: see `ViTModel`.
     """
 
     count: int

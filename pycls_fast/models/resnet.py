@@ -19,7 +19,6 @@ from pycls_fast.network import Network, Units
 
 Stem = Literal["imagenet", "deep", "small"]
 ShortcutKind = Literal["conv", "pool"]
-Depth = Literal[18, 26, 34, 50, 101, 152, 200]
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -88,9 +87,10 @@ class ResidualBlock(nn.Module):
     def branch(self, maps_BCHW: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> nn.Module:
         """The norm that ends the branch."""
-        raise NotImplementedError
+        *_, last = (layer for layer in self.children() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+        return last
 
     def forward(self, maps_BCHW: Tensor) -> Tensor:
         straight_BCHW = maps_BCHW if self.shortcut is None else self.shortcut(maps_BCHW)
@@ -111,9 +111,6 @@ class BasicBlock(ResidualBlock):
     def branch(self, maps_BCHW: Tensor) -> Tensor:
         maps_BCHW = F.relu(self.norm1(self.conv1(maps_BCHW)), inplace=True)
         return self.norm2(self.conv2(maps_BCHW))
-
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.norm2
 
 
 class Bottleneck(ResidualBlock):
@@ -138,9 +135,6 @@ class Bottleneck(ResidualBlock):
         maps_BCHW = F.relu(self.norm1(self.conv1(maps_BCHW)), inplace=True)
         maps_BCHW = F.relu(self.norm2(self.conv2(maps_BCHW)), inplace=True)
         return self.norm3(self.conv3(maps_BCHW))
-
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.norm3
 
 
 # Table 1 of the paper: kind of block, and blocks in each of the four stages. 200: He et al., Identity Mappings, 2016,
@@ -205,18 +199,17 @@ class ResNet(Network):
     """A residual network with batch norm, mean pooling and a linear classifier.
 
     Args:
-        depth: layers with weights: 18, 26, 34, 50, 101, 152 or 200.
+        depth: layers with weights, a key of `LAYOUTS`.
         num_classes: K.
         in_channels: C of the images.
-        stem: "imagenet", "deep", or "small" for images up to 64 pixels; see `ConvStem`.
-        shortcut: "conv", or "pool"; with stem="deep" it makes a ResNet-D; see `Shortcut`.
+        stem: see `ConvStem`.
+        shortcut: see `Shortcut`; "pool" with stem="deep" makes a ResNet-D.
         groups: those of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
         width_per_group: their channels per group in the first stage, doubled in each later stage: 64 in a ResNet, 4 in
             ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
         zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
             shortcut (Goyal et al. 2017, section 5.1).
-        drop_path: probability that the last block's branch is dropped for a sample; earlier blocks less,
-            linearly.
+        drop_path: rate of the last block; see `drop_path_rates`.
         convolution: kernel of the convolutions, a key of `cpu_kernels.CONVOLUTION`.
 
     Raises:
@@ -228,7 +221,7 @@ class ResNet(Network):
     def __init__(
         self,
         *,
-        depth: Depth,
+        depth: int,
         num_classes: int,
         in_channels: int = 3,
         stem: Stem = "imagenet",

@@ -49,7 +49,7 @@ class MasterWeights(OwnedWeights):
         # Whether masters that are not kept hold this step's weights: at first they hold initial values.
         self._current = False
         wide_modules = NORMS if wide_norms else (BATCH_NORM,) if kept else ()
-        self._narrow: list[Tensor] = list(_to_cast(model, wide_modules))
+        self._narrow: list[Tensor] = [*_to_cast(model, wide_modules)]
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
         self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
         _cast(model, dtype, wide_modules)
@@ -139,13 +139,8 @@ def _cast_modules(model: nn.Module, wide: Modules) -> list[nn.Module]:
 
 def _to_cast(model: nn.Module, wide: Modules) -> list[nn.Parameter]:
     """The parameters to cast, each once, in the model's order."""
-    found = {
-        id(p): p
-        for module in _cast_modules(model, wide)
-        for p in module.parameters(recurse=False)
-        if p.is_floating_point()
-    }
-    return [p for p in model.parameters() if id(p) in found]
+    owned = (p for module in _cast_modules(model, wide) for p in module.parameters(recurse=False))
+    return list(dict.fromkeys(p for p in owned if p.is_floating_point()))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:

@@ -141,7 +141,7 @@ def find_files(
     if train is not None:
         named = {"train" if val is not None else "all": _expand(root, train, "data.train")}
         return named if val is None else {**named, "val": _expand(root, val, "data.val")}
-    found = sorted(_list_files(root, tuple(suffixes), deep))
+    found = sorted(files_below(root, tuple(suffixes), deep=deep))
     if not found:
         raise UserError(f"there are no {' or '.join(suffixes)} files in {root} (see data/README.md)")
     _check_complete(found)
@@ -156,7 +156,7 @@ def find_files(
     return splits
 
 
-def _list_files(root: str, suffixes: tuple[str, ...], deep: bool) -> Iterator[str]:
+def files_below(root: str, suffixes: tuple[str, ...], *, deep: bool = True) -> Iterator[str]:
     """Files at any depth, without hidden ones; each folder once, whatever links lead to it."""
     if is_remote(root):
         found = _expand_braces(root) if root.lower().endswith(suffixes) else list_files(root)

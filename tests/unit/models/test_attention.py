@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pycls_fast.models.attention import ATTENTION, AttentionName
 from pycls_fast.models.layers import Attention, Compute, SinCos2dPositions
-from tests.unit.models.conftest import draw, fill_random
+from tests.factories import randomise
+from tests.unit.models.conftest import draw
 
 # What runs on the CPU; the others are in tests/cuda.
 ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
@@ -34,7 +35,7 @@ def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
 def test_kernels_agree_with_the_reference_forward_and_backward(name: AttentionName) -> None:
     results = []
     for kernel in ("reference", name):
-        module = fill_random(Attention(48, 3, Compute(attention=kernel)).double())
+        module = randomise(Attention(48, 3, Compute(attention=kernel)))
         features = draw(2, 17, 48, seed=0).requires_grad_()
         out = module(features)
         (out * draw(2, 17, 48, seed=1)).sum().backward()

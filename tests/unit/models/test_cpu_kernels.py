@@ -31,7 +31,8 @@ from pycls_fast.models.cpu_kernels import (
 )
 from pycls_fast.models.layers import Compute, Mlp, PatchStem
 from pycls_fast.parallel import keep_in_float32, save_activation_memory
-from tests.unit.models.conftest import draw, fill_random
+from tests.factories import randomise
+from tests.unit.models.conftest import draw
 
 Function = Callable[..., Tensor]
 FORMATS = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -212,7 +213,7 @@ def test_patches_as_a_product_are_the_convolution(layout: Any, memory_format: to
     images = draw(3, 2, 8, 12, seed=5).to(memory_format=memory_format)
     results = []
     for patches in ("convolution", "product"):
-        stem: Any = fill_random(PatchStem(2, 4, 5, layout=layout, patches=patches).double())
+        stem: Any = randomise(PatchStem(2, 4, 5, layout=layout, patches=patches))
         leaf = images.clone().requires_grad_()
         out = stem(leaf)
         assert out.shape == ((6, 3, 5) if layout == "batch_second" else (3, 6, 5))
@@ -229,7 +230,7 @@ def test_the_whole_model_in_float64(layout: str) -> None:
     fast = {"attention": "products", "linear": "products", "patches": "product", "qkv": "fused"}
     results = []
     for kernels in ({}, fast):
-        model = fill_random(VisionTransformer(**sizes, num_classes=5, layout=layout, **kernels).double())
+        model = randomise(VisionTransformer(**sizes, num_classes=5, layout=layout, **kernels))
         logits = model(draw(4, 3, 12, 12, seed=1))
         (logits * draw(4, 5, seed=2)).sum().backward()
         results.append({"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}})
@@ -329,7 +330,7 @@ def resnet_gradients(model: nn.Module, compiled: bool = False) -> dict[str, Any]
 def test_a_whole_resnet_in_float64(choices: dict[str, Any]) -> None:
     results = []
     for kernel in ("torch", "products"):
-        model = fill_random(resnet(**choices, convolution=kernel).double()).to(memory_format=torch.channels_last)
+        model = randomise(resnet(**choices, convolution=kernel)).to(memory_format=torch.channels_last)
         results.append(resnet_gradients(model))
     assert results[0].keys() == results[1].keys()
     for name, expected in results[0].items():
@@ -365,7 +366,7 @@ def test_compiled_in_one_graph() -> None:
     """The stem's max-pool included."""
     results = []
     for compiled in (False, True):
-        model = fill_random(resnet(26, convolution="products").double()).to(memory_format=torch.channels_last)
+        model = randomise(resnet(26, convolution="products")).to(memory_format=torch.channels_last)
         results.append(resnet_gradients(model, compiled))
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
@@ -422,7 +423,7 @@ def test_compiled_code_has_the_polynomials() -> None:
         name: Mlp(6, 12, Compute(gelu=name))  # type: ignore[arg-type]  # a Literal
         for name in ("torch", "polynomial")
     }
-    fill_random(twins["torch"])
+    randomise(twins["torch"])
     twins["polynomial"].load_state_dict(twins["torch"].state_dict())
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
     for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):

@@ -14,7 +14,7 @@ from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.layers import Mlp
 from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
-from tests.unit.models.conftest import fill_random
+from tests.factories import randomise
 
 
 def test_drops_whole_samples_at_the_rate_and_keeps_the_expectation() -> None:
@@ -69,7 +69,7 @@ def test_rates_rise_linearly_over_the_depth_of_both_models() -> None:
 
 def test_vit_block_drops_attention_and_mlp_apart() -> None:
     """With rate 1/2 a sample's output is one of four: each branch dropped, or doubled; all four occur."""
-    block: Any = fill_random(Block(8, 2, 16, drop_path=0.5).double())
+    block: Any = randomise(Block(8, 2, 16, drop_path=0.5))
     features = torch.randn(1, 3, 8, dtype=torch.float64)
     torch.manual_seed(0)
     outs = block(features.expand(64, -1, -1))
@@ -85,7 +85,7 @@ def test_vit_block_drops_attention_and_mlp_apart() -> None:
 @pytest.mark.parametrize("kind", [BasicBlock, Bottleneck])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_resnet_block_drops_its_branch(kind: type[BasicBlock] | type[Bottleneck], stride: int) -> None:
-    block: Any = fill_random(kind(4 * kind.expansion, 4, stride, 0.5).double())
+    block: Any = randomise(kind(4 * kind.expansion, 4, stride, 0.5))
     for module in block.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
@@ -142,7 +142,7 @@ def vit(compute: str, **arguments: Any) -> VisionTransformer:
         image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp_width=32, num_classes=5, drop_path=0.6,
         drop_path_compute=compute, **arguments,  # type: ignore[arg-type]
     )  # fmt: skip
-    fill_random(model)
+    randomise(model)
     return model
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
-from tests.unit.models.conftest import fill_random
+from tests.factories import randomise
 
 Model = VisionTransformer | ResNet
 
@@ -89,7 +89,7 @@ def test_head_name_is_the_last_layer(name: str) -> None:
 
 
 def test_every_parameter_and_pixel_counts(name: str) -> None:
-    model = fill_random(MODELS[name]().double()).train()
+    model = randomise(MODELS[name]()).train()
     images = draw_images(2).requires_grad_()
     torch.manual_seed(0)
     model(images).square().sum().backward()
@@ -104,7 +104,7 @@ def test_every_parameter_and_pixel_counts(name: str) -> None:
 
 @pytest.mark.slow
 def test_autocast_is_near_and_float32_stays_whole(name: str) -> None:
-    model: Any = fill_random(MODELS[name]()).eval()
+    model: Any = randomise(MODELS[name]()).float().eval()
     images = draw_images(2, dtype=torch.float32)
     expected = model(images)
     residual: list[torch.dtype] = []

@@ -13,7 +13,7 @@ from pycls_fast.models import VisionTransformer
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import compile_model
 from pycls_fast.parallel.memory import recompute_units
-from tests.unit.models.conftest import fill_random
+from tests.factories import randomise
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
@@ -74,7 +74,7 @@ def train_once(
     kind: dict[str, Any], dtype: torch.dtype = torch.float64, *, bf16: bool = False, prepare: Any = None
 ) -> dict[str, Tensor]:
     """Logits and all gradients of a forward and backward pass with a fixed seed."""
-    model: Any = fill_random(vit(**kind).to(dtype)).train()
+    model: Any = randomise(vit(**kind)).to(dtype).train()
     if prepare is not None:
         prepare(model)
     torch.manual_seed(5)
@@ -146,7 +146,7 @@ def test_rounding_error_is_no_larger_than_four_times_the_plain_one(
 
 def test_features_travel_in_the_layout() -> None:
     """Blocks see (N, B, D), with as many samples as tokens too, where a mistaken dimension keeps the shape."""
-    model = fill_random(vit(layout="batch_second", classifier="pooled").double())
+    model = randomise(vit(layout="batch_second", classifier="pooled"))
     shapes = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))  # type: ignore[union-attr, operator]
     batch = torch.randn(SIDE * SIDE, 3, 16, 16, dtype=torch.float64)

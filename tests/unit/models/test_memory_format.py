@@ -12,7 +12,8 @@ from torch import nn
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.models import ResNet, VisionTransformer
-from tests.unit.models.conftest import draw, fill_random
+from tests.factories import randomise
+from tests.unit.models.conftest import draw
 
 FORMATS: dict[str, torch.memory_format] = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MODELS: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format
 
 def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor:
     """The logits and all gradients of one batch of random images, as one vector in float64."""
-    model = fill_random(MODELS[name]().double()).to(dtype=dtype, memory_format=FORMATS[memory_format])
+    model = randomise(MODELS[name]()).to(dtype=dtype, memory_format=FORMATS[memory_format])
     images_BCHW = draw(8, 3, 64, 64, seed=1)[:, :, : SIDES[name], : SIDES[name]]
     # The same samples are dropped in every format.
     torch.manual_seed(3)

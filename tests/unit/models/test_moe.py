@@ -15,7 +15,7 @@ from pycls_fast.models.layers import Mlp
 from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
 from pycls_fast.models.pretrained import fit, read_weights
 from pycls_fast.models.vit import VisionTransformer
-from tests.unit.models.conftest import fill_random
+from tests.factories import randomise
 
 WIDTH, HIDDEN, TOKENS = 8, 12, 40
 
@@ -138,7 +138,7 @@ def test_upcycled_from_a_dense_checkpoint_it_begins_as_the_dense_network(tmp_pat
     sizes: dict[str, Any] = {
         "image_size": 16, "patch_size": 4, "width": 16, "depth": 4, "heads": 2, "mlp_width": 24, "num_classes": 5
     }  # fmt: skip
-    dense = fill_random(VisionTransformer(**sizes)).eval()
+    dense = randomise(VisionTransformer(**sizes)).float().eval()
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     sparse = VisionTransformer(**sizes, experts=Experts(count=4, per_token=2)).eval()
     fitted = fit(read_weights(str(tmp_path / "dense.safetensors")), sparse)

@@ -15,6 +15,7 @@ from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import NORMS, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.optimizers import load_named_state, named_state
+from tests.factories import randomise
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -24,15 +25,7 @@ def vit(seed: int = 0) -> VisionTransformer:
     model = VisionTransformer(
         image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, attention="sdpa"
     )
-    return randomise(model)
-
-
-def randomise(model: Any) -> Any:
-    """Initial values hide mistakes: the head and the class token are zero."""
-    for value in model.state_dict().values():
-        if value.is_floating_point():
-            value.add_(torch.randn_like(value) * 0.1)
-    return model
+    return randomise(model).float()
 
 
 def resnet() -> ResNet:

@@ -12,20 +12,7 @@ from torch import Tensor, nn
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.parallel import save_activation_memory
 from pycls_fast.plan.live_memory import LiveMemory
-
-
-def randomise(model: nn.Module) -> nn.Module:
-    """Random values in every parameter and statistic, so that nothing hides behind an initial zero."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                if name.endswith("running_var"):
-                    tensor.copy_(0.5 + noise.abs())
-                else:
-                    tensor.add_(noise, alpha=0.1)
-    return model
+from tests.factories import randomise
 
 
 def vit(**arguments: Any) -> VisionTransformer:
@@ -33,16 +20,14 @@ def vit(**arguments: Any) -> VisionTransformer:
     sizes: dict[str, Any] = {"width": 32, "depth": 4, "heads": 2, "mlp_width": 128, "drop_path": 0.4}
     torch.manual_seed(0)
     model = VisionTransformer(image_size=16, patch_size=4, num_classes=5, **{**sizes, **arguments})
-    randomise(model)
-    return model
+    return randomise(model).float()
 
 
 def resnet(**arguments: Any) -> ResNet:
     """The 18 layers on small images."""
     torch.manual_seed(0)
     model = ResNet(depth=18, num_classes=5, stem="small", **{"drop_path": 0.4, **arguments})
-    randomise(model)
-    return model
+    return randomise(model).float()
 
 
 MODELS: dict[str, Callable[..., Any]] = {"vit": vit, "resnet": resnet}
