@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
 from tests.factories import randomise
+from tests.unit.models.conftest import draw
 
 Model = VisionTransformer | ResNet
 
@@ -59,9 +60,8 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def draw_images(count: int, channels: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, channels, 32, 32, generator=generator, dtype=torch.float64).to(dtype)
+def draw_images(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return draw(count, 3, 32, 32, seed=1).to(dtype)
 
 
 def test_units_are_named_and_in_forward_order(name: str) -> None:

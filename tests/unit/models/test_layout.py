@@ -35,6 +35,7 @@ SWITCHES: list[dict[str, Any]] = [
     {"qkv": "fused", "attention": "sdpa_math"},
     {"layout": "batch_second", "qkv": "fused", "attention": "sdpa_flash"},
     {"drop_path_compute": "skip"},
+    {"layout": "batch_second", "qkv": "fused", "attention": "products", "linear": "products", "patches": "product"},
     {"drop_path_compute": "skip", "layout": "batch_second", "qkv": "fused", "attention": "sdpa"},
 ]
 # 9 patches, or 10 tokens: 16 or 64 with padding.
