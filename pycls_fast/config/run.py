@@ -108,7 +108,8 @@ class Distill(Section):
     """A trained network as a second teacher besides the labels."""
 
     teacher: Text | None = None
-    """The trained network, as weights names one; its classes are the data's. null: none."""
+    """The trained network, as weights names one; its classes are the data's. null: none. Only training has it, not
+    pycls-fast time or plan."""
     targets: Literal["soft", "hard"] = "soft"
     """The teacher's probabilities (Hinton et al., 2015), or its class (DeiT, Touvron et al., 2021)."""
     share: Probability = 0.5
