@@ -23,6 +23,7 @@ from pycls_fast.ledger.report.record import (
     VariantRecord,
     compare_speed,
 )
+from pycls_fast.ledger.report.statistics import geometric_mean
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
 
@@ -109,21 +110,23 @@ def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
     parts = [record["train"] for record in rounds]
     steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
     p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
-    images = parts[0]["images_per_step"]
-    median_rate, flops = images / p50, rounds[0]["train_forward_flops_per_image"]
+    # Over all rounds; `compare_speed` narrows it to those that are paired.
+    rate = geometric_mean([part["images_per_second"] for part in parts]).ratio
     memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
     products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
     shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
     return Timing(
-        images_per_second=median_rate,
+        images_per_second=rate,
         step_seconds_p50=p50,
         step_seconds_p90=p90,
-        images_per_step=images,
+        images_per_step=parts[0]["images_per_step"],
         samples=len(steps),
-        flops_per_second=3 * flops * median_rate if "flops_per_second" in parts[0] else None,
+        flops_per_second=3 * rounds[0]["train_forward_flops_per_image"] * rate
+        if "flops_per_second" in parts[0]
+        else None,
         share_of_matmul=float(np.median(shares)) if shares else None,
         memory_peak_bytes=max(memory, default=None),
-        imagenet_epoch_seconds=IMAGENET_TRAINING_IMAGES / median_rate,
+        imagenet_epoch_seconds=IMAGENET_TRAINING_IMAGES / rate,
         rounds=[part["images_per_second"] for part in parts],
         paired_rounds=[],
         matmul_flops_per_second=products if len(products) == len(rounds) else None,
@@ -131,4 +134,4 @@ def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
         image_size=rounds[0]["train_image_size"],
         precision=rounds[0]["precision"],
         switches=rounds[0]["switches"],
-    ).over([])
+    )

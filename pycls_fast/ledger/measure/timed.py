@@ -80,11 +80,6 @@ class TimedVariant:
         """Build what the parts need.
 
         Args:
-            name: the variant's.
-            config: its configuration.
-            parts: which parts will be timed.
-            world: the ranks.
-            order: the steps whose images no input pipeline has read so far.
             others: variants built before: the same data is opened once, and the same products have one peak.
             matmul_size: side of the matrices whose product sets the peak; None for the device's default.
 
@@ -267,13 +262,7 @@ def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
     """Steps of a turn that lasts at least `seconds` and has at least `steps`; the same on all ranks.
 
     Steps are run to find out, until half of `seconds` has passed: clocks and power take a while to settle under load.
-    With `seconds` 0, none are.
-
-    Args:
-        part: warmed up as far as kernels and memory go.
-        world: its ranks.
-        steps: the fewest steps.
-        seconds: the shortest time.
+    With `seconds` 0, none are. Kernels and memory of the part are warm.
     """
     if not seconds:
         return steps
@@ -309,15 +298,10 @@ def part_record(
     memory_peak_bytes: int | None,
     frozen: bool = False,
 ) -> dict[str, Any]:
-    """The numbers of one part.
+    """The numbers of one part, over all ranks; a multiply-add counts 2.
 
     Args:
-        name: the part.
-        turns: as measured, merged over the ranks by `slowest`.
-        images_per_step: over all ranks.
-        forward_flops_per_image: a multiply-add counts 2.
-        matmul_flops_per_second: of all ranks together, or None if it was not measured.
-        memory_peak_bytes: the largest of all ranks, or None if it is not known.
+        turns: merged over the ranks by `slowest`.
         frozen: some parameters are not trained; how much of the backward pass that saves is not known.
     """
     turn_seconds = [turn.total / len(turn.seconds) for turn in turns]

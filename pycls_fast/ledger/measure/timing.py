@@ -43,15 +43,8 @@ def time_variants(
 ) -> int:
     """Time configurations in turns, print a table, write JSON; returns the exit status.
 
-    Args:
-        variants: name and configuration; the others are compared with the first.
-        mode: which parts are timed.
-        steps: timed steps per turn, at least.
-        warmup_steps: steps before the first turn (before every turn for parts with the input pipeline), at least.
-        repeats: turns per part and variant.
-        seconds: a turn lasts at least this long, and the warm-up half of it, whatever the number of steps.
-        matmul_size: side of the matrices whose product sets the peak; None for the device's default.
-        output: the JSON file; None for one in `run_dir` if that is set, else in `timings/`.
+    `variants` are names and configurations, of which the first is the one compared with; `TimeOptions` in
+    `commands/measure.py` describes the rest.
 
     Raises:
         UserError: something cannot be built, read, compared or written.
@@ -111,11 +104,10 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
 
 
 def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
-    if output is not None:
-        return output_file(output, world)
+    default = Path("timings") / f"{config.config_name}-{timestamp()}.json"
     if config.run_dir is not None:
-        return output_file(Path(config.run_dir) / f"timing-{timestamp()}.json", world)
-    return output_file(Path("timings") / f"{config.config_name}-{timestamp()}.json", world)
+        default = Path(config.run_dir) / f"timing-{timestamp()}.json"
+    return output_file(output or default, world)
 
 
 def _measure(

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Literal, Protocol
 
@@ -73,7 +74,7 @@ def slowest(turn: Turn, world: World) -> Turn:
 
 
 class Trainer:
-    """The training step of `train_net.py` with a step counter, shared by the parts that train."""
+    """The training step with a step counter, shared by the parts that train."""
 
     def __init__(self, step: Step, world: World, switches: Speed) -> None:
         self.step = step
@@ -87,50 +88,54 @@ class Trainer:
         self._done += 1
 
 
+@dataclass
 class TrainPart:
     """Training steps on one microbatch that is already on the device, `accumulation_steps` times in each step.
 
     Training does not hold all microbatches of a step in memory either.
     """
 
-    def __init__(self, trainer: Trainer, microbatch: Batch, accumulation_steps: int, world: World) -> None:
-        self.images_per_step = len(microbatch) * accumulation_steps * world.data_size
-        self._trainer = trainer
-        self._microbatch = microbatch
-        self._accumulation_steps = accumulation_steps
-        self._device = world.device
-        self.memory = StepMemory(world, compiled=trainer.compiled)
+    trainer: Trainer
+    microbatch: Batch
+    accumulation_steps: int
+    world: World
+
+    def __post_init__(self) -> None:
+        self.images_per_step = len(self.microbatch) * self.accumulation_steps * self.world.data_size
+        self.memory = StepMemory(self.world, compiled=self.trainer.compiled)
 
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
         for _ in range(steps):
-            with self.memory.counting(self._trainer.step.held):
+            with self.memory.counting(self.trainer.step.held):
                 self._step()
 
     def turn(self, steps: int) -> Turn:
         """Time steps."""
-        seconds = timed(self._step, steps, self._device)
+        seconds = timed(self._step, steps, self.world.device)
         return Turn(tuple(seconds), sum(seconds))
 
     def _step(self) -> None:
-        self._trainer(repeat(self._microbatch, self._accumulation_steps))
+        self.trainer(repeat(self.microbatch, self.accumulation_steps))
 
 
+@dataclass
 class InferencePart:
     """The forward pass of evaluation, uint8 images to logits, on one batch that is already on the device."""
 
-    def __init__(self, network: nn.Module, step: Step, batch: Batch, world: World) -> None:
-        self.images_per_step = len(batch) * world.data_size
-        self._network = network
-        self._step = step
-        self._batch = batch
-        self._device = world.device
+    network: nn.Module
+    step: Step
+    batch: Batch
+    world: World
+
+    def __post_init__(self) -> None:
+        self.images_per_step = len(self.batch) * self.world.data_size
 
     @torch.no_grad()
     def forward(self) -> Tensor:
         """Logits (B, K), computed as in `train/evaluate.py`."""
-        with uncompiled(self._network), self._step.autocast():
-            logits_BK: Tensor = self._network(self._step.prepare(self._batch))
+        with uncompiled(self.network), self.step.autocast():
+            logits_BK: Tensor = self.network(self.step.prepare(self.batch))
         return logits_BK
 
     def warm_up(self, steps: int) -> None:
@@ -139,28 +144,28 @@ class InferencePart:
 
     def turn(self, steps: int) -> Turn:
         """Time passes in evaluation mode, then restore the network's mode."""
-        was_training = self._network.training
-        self._network.eval()
+        was_training = self.network.training
+        self.network.eval()
         try:
-            seconds = timed(self.forward, steps, self._device)
+            seconds = timed(self.forward, steps, self.world.device)
         finally:
-            self._network.train(was_training)
+            self.network.train(was_training)
         return Turn(tuple(seconds), sum(seconds))
 
 
+@dataclass
 class StepRange:
     """Hands out disjoint ranges of training steps, so that no turn finds its images in the page cache."""
 
-    def __init__(self) -> None:
-        self._next = 0
+    used: int = 0
 
     def take(self, count: int) -> int:
         """The first of `count` unused steps."""
-        first = self._next
-        self._next += count
-        return first
+        self.used += count
+        return self.used - count
 
 
+@dataclass
 class _Feed:
     """The microbatches of consecutive steps, each loaded when it is asked for, as in training.
 
@@ -169,25 +174,25 @@ class _Feed:
         waited: seconds that the host waited for microbatches; may be reset.
     """
 
-    def __init__(self, microbatches: Iterator[Batch], accumulation_steps: int, device: torch.device) -> None:
-        self.first_batch: float | None = None
-        self.waited = 0.0
-        self._microbatches = microbatches
-        self._accumulation_steps = accumulation_steps
-        self._device = device
+    microbatches: Iterator[Batch]
+    accumulation_steps: int
+    device: torch.device
+    first_batch: float | None = None
+    waited: float = 0.0
 
     def step(self) -> Iterator[Batch]:
         """The microbatches of the next step."""
-        for _ in range(self._accumulation_steps):
+        for _ in range(self.accumulation_steps):
             asked = time.perf_counter()
-            batch = next(self._microbatches)
+            batch = next(self.microbatches)
             if self.first_batch is None:
-                synchronize(self._device)
+                synchronize(self.device)
                 self.first_batch = time.perf_counter() - asked
             self.waited += time.perf_counter() - asked
             yield batch
 
 
+@dataclass
 class LoaderPart:
     """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
 
@@ -199,26 +204,19 @@ class LoaderPart:
     cores.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        source: Images,
-        switches: Speed,
-        world: World,
-        order: StepRange,
-        trainer: Callable[[Iterator[Batch]], object] | None = None,
-    ) -> None:
-        self.images_per_step = config.data.global_batch_size
-        self._config = config
-        self._source = source
-        self._switches = switches
-        self._world = world
-        self._order = order
-        self._use = trainer or _use_up
+    config: RunConfig
+    source: Images
+    switches: Speed
+    world: World
+    order: StepRange
+    trainer: Callable[[Iterator[Batch]], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.images_per_step = self.config.data.global_batch_size
         self._warm_up_steps = 1
-        workers, per_step = build.num_workers(config), config.optim.microbatches
+        workers, per_step = build.num_workers(self.config), self.config.optim.microbatches
         # In steps: the microbatches that workers have ready or in progress.
-        self._ahead = -(-(workers * config.data.prefetch_factor) // per_step)
+        self._ahead = -(-(workers * self.config.data.prefetch_factor) // per_step)
         self._burst = max(1, workers)
 
     def whole_bursts(self, steps: int) -> int:
@@ -233,24 +231,21 @@ class LoaderPart:
         """Start the workers, warm up, time, stop the workers."""
         steps = self.whole_bursts(max(steps, self._ahead))
         warm_up_steps = self.whole_bursts(max(self._warm_up_steps, self._ahead + 1))
+        use: Callable[[Iterator[Batch]], object] = self.trainer or partial(deque, maxlen=0)
         with closing(self._microbatches(warm_up_steps + steps + self._ahead + IN_FLIGHT)) as microbatches:
-            feed = _Feed(microbatches, self._config.optim.microbatches, self._world.device)
+            feed = _Feed(microbatches, self.config.optim.microbatches, self.world.device)
             for _ in range(warm_up_steps):
-                self._use(feed.step())
+                use(feed.step())
             feed.waited = 0.0
-            seconds = timed(lambda: self._use(feed.step()), steps, self._world.device)
+            seconds = timed(lambda: use(feed.step()), steps, self.world.device)
         return Turn(tuple(seconds), sum(seconds), feed.waited, feed.first_batch)
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
-        start = self._order.take(steps)
+        start = self.order.take(steps)
         loader = build.train_loader(
-            self._config, self._source, self._world, self._switches, start_step=start, steps=start + steps
+            self.config, self.source, self.world, self.switches, start_step=start, steps=start + steps
         )
-        yield from to_device(loader, self._world.device, mode=self._switches.input_copy)
-
-
-def _use_up(microbatches: Iterator[Batch]) -> None:
-    deque(microbatches, maxlen=0)
+        yield from to_device(loader, self.world.device, mode=self.switches.input_copy)
 
 
 def synthetic_batch(
@@ -263,15 +258,10 @@ def synthetic_batch(
     device: torch.device,
     host: HostStage | None = None,
 ) -> Batch:
-    """Random images and labels on the device, with boxes to erase if training has them.
+    """Random images and uniform labels on the device, which the seed determines.
 
     Args:
-        count: images.
-        image_size: side in pixels.
-        classes: labels are uniform in 0..classes-1.
-        erase_probability: probability of a box of a quarter of the image; 0 for a batch without boxes.
-        seed: determines everything random.
-        device: where the batch is put.
+        erase_probability: of a box of a quarter of the image; 0 for a batch without boxes.
         host: the loader workers' preparation of a batch (`build.prepare_on_host`), applied here once.
     """
     generator = torch.Generator().manual_seed(seed)

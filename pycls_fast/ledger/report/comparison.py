@@ -13,7 +13,7 @@ from PIL import Image
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.inference.contact_sheet import tile
-from pycls_fast.ledger.report.drawing import INK, LINE, PALE, Chart, literal, plain_axes
+from pycls_fast.ledger.report.charts import INK, LINE, PALE, Chart, literal, plain_axes
 from pycls_fast.ledger.report.page import Page, PagePart, Tile
 from pycls_fast.ledger.report.text import duration
 from pycls_fast.train.display import epochs, human, plain_table, wide_console

@@ -10,8 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.charts import charts
-from pycls_fast.ledger.report.drawing import Chart
+from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
 from pycls_fast.ledger.report.text import (
     facts,

@@ -10,7 +10,7 @@ import torch
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.estimate import Pace, estimate
+from pycls_fast.ledger.ladder.run import Pace, estimate
 from tests.unit.ledger.stand_ins import LADDER, FakeProcess, ladder_of, made, work
 
 PACE = Pace(start=5.0, step=0.5, fed_step=0.75, steps=100)

@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.report.charts import charts
-from pycls_fast.ledger.report.drawing import Chart
+from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
