@@ -311,7 +311,10 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     ]
     folder = Path(os.path.commonpath([run.path.absolute().parent for row in table for run in row.runs]))
     # A key on two lines keeps its column narrow.
-    columns = {re.sub(r"\.(?=[^.]*$)", ".\n", key): [_short(row, key) for row in table] for key in shown}
+    columns = {
+        re.sub(r"\.(?=[^.]*$)", ".\n", key): [shortened(row.settings.get(key, NOT_SET)) for row in table]
+        for key in shown
+    }
     for head, repeated in several:
         if len({text for texts in repeated for text in texts}) > 1:
             columns[head.replace(".", ".\n")] = [", ".join(dict.fromkeys(texts)) for texts in repeated]
@@ -330,9 +333,9 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
         console.print(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s", markup=False)
 
 
-def _short(row: Row, key: str) -> str:
+def shortened(text: str) -> str:
     """A setting, with long fractions shortened."""
-    return re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", row.settings.get(key, NOT_SET))
+    return re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", text)
 
 
 def _number(row: Row, key: str) -> str:

@@ -15,9 +15,10 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, closed, crossing, families, together
+from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, together
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
-from pycls_fast.ledger.ladder.trainings import FAILED, TrainingRun
+from pycls_fast.ledger.ladder.plan import closed
+from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
     LOOKS,
     Effect,

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.plan import merged
+from pycls_fast.ledger.ladder.plan import closed, merged, override_key
 from pycls_fast.ledger.report.effects import LOOKS
 
 # The first pairs, all on against all off, say how far trainings scatter before most of them start.
@@ -91,20 +91,8 @@ def _same_key(one: Variant, other: Variant) -> bool:
     """Whether two variants set a key to different values, and neither is a change of the other."""
     if other.name == one.against or one.name == other.against:
         return False
-    keys = [{each.partition("=")[0].lstrip("+"): each for each in v.overrides} for v in (one, other)]
-    return any(keys[0][key] != keys[1][key] for key in keys[0].keys() & keys[1].keys())
-
-
-def closed(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
-    """The names with those that they are against, in the ladder's order."""
-    against = {variant.name: variant.against for variant in ladder.variants}
-    found: set[str] = set()
-    for start in names:
-        name: str | None = start
-        while name is not None and name not in found:
-            found.add(name)
-            name = against.get(name)
-    return tuple(name for name in against if name in found)
+    values = [{override_key(each): each for each in v.overrides} for v in (one, other)]
+    return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 
 def together(ladder: Ladder, on: Sequence[str]) -> Variant:

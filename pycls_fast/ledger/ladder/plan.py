@@ -58,12 +58,7 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     ]
     if wrong:
         raise UserError(*wrong)
-    picked: set[str] = set()
-    for name in variants:
-        other: str | None = name if words[name] & set(names) else None
-        while other is not None and other not in picked:
-            picked.add(other)
-            other = variants[other].against
+    picked = closed(ladder, [name for name in variants if words[name] & set(names)])
     return ladder.model_copy(update={"variants": tuple(v for v in ladder.variants if v.name in picked)})
 
 
@@ -73,15 +68,28 @@ def _own(variant: Variant, variants: Mapping[str, Variant]) -> list[str]:
     return [override for override in variant.overrides if override not in others]
 
 
+def closed(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
+    """The names with those that they are against, in the ladder's order."""
+    against = {variant.name: variant.against for variant in ladder.variants}
+    found: set[str] = set()
+    for start in names:
+        name: str | None = start
+        while name is not None and name not in found:
+            found.add(name)
+            name = against.get(name)
+    return tuple(name for name in against if name in found)
+
+
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     """Overrides concatenated; of those with the same key only the last is kept, as Hydra may refuse a second one."""
-    last = {_key(override): override for part in parts for override in part}
-    keys = dict.fromkeys(reversed([_key(override) for part in parts for override in part]))
+    last = {override_key(override): override for part in parts for override in part}
+    keys = dict.fromkeys(reversed([override_key(override) for part in parts for override in part]))
     return tuple(last[key] for key in reversed(keys))
 
 
-def _key(override: str) -> str:
-    # Not quoting.key_of, which drops "~" as well: ~key and key=value are two overrides.
+def override_key(override: str) -> str:
+    """The key that an override sets or, with a "~", removes."""
+    # Unlike `key_of`: ~key and key=value are two overrides.
     return override.lstrip("+").partition("=")[0]
 
 

@@ -1,6 +1,6 @@
 """Child processes that run this project's commands: their arguments, how they start, and how they ended.
 
-Their output goes to a file, and they end with this process.
+Their output goes to a file, and they end with this process. Trainings run several at a time, each on GPUs of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,18 @@ from pycls_fast.config.keys import as_typed, key_of, text_override
 from pycls_fast.config.ladder import Variant
 from pycls_fast.config.run import Parallel
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
+from pycls_fast.train.folder import RunFolder
 
 _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.
 _SAVING_SECONDS = 30.0
+# Between two words on a training.
+_EVERY_SECONDS = 60.0
 # Where this process imports the package from.
 _OURS = Path(__file__).parents[3]
+
+FAILED = "failed.json"
+"""Why a training failed, in its folder: a result, which is not tried again."""
 
 
 @dataclass(frozen=True)
@@ -252,3 +259,102 @@ def gradients_arguments(variant: Variant, file: Path) -> list[str]:
 def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[str]:
     """One run of `train_net`."""
     return [*variant.overrides, f"seed={seed}", text_override("run_dir", str(run_dir)), "runtime.progress=plain"]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run that waits for its turn; `alone` lets no other one run at the same time."""
+
+    variant: Variant
+    seed: int
+    folder: Path
+    alone: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.variant.name}: training, seed {self.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier start has finished it."""
+        return (self.folder / "summary.json").is_file() or (self.folder / FAILED).is_file()
+
+
+@dataclass
+class _Running:
+    run: TrainingRun
+    process: Process
+    devices: list[str]
+    # Whether another run was there at some time.
+    shared: bool
+
+
+@dataclass
+class Trainings:
+    """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
+
+    `devices` are the CUDA devices to divide among them, empty if there is no need to. A run that lacked memory while
+    others ran is started once more without them, after all others.
+    """
+
+    runs: Sequence[TrainingRun]
+    jobs: int
+    devices: Sequence[str]
+    start: Callable[[TrainingRun, Sequence[str]], Process]
+    finished: Callable[[Process], ProcessResult | None]
+    done: Callable[[TrainingRun, ProcessResult], None]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._waiting, self._running, self._free = deque(self.runs), list[_Running](), list(self.devices)
+        self._watch_due = time.monotonic() + _EVERY_SECONDS
+
+    def processes(self) -> list[Process]:
+        """The runs that have been started and not ended."""
+        return [running.process for running in self._running]
+
+    def advance(self) -> bool:
+        """Start what can start, take note of what has ended; returns whether any run is left."""
+        while self._waiting and self._fits(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        for running in list(self._running):
+            finished = self.finished(running.process)
+            if finished is not None:
+                self._running.remove(running)
+                self._free += running.devices
+                self._end(running, finished)
+        if time.monotonic() >= self._watch_due:
+            self._watch_due = time.monotonic() + _EVERY_SECONDS
+            for running in self._running:
+                self.say(f"{running.run}: {reached(RunFolder(running.run.folder))}")
+        return bool(self._waiting or self._running)
+
+    def _fits(self, run: TrainingRun) -> bool:
+        if not self._running:
+            return True
+        if run.alone or any(running.run.alone for running in self._running):
+            return False
+        has_devices = not self.devices or len(self._free) >= (run.variant.ranks or 1)
+        return len(self._running) < self.jobs and has_devices
+
+    def _start(self, run: TrainingRun) -> None:
+        ranks = run.variant.ranks or 1
+        devices, self._free = self._free[:ranks], self._free[ranks:]
+        self._running.append(_Running(run, self.start(run, devices), devices, shared=False))
+        for running in self._running:
+            running.shared |= len(self._running) > 1
+
+    def _end(self, running: _Running, finished: ProcessResult) -> None:
+        run = running.run
+        if finished.lacked_memory and running.shared:
+            self.say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
+            self._waiting.append(TrainingRun(run.variant, run.seed, run.folder, alone=True))
+        else:
+            self.done(run, finished)
+
+
+def reached(folder: RunFolder) -> str:
+    """The newest step in a run's metrics, with its epoch and loss."""
+    for record in deque(folder.records("train"), maxlen=1):
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"
+    return "no step logged yet"

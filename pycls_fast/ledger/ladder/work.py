@@ -18,15 +18,17 @@ from pycls_fast.ledger.ladder.crossed import default_runs
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
 from pycls_fast.ledger.ladder.processes import (
+    FAILED,
     Process,
     ProcessResult,
+    TrainingRun,
+    Trainings,
     gradients_arguments,
     rounding_arguments,
     timing_arguments,
     training_arguments,
     with_own_rounding,
 )
-from pycls_fast.ledger.ladder.trainings import FAILED, TrainingRun, Trainings
 from pycls_fast.train.folder import write_json
 
 # Rare enough to leave the cores to the process that is timed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from pycls_fast.inference.contact_sheet import tile
 from pycls_fast.ledger.report.charts import INK, LINE, PALE, Chart, literal, plain_axes
 from pycls_fast.ledger.report.page import Page, PagePart, Tile
 from pycls_fast.ledger.report.text import duration
+from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.display import epochs, human, plain_table, wide_console
 
 Record = Mapping[str, Any]
@@ -130,7 +130,7 @@ def _rows(found: Sequence[Record]) -> list[Row]:
     """Differing settings as table rows; long fractions are shortened if they still differ then."""
     rows = []
     for row in found:
-        a, b = (re.sub(r"\d+\.\d{7,}", lambda long: f"{float(long[0]):.6g}", row[name]) for name in ("a", "b"))
+        a, b = shortened(row["a"]), shortened(row["b"])
         a, b = (row["a"], row["b"]) if a == b else (a, b)
         rows.append(
             {"setting": row["key"], "A": a, "B": b} | ({"numerics": row["class"] or ""} if "class" in row else {})

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.run import Pace, estimate
-from tests.unit.ledger.stand_ins import LADDER, FakeProcess, ladder_of, made, work
+from tests.unit.ledger.stand_ins import FakeProcess, made, work
 
 PACE = Pace(start=5.0, step=0.5, fed_step=0.75, steps=100)
 EVERYTHING: dict[str, Any] = {"numerics_steps": 20, "gradients": True}
@@ -57,23 +55,6 @@ def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
     after = estimate(ledger, PACE)
     shares = {name: after[name] / before[name] for name in before}
     assert shares == pytest.approx({"timings": 4 / 6, "rounding": 2 / 3, "gradients": 0, "training": 15 / 16})
-
-
-@pytest.mark.slow
-def test_it_counts_what_can_run(
-    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    elsewhere = Variant(name="G", overrides=("c=3",), needs="cuda")
-    said = []
-    for ladder in (ladder_of(*LADDER.variants, elsewhere), LADDER):
-        assert work(tmp_path / "report", ladder, dry_run=True, runs_at_most=8, margin=1) == 0
-        said.append(capsys.readouterr().out.splitlines())
-    assert "G: not run, needs CUDA" in said[0]
-    assert not [started for started in fake.started if "c=3" in started]
-    assert said[0][-3:] == said[1][-3:]
-    assert not (tmp_path / "report").exists()
 
 
 @pytest.mark.slow

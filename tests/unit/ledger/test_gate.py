@@ -217,17 +217,6 @@ def test_a_different_machine_is_named_and_its_rate_not_compared() -> None:
     assert texts(ledger(), torch, "base")["images/s"] == "LOST: -20.0%"
 
 
-def test_speeds() -> None:
-    for change, text in (
-        (with_speed(1.2, 0.4, 3.6, 2), "-40.0%, too few rounds to say"),
-        (with_speed(1.85, None, None, 0), "-7.5%, timed in different starts: not tested"),
-        (with_speed(0.2, None, None, 1), "LOST: -90.0%, without an interval"),
-        (with_speed(4.0, 3.9, 4.1), "+100.0%"),
-        (with_speed(2.05, 1.9, 2.2), "+2.5%, within the intervals"),
-    ):
-        assert texts(ledger(), changed(change))["speed-up"] == text
-
-
 def test_different_overrides_are_shown() -> None:
     now = ledger()
     now.base = ["--config-name", "vit", "optim.lr=2"]

@@ -16,7 +16,7 @@ from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
-from pycls_fast.ledger.report.text import duration, headline, print_table, remarks, rows, title, verdicts
+from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, title, verdicts
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from tests.unit.ledger.stand_ins import LADDER, accuracy, effect, record_of, timing, variant
 
@@ -203,11 +203,6 @@ def test_the_words_of_verdicts() -> None:
     )
     found.runs *= 2
     assert "this workload resolves 0.30 points, not 0.25" in verdicts(record)["f"][1]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(3.0, "3.0 s"), (600, "10.0 min"), (9000, "2.5 h"), (1e6, "11.6 d")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def drawn(record: Record, name: str) -> Chart:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,50 +105,38 @@ def test_a_process_imports_the_package_of_its_checkout(tmp_path: Path, monkeypat
     assert (finished.status, log.read_text().strip()) == (0, said)
 
 
-def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "_SAVING_SECONDS", 1.0)
-    checkout(
-        tmp_path,
-        "import pathlib, signal, sys, time\n"
-        "def save(*_):\n"
-        "    pathlib.Path(sys.argv[2] + '_asked').touch()\n"
-        "    if sys.argv[3] == 'saves': sys.exit(3)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "pathlib.Path(sys.argv[2] + '_started').touch()\n"
-        "while True: time.sleep(0.01)\n",
-    )
-    now = 0.0
-    limits: list[float] = []
+def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there is one time limit for all of them."""
+    now, log = 0.0, list[tuple[object, ...]]()
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
-    names = ["0", "1", "2"]
-    what = ["never", "never", "saves"]
-    started = [
-        Process("train", [str(tmp_path / name), does], ranks=1, log=tmp_path / f"{name}.txt", tree=tmp_path)
-        for name, does in zip(names, what, strict=True)
-    ]
-    while len(list(tmp_path.glob("*_started"))) < len(names):
-        time.sleep(0.01)
-    wait = subprocess.Popen.wait
 
-    def waited(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        nonlocal now
-        if timeout is None:
-            return wait(process)
-        while len(list(tmp_path.glob("*_asked"))) < len(names):
-            time.sleep(0.01)
-        limits.append(timeout)
-        if process is started[2]._process:
-            return wait(process)
-        now += timeout
-        raise subprocess.TimeoutExpired(process.args, timeout)
+    class Asked:
+        """A process that saves and ends when it is asked to, or never."""
 
-    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+        def __init__(self, name: str, *, saves: bool) -> None:
+            self._process, self.name, self.saves = self, name, saves
+
+        def send_signal(self, number: int) -> None:
+            log.append((self.name, "asked", number))
+
+        def wait(self, timeout: float | None = None) -> None:
+            nonlocal now
+            if timeout is not None:
+                log.append((self.name, "waited for", timeout))
+                if not self.saves:
+                    now += timeout
+                    raise subprocess.TimeoutExpired("x", timeout)
+
+        def kill(self) -> None:
+            log.append((self.name, "killed"))
+
+    started: list[Any] = [Asked("a", saves=False), Asked("b", saves=False), Asked("c", saves=True)]
     Process.stop(started)
-    # One time limit for all of them.
-    assert limits == [1.0, 0.0, 0.0]
-    assert [process.wait().status for process in started] == [-9, -9, 3]
+    assert log[:3] == [(name, "asked", signal.SIGTERM) for name in "abc"]
+    assert log[3:] == [
+        *(("a", "waited for", 30.0), ("a", "killed")), *(("b", "waited for", 0.0), ("b", "killed")),
+        ("c", "waited for", 0.0),
+    ]  # fmt: skip
 
 
 class Ended:

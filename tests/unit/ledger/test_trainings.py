@@ -12,9 +12,8 @@ import torch
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder import trainings as module
-from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.ledger.ladder.trainings import TrainingRun, Trainings, reached
+from pycls_fast.ledger.ladder import processes as module
+from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, Trainings, reached
 from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.stand_ins import made, work
 
