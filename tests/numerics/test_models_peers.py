@@ -57,7 +57,7 @@ def test_timm_vit(attention: str) -> None:
     batch = images(2, 224)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = pretrained.to_timm_vit(ours.state_dict())
+    back = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
 
@@ -90,12 +90,12 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
 
 def test_other_names_and_shapes_are_refused() -> None:
     state = {name: tensor.clone() for name, tensor in vit(image_size=32).state_dict().items()}
-    theirs = pretrained.to_timm_vit(state)
+    theirs = pretrained.to_timm_vit(state, norm="norm")
     for key, shape in (("cls_token", (2, 1, 192)), ("blocks.3.attn.qkv.weight", (35, 192))):
         with pytest.raises(UserError, match=f"weights: {key} of shape"):
             in_our_names(theirs | {key: torch.zeros(shape)})
     with pytest.raises(ValueError, match=r"no name for \['extra'\]"):
-        pretrained.to_timm_vit(state | {"extra": torch.zeros(1)})
+        pretrained.to_timm_vit(state | {"extra": torch.zeros(1)}, norm="norm")
 
 
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}

@@ -76,7 +76,7 @@ def resnet_shortcut(state: State) -> ShortcutKind:
     return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
 
 
-def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
+def to_timm_vit(state: State, *, norm: Norm) -> dict[str, Tensor]:
     """Our vision transformer in timm's names, those of its version 1.0.
 
     Our names do not show where the final norm is: timm's `fc_norm` is classifier_norm="after_pool", `norm`
@@ -84,13 +84,11 @@ def to_timm_vit(state: State, *, norm: Norm | None = None) -> dict[str, Tensor]:
 
     Args:
         state: ours; fixed positions have to be in it, too.
-        norm: timm's name of the final norm; None: "norm" for a model with a class token or a MAP head, else "fc_norm".
+        norm: timm's name of the final norm.
 
     Raises:
         ValueError: tensors that timm's has no place for.
     """
-    if norm is None:
-        norm = "norm" if {"class_token.value", "pooling.probe"} & set(state) else "fc_norm"
     return _all_of(in_timm_names(state, norm=norm))
 
 

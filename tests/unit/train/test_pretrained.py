@@ -43,7 +43,7 @@ def vit(classes: int) -> VisionTransformer:
 
 def test_a_fresh_head_is_for_training_only(tmp_path: Path) -> None:
     theirs = vit(3)
-    torch.save({"model": to_timm_vit(theirs.state_dict())}, tmp_path / "timm.pth")
+    torch.save({"model": to_timm_vit(theirs.state_dict(), norm="norm")}, tmp_path / "timm.pth")
     network = vit(2)
     before = network.head.weight.clone()
     origin = load_weights(network, tmp_path / "timm.pth", classes=("a", "b"))
@@ -235,7 +235,7 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"hf:me/cats has no model\.safetensors; download another of its files"):
         find_weights("hf:me/cats")
     file = hub.cache / ("b" * 40) / "model.safetensors"
-    save_file(to_timm_vit(theirs.state_dict()), file)
+    save_file(to_timm_vit(theirs.state_dict(), norm="norm"), file)
     kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (file.parent / "config.json").write_text(json.dumps(kept))
     ours = vit(3)
