@@ -242,9 +242,9 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
 
 def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     """Why the two runs cannot be compared image by image; None if they can."""
-    for name, run in (("A", a), ("B", b)):
-        if run.predictions is None:
-            return f"{name} has no predictions yet: it has not been evaluated"
+    one, two = a.predictions, b.predictions
+    if one is None or two is None:
+        return f"{'A' if one is None else 'B'} has no predictions yet: it has not been evaluated"
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
         others = sorted({*a.classes} ^ {*b.classes})
         return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)} ({', '.join(others[:3])})"
@@ -252,12 +252,9 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
         names, others = _names(a.source), _names(b.source)
         if len(names) != len(others):
             return f"they were evaluated on different images: {len(names):,} and {len(others):,}"
-        place = next((i for i, (one, two) in enumerate(zip(names, others, strict=True)) if one != two), None)
+        place = next((i for i, name in enumerate(names) if name != others[i]), None)
         if place is not None:
             return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
-    assert a.predictions is not None
-    assert b.predictions is not None
-    one, two = a.predictions, b.predictions
     at_one, at_two = _shared(one, two)
     if not len(at_one):
         return "they have no image in common"
@@ -270,9 +267,9 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
     Images that one of the two could not read are left out of both.
     """
-    assert a.predictions is not None
-    assert b.predictions is not None
     one, two = a.predictions, b.predictions
+    assert one is not None
+    assert two is not None
     at_one, at_two = _shared(one, two)
     labels_N, first_N, second_N = one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two]
     losses_N2 = np.stack([one.losses_N[at_one], two.losses_N[at_two]], axis=1)
