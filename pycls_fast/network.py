@@ -44,6 +44,25 @@ class Network(nn.Module):
         """How ranks share each of `units()`, by the names of modules within one; empty if they cannot."""
         return {}
 
+    def draws(self) -> list[int]:
+        """How often each of `units()` draws a number for each image from the host's generator, in training."""
+        return [0 for _ in self.units()]
+
+    batch_dim = 0
+    """The dimension of features that holds the images."""
+
+    def enter(self, images_BCHW: Tensor) -> Tensor:
+        """What `units()` begin with; with them and `leave`, all of `forward`."""
+        raise NotImplementedError
+
+    def leave(self, features: Tensor) -> Tensor:
+        """What the last one's output becomes."""
+        raise NotImplementedError
+
+    def ends(self) -> tuple[list[str], list[str]]:
+        """Names of the modules that `enter` and `leave` use; none if the network cannot be cut between units."""
+        return [], []
+
     def experts(self) -> Sequence[tuple[nn.Module, nn.Module, nn.Module]]:
         """Each mixture of experts, with its first and its last layer: their parameters, and what goes in and comes out,
         have an expert for each index of the first dimension, and tokens along the second."""

@@ -39,6 +39,7 @@ from pycls_fast.build.device import (
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
+    cut,
     ema,
     freeze,
     is_sharded,

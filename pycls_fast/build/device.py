@@ -47,6 +47,7 @@ def world(config: RunConfig) -> Iterator[World]:
         replicate_degree=config.parallel.replicate_degree,
         tensor_degree=config.parallel.tensor_degree,
         expert_degree=config.parallel.expert_degree,
+        pipeline_degree=config.parallel.pipeline_degree,
     ) as ranks:
         import_modules(config.imports)
         yield ranks

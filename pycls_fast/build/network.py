@@ -28,7 +28,7 @@ from pycls_fast.optim.optimizers import compile_step, make_capturable
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
-from pycls_fast.parallel import FlatShards, ParallelModel, StrategySettings, World, use_float8, wrap_model
+from pycls_fast.parallel import FlatShards, ParallelModel, Pipeline, StrategySettings, World, use_float8, wrap_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
@@ -153,17 +153,27 @@ def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -
     )
 
 
+def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
+    """Leave only this rank's stages of a pipeline in the network, in place; None without one."""
+    if world.pipeline == 1:
+        return None
+    averages = not is_sharded(config, world)
+    return parallel.cut(network, world, config.parallel.pipeline_schedule, averages=averages)
+
+
 def wrap(
     config: RunConfig,
     network: Network,
     world: World,
     chosen: Speed,
     initialise: Callable[[FlatShards | None], None] | None = None,
+    pipeline: Pipeline | None = None,
 ) -> ParallelModel:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
 
     Args:
         initialise: loads other values than the initial ones into a network from the meta device; see `wrap_model`.
+        pipeline: of `cut`.
 
     Raises:
         UserError: it is to be compiled, and there is no compiler.
@@ -188,6 +198,7 @@ def wrap(
             autocast=None if precision.autocast is None else DTYPES[precision.autocast],
             wide_norms=precision.wide_norms,
             param_offload=chosen.param_offload == "cpu",
+            pipeline=pipeline,
             groups=by_name(network, parameter_groups(network, config.optim)),
             make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
         ),
@@ -199,7 +210,7 @@ def wrap(
 
 
 def is_sharded(config: RunConfig, world: World) -> bool:
-    """Whether each rank holds only a part of the weights; such a network is built on the meta device."""
+    """Whether each rank holds only a part of the weights of its stage."""
     return STRATEGIES[strategy(config, world)].shards_weights
 
 

@@ -131,6 +131,15 @@ TOGETHER = Fact(
 APART = Fact(
     "parallel.expert_degree", lambda now: now.config.parallel.expert_degree > 1,
     "model=vit_moe_digits parallel=fsdp parallel.expert_degree=2")
+STAGED = Fact(
+    "parallel.pipeline_degree", lambda now: now.config.parallel.pipeline_degree > 1,
+    "parallel=ddp parallel.pipeline_degree=2 optim.accumulation_steps=2")
+NO_STAGES = Fact(
+    "parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors),
+    "parallel=fairscale_sharded_ddp")
+FROZEN_PARTS = Fact(
+    "optim.trainable", lambda now: "all" not in now.config.optim.trainable,
+    "weights=w.safetensors optim.trainable=[head]")
 NO_EXPERTS = Fact("model.experts", lambda now: not getattr(now.config.model, "experts", 0), "model=vit_digits")
 EXPERTS = Fact(
     "model.experts", lambda now: getattr(now.config.model, "experts", 0) > 0,
@@ -302,6 +311,23 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
         )
     ),
+    *(
+        (STAGED, other, why, use)
+        for other, why, use in (
+            (NO_STAGES, "stages are those of ddp, fsdp and hsdp", "parallel=ddp or parallel.pipeline_degree=1"),
+            (UNDIVIDED, "it divides the blocks of this project's ViT", "parallel.pipeline_degree=1"),
+            (EXPERTS, "routers' losses would be of one stage", "parallel.pipeline_degree=1 or model.experts=0"),
+            (KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
+            (FROZEN_PARTS, "a stage may have nothing to train", "parallel.pipeline_degree=1"),
+            ("head=probe", "features are of one process", "head=small"),
+            ("parallel.compression!=none", "the pipeline averages gradients itself", "parallel.compression=none"),
+            ("speed.compile=model", "a stage is a part of it", "speed.compile=blocks"),
+            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
+        )
+    ),
+    ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.recompute=full|selective|budget",
+     "it halves the backward pass, in which blocks would run again",
+     "parallel.pipeline_schedule=1f1b or speed.recompute=off"),
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
@@ -439,6 +465,9 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
+    stages = config.parallel.pipeline_degree
+    if config.optim.microbatches % stages:
+        yield "optim.accumulation_steps", _not_divisible(parts, stages, f"parallel.pipeline_degree={stages}")
     if batch % parts:
         yield "data.global_batch_size", _not_divisible(batch, parts, f"optim.accumulation_steps={parts}")
     # On any number of ranks; `build.check_mixing` knows how many there are.

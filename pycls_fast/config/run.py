@@ -96,6 +96,11 @@ class Parallel(Section):
     expert_degree: PositiveInt = 1
     """fsdp and hsdp: the number of neighbouring ranks among which the experts of a model are divided (expert
     parallelism); they see different images, and each token goes to the ranks that have its experts."""
+    pipeline_degree: PositiveInt = 1
+    """ddp, fsdp and hsdp: the number of ranks among which the blocks of a ViT are divided (pipeline parallelism); the
+    microbatches of optim.accumulation_steps travel from one to the next."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    """The order in which a stage computes; the last three give each rank two stages."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""
     recompute_every: PositiveInt = 1

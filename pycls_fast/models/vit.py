@@ -259,7 +259,7 @@ class VisionTransformer(Network):
             "heads": "attention.query_norm attention.key_norm",
             "inputs": "attention.projection mlp.fc2",
         }
-        own = {name for name, _ in self.blocks[0].named_modules()}
+        own = {name for block in self.blocks for name, _ in block.named_modules()}
         return {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
 
     def embedding_names(self) -> set[str]:
@@ -300,15 +300,32 @@ class VisionTransformer(Network):
         if images_BCHW.shape[-2:] != (self.image_size, self.image_size):
             found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
             raise ValueError(f"built for images of {self.image_size} x {self.image_size} pixels; got {found}")
-        features_BND = self._embed(self.stem(images_BCHW))
-        if self.padding:
-            features_BND = self._pad(features_BND)
+        features_BND = self.enter(images_BCHW)
         for block in self.blocks:
             features_BND = block(features_BND)
+        return self.leave(features_BND)
+
+    def enter(self, images_BCHW: Tensor) -> Tensor:
+        """Images -> features_BND, the blocks' input."""
+        features_BND = self._embed(self.stem(images_BCHW))
+        return self._pad(features_BND) if self.padding else features_BND
+
+    def leave(self, features_BND: Tensor) -> Tensor:
+        """The blocks' output -> logits_BK."""
         features_BD = self._pool(features_BND)
         if self.pre_logits is not None:
             features_BD = torch.tanh(self.pre_logits(features_BD))
         return self.head(features_BD)
+
+    def draws(self) -> list[int]:
+        """Draws of drop-path: one for each branch of a block."""
+        return [2 * block.drop_path.drops for block in self.blocks if isinstance(block, Block)]
+
+    def ends(self) -> tuple[list[str], list[str]]:
+        """Modules of `enter` and of `leave`."""
+        ends = ("stem", "class_token", "registers", "positions"), ("norm", "pooling", "pre_logits", "head")
+        before, after = ([name for name in names if getattr(self, name) is not None] for names in ends)
+        return before, after
 
     def _embed(self, features_BND: Tensor) -> Tensor:
         """The patches, with positions, after the class token and the registers; contiguous."""

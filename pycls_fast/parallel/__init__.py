@@ -6,6 +6,7 @@ from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.launch import keep_freed_memory, start_world
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.pipeline import Pipeline, cut
 from pycls_fast.parallel.precision import keep_in_float32, use_float8
 from pycls_fast.parallel.rendezvous import first_of_launch, lost_ranks
 from pycls_fast.parallel.world import ALONE, Agreement, World, floating_buffers
@@ -16,9 +17,11 @@ __all__ = [
     "Agreement",
     "FlatShards",
     "ParallelModel",
+    "Pipeline",
     "StrategySettings",
     "World",
     "compile_model",
+    "cut",
     "first_of_launch",
     "floating_buffers",
     "keep_freed_memory",

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.pipeline import Evaluated
 from pycls_fast.parallel.powersgd import PowerSGD
 from pycls_fast.parallel.world import World
 
@@ -26,7 +27,20 @@ _CASTS: dict[str, Callable[..., Any]] = {
 
 
 def replicate(network: nn.Module, world: World, settings: StrategySettings) -> ParallelModel:
-    """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass."""
+    """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass.
+
+    A pipeline averages them itself, after the last one.
+    """
+    if (pipeline := settings.pipeline) is not None:
+        return ParallelModel(
+            forward=network,
+            evaluated=Evaluated(pipeline),
+            device=world.device,
+            taken_every_microbatch=False,
+            forward_is_collective=True,
+            shard_groups=[pipeline.group],
+            pipeline=pipeline,
+        )
     model = DistributedDataParallel(
         network,
         device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -21,6 +21,7 @@ from pycls_fast.optim.masters import cast_around, cast_buffers
 from pycls_fast.optim.weights import assign
 from pycls_fast.parallel.experts import divide_experts
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.pipeline import Evaluated
 from pycls_fast.parallel.tensor import divide, is_divided
 from pycls_fast.parallel.world import World
 
@@ -33,16 +34,19 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     """Shard the network in place; it may be on the meta device.
 
     Gradients are reduced in float32 after every microbatch, so that no rank holds whole gradients; replicas all-reduce
-    theirs once per step.
+    theirs once per step. Stages of a pipeline reduce theirs after the last microbatch, and hold whole ones until then.
     """
     assert world.mesh is not None
-    shared = world.tensor > 1
+    shared, pipeline = world.tensor > 1, settings.pipeline
     # Together: a mesh of the dimensions over which weights are sharded and replicated.
-    names = tuple(name for name in world.mesh.mesh_dim_names or () if name != "tensor")
-    mesh = world.mesh[names] if shared else world.mesh
+    names = tuple(name for name in world.mesh.mesh_dim_names or () if name not in ("tensor", "pipeline"))
+    mesh = world.mesh[names] if shared or pipeline is not None else world.mesh
+    parts: list[tuple[nn.Module, list[nn.Module]]] = [(network, [unit for _, unit in network.units()])]
+    if pipeline is not None:
+        parts = [(stage, list(stage.units)) for stage in pipeline.stages]
     if shared:
-        divide(network, world.mesh["tensor"])
-    units = [unit for _, unit in network.units()]
+        for _, units in parts:
+            divide(units, network.divisions(), world.mesh["tensor"])
     offload: OffloadPolicy = OffloadPolicy()
     if settings.param_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -54,12 +58,13 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         for _, first, last in network.experts():
             # The outputs' dimension: there may be fewer experts here than ranks that have them.
             fully_shard([first, last], **{**common, "mesh": alike}, shard_placement_fn=lambda _: Shard(1))
-    for unit in units:
-        # The last unit and the modules around the units are needed again as soon as the backward pass begins.
-        gathers_again = settings.reshard_after_forward and unit is not units[-1]
-        fully_shard(unit, reshard_after_forward=gathers_again, **common)
-    fully_shard(network, reshard_after_forward=False, **common)
-    _prefetch(network, units, settings.prefetch_units)
+    for whole, units in parts:
+        for unit in units:
+            # The last unit and the modules around the units are needed again as soon as the backward pass begins.
+            gathers_again = settings.reshard_after_forward and unit is not units[-1]
+            fully_shard(unit, reshard_after_forward=gathers_again, **common)
+        fully_shard(whole, reshard_after_forward=False, **common)
+        _prefetch(whole, units, settings.prefetch_units)
     root: Any = network
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
@@ -70,20 +75,25 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         return nullcontext()
 
     def free_gathered() -> None:
-        for module in network.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for whole, _ in parts:
+            for module in whole.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
+    kinds = {"shard": True, "tensor": shared, "pipeline": pipeline is not None}
     return ParallelModel(
         forward=network,
-        evaluated=network,
+        evaluated=network if pipeline is None else Evaluated(pipeline),
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=False,
         forward_is_collective=True,
-        shard_groups=[world.mesh.get_group(name) for name in ("shard", "tensor") if name == "shard" or shared],
-        counted=[world.counts or is_divided(p) for p in network.parameters() if p.requires_grad] if shared else None,
+        shard_groups=[world.mesh.get_group(name) for name, exists in kinds.items() if exists],
+        counted=[world.rank % world.tensor == 0 or is_divided(p) for p in network.parameters() if p.requires_grad]
+        if shared
+        else None,
         free_gathered=free_gathered,
+        pipeline=pipeline,
     )
 
 

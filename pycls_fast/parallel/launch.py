@@ -42,6 +42,7 @@ def start_world(
     replicate_degree: int | None = None,
     tensor_degree: int = 1,
     expert_degree: int = 1,
+    pipeline_degree: int = 1,
 ) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
@@ -56,6 +57,7 @@ def start_world(
         strategy: `parallel.name`; checked against the number of ranks.
         shard_degree, replicate_degree: for "hsdp"; see `degrees`.
         tensor_degree, expert_degree: how many neighbours compute one model together, or divide its experts.
+        pipeline_degree: among how many ranks its blocks are divided.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -66,11 +68,13 @@ def start_world(
     with ExitStack() as group, ExitStack() as watch:
         try:
             facts = strategy_of(strategy)
-            grid = _grid(facts, size, shard_degree, replicate_degree, tensor_degree, expert_degree)
+            if size % pipeline_degree:
+                raise _not_divided("parallel.pipeline_degree", pipeline_degree, size)
+            grid = _grid(facts, size // pipeline_degree, shard_degree, replicate_degree, tensor_degree, expert_degree)
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda and chosen.type != "cuda":
                 raise UserError(f"parallel.name: {strategy} needs CUDA and this run is on the CPU; use parallel=fsdp")
-            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor_degree)
+            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor_degree, pipeline=pipeline_degree)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.
@@ -78,8 +82,9 @@ def start_world(
                 # Longer than the monitor's, which knows where the ranks are and so reports first.
                 timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
                 world = _join(group, world, _backends(backend, chosen, facts), timeout)
-                if facts.has_mesh:
-                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, tensor=tensor_degree))
+                if facts.has_mesh or pipeline_degree > 1:
+                    parts = {"tensor": tensor_degree, "pipeline": pipeline_degree}
+                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, **parts))
                 if expert_degree > 1:
                     world = replace(world, experts=make_mesh(chosen.type, *grid, timeout, expert=expert_degree))
             if size > 1:
@@ -108,12 +113,8 @@ def _grid(
     if facts.name == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     if size % tensor:
-        fits = max(n for n in range(1, min(tensor, size) + 1) if size % n == 0)
-        raise UserError(
-            f"parallel.tensor_degree: {tensor} does not divide the {size} ranks of the run; use "
-            f"parallel.tensor_degree={fits}, or {-(-size // tensor) * tensor} ranks"
-        )
-    grid: tuple[int | None, int] = None, size // tensor
+        raise _not_divided("parallel.tensor_degree", tensor, size)
+    grid: tuple[int | None, int] = (None, size // tensor) if facts.has_mesh else (size, 1)
     if facts.has_groups:
         here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
         grid = degrees(size // tensor, shard=shard, replicate=replicate, ranks_per_node=here)
@@ -124,6 +125,12 @@ def _grid(
             f"parallel.expert_degree={fits}"
         )
     return grid
+
+
+def _not_divided(key: str, degree: int, ranks: int) -> UserError:
+    fits = max(n for n in range(1, min(degree, ranks) + 1) if ranks % n == 0)
+    more = -(-ranks // degree) * degree
+    return UserError(f"{key}: {degree} does not divide the {ranks} ranks of the run; use {key}={fits}, or {more} ranks")
 
 
 def _join(group: ExitStack, world: World, backends: str, timeout: timedelta) -> World:
@@ -250,15 +257,23 @@ def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_no
 
 
 def make_mesh(
-    device: str, replicate: int | None, shard: int, timeout: timedelta, *, tensor: int = 1, expert: int = 1
+    device: str,
+    replicate: int | None,
+    shard: int,
+    timeout: timedelta,
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    pipeline: int = 1,
 ) -> DeviceMesh:
-    """A mesh of all ranks: `replicate` (None: no such dimension) x `shard` x `tensor` (1: no such dimension), or with
-    the shards divided by `expert` (1: no such dimension); all ranks call this. Neighbours differ in the last one, which
-    exchanges most.
+    """A mesh of all ranks: `pipeline` (1: no such dimension) x `replicate` (None: no such dimension) x `shard` x
+    `tensor` (1: no such dimension), or with the shards divided by `expert` (1: no such dimension); all ranks call this.
+    Neighbours differ in the last one, which exchanges most.
 
     The groups are created here because torch's mesh would give them its own timeout.
     """
-    wanted = {"replicate": replicate, "shard": shard // expert, "tensor": tensor, "expert": expert}
+    wanted = {"pipeline": pipeline, "replicate": replicate, "shard": shard // expert}
+    wanted |= {"tensor": tensor, "expert": expert}
     sizes = {name: size for name, size in wanted.items() if size is not None and (name in _ALWAYS or size > 1)}
     if len(sizes) == 1:
         line: Any = dist.new_group(timeout=timeout)

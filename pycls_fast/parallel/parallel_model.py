@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from pycls_fast.optim.groups import Group
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.pipeline import Pipeline
 from pycls_fast.parallel.powersgd import PowerSGD
 
 
@@ -35,6 +36,8 @@ class StrategySettings:
     wide_norms: bool = False
     # Keep shards, their gradients and the optimizer's state in the host's memory.
     param_offload: bool = False
+    # The stages of a network that was cut.
+    pipeline: Pipeline | None = None
     # The optimizer's groups; their `params` are names, because some strategies replace the parameters.
     groups: Sequence[Group] = ()
     # For strategies that make the optimizer themselves: makes one from groups of parameters.
@@ -72,6 +75,7 @@ class ParallelModel:
         compression: gradient compression that carries state from step to step (PowerSGD).
         weights: what the optimizer owns and checkpoints hold, if not the network's own parameters.
         optimizer: the optimizer, if it is a part of the strategy.
+        pipeline: runs all microbatches of a step in place of `forward`, if the network is cut into stages.
     """
 
     forward: nn.Module
@@ -86,6 +90,7 @@ class ParallelModel:
     compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
+    pipeline: Pipeline | None = None
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:

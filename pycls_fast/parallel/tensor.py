@@ -8,6 +8,7 @@ holds a part of the tokens; a branch begins with an all-gather and ends with a r
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pycls_fast.network import Division, Network
+from pycls_fast.network import Division
 
 # Features are (B, N, D): tokens are dimension 1. Attention works on plain tensors, its own heads.
 _TOKENS, _HEADS = Shard(1), 1
@@ -35,18 +36,18 @@ _STYLES: dict[Division, ParallelStyle] = {
 }
 
 
-def divide(network: Network, mesh: DeviceMesh) -> None:
-    """Divide the network's blocks over a mesh of one dimension, in place; it may be on the meta device.
+def divide(blocks: Sequence[nn.Module], divisions: Mapping[str, Division], mesh: DeviceMesh) -> None:
+    """Divide neighbouring blocks over a mesh of one dimension, in place; they may be on the meta device.
 
     Parameters keep their names and become DTensors. What is outside the blocks is computed by every rank alike.
 
     Args:
-        network: its number of tokens is a multiple of the ranks, as are its heads and the MLPs' width.
-        mesh: the ranks that compute the model together, which see the same images.
+        blocks: their number of tokens is a multiple of the ranks, as are their heads and the MLPs' width.
+        divisions: how, see `Network.divisions`.
+        mesh: the ranks that compute the blocks together, which see the same images.
     """
-    blocks = network.units()
-    for _, block in blocks:
-        parallelize_module(block, mesh, {name: _STYLES[kind] for name, kind in network.divisions().items()})
+    for block in blocks:
+        parallelize_module(block, mesh, {name: _STYLES[kind] for name, kind in divisions.items()})
 
     def own_tokens(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         return _placed(inputs[0], mesh, Replicate(), _TOKENS)
@@ -55,8 +56,8 @@ def divide(network: Network, mesh: DeviceMesh) -> None:
         # A copy: FSDP warns of views.
         return _placed(features_BND, mesh, _TOKENS, Replicate()).clone()
 
-    blocks[0][1].register_forward_pre_hook(own_tokens)
-    blocks[-1][1].register_forward_hook(all_tokens)
+    blocks[0].register_forward_pre_hook(own_tokens)
+    blocks[-1].register_forward_hook(all_tokens)
 
 
 def _placed(tensor: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:

@@ -27,15 +27,18 @@ class World:
     host_group: dist.ProcessGroup | None = None
     # For the thread that writes checkpoints: its messages must not mix with those of training.
     saving_group: dist.ProcessGroup | None = None
-    # For strategies that shard: dimensions "replicate" (or not), "shard" and "tensor" (or not).
+    # For strategies that shard: dimensions "replicate" (or not), "shard" and "tensor" (or not);
+    # first "pipeline", if there are stages.
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
     # Of the process groups; None without any.
     timeout: datetime.timedelta | None = None
     # Among the ranks of its node.
     local_rank: int = 0
-    # How many neighbours compute one model together, and so see the same images.
+    # How many neighbours compute each block together, and among how many ranks far apart the blocks are divided: all of
+    # them see the same images.
     tensor: int = 1
+    pipeline: int = 1
     # For experts that are divided: dimensions "replicate" (or not), "shard" and "expert".
     experts: DeviceMesh | None = None
 
@@ -52,17 +55,27 @@ class World:
     @property
     def data_size(self) -> int:
         """Into how many parts a batch is divided."""
-        return self.size // self.tensor
+        return self.size // (self.tensor * self.pipeline)
 
     @property
     def data_rank(self) -> int:
         """The part of every batch that this rank sees: what order, seeds, sizes and metrics depend on."""
-        return self.rank // self.tensor
+        return self.rank % self.stage_size // self.tensor
 
     @property
     def counts(self) -> bool:
         """Whether this rank is the one of those with the same images that counts them."""
-        return self.rank % self.tensor == 0
+        return self.stage == 0 and self.rank % self.tensor == 0
+
+    @property
+    def stage_size(self) -> int:
+        """How many ranks have the same blocks, or parts of them."""
+        return self.size // self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.rank // self.stage_size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum what was counted over images, in place: over the ranks that see different ones."""

@@ -24,6 +24,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.distill import distillation
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep
 from pycls_fast.train.health import Watchdog
+from pycls_fast.train.pipelined import PipelinedStep
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
@@ -52,7 +53,9 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     steps = build.total_steps(config, steps_per_epoch)
     switches = compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
     sharded = build.is_sharded(config, world)
-    network = build.model(config, classes, switches, empty=sharded)
+    # What is cut into stages has memory until then: each stage's shards are taken from whole values.
+    empty = sharded and world.pipeline == 1
+    network = build.model(config, classes, switches, empty=empty)
 
     # A module of the user's own rarely has a head for these classes.
     new_head = config.model.kind == "given"
@@ -64,12 +67,13 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
             shaped = network if flat is None else build.model(config, classes, switches, empty=True)
             new_head = _load_initial(config, shaped, sources["train"].classes, world, display, into=flat)
 
-    if not sharded:
+    if not empty:
         load()
     counted = complexity(lambda: build.counted_model(config, classes), image_size=config.data.image_size)
     images = steps * config.data.global_batch_size
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
-    network = place_model(network, world, memory_format=switches.memory_format)
+    # Shards are contiguous, and convolutions follow the format of the images.
+    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     train, counts = sources["train"], None
     if config.loss.class_weights != "none":
         counts = np.bincount(train.labels, minlength=len(train.classes))
@@ -139,8 +143,9 @@ def make_step(
 ) -> Step:
     """The training step around a network that is on its device, and that is changed in place.
 
-    The changes depend on each other in this order. Frozen parameters get no master, no exchange of gradients and no
-    place in the optimizer's groups. The precision sets the format of the parameters that are exchanged or gathered.
+    The changes depend on each other in this order. Frozen parameters, and those of other stages, get no master, no
+    exchange of gradients and no place in the optimizer's groups. The precision sets the format of the parameters that
+    are exchanged or gathered.
     Recomputation and the offloading of activations replace `forward`, which `build.wrap` compiles and shards. `wrap`
     gives a network on the meta device memory, then its initial values, then those of `initialise`; for these it seeds
     torch's generator, on which no later number depends: each microbatch seeds it again. Optimizer, average and
@@ -162,10 +167,11 @@ def make_step(
                 module.draws_on_device = True
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
     build.freeze(config, network)
+    pipeline = build.cut(config, network, world)
     sharded = build.is_sharded(config, world)
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
-    wrapped = build.wrap(config, network, world, switches, initialise)
+    wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     weights, optimizer = _optimized(config, network, switches, wrapped, masters, sharded=sharded)
     step = Step(
@@ -188,6 +194,8 @@ def make_step(
         accumulation_steps=config.optim.microbatches,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
+    if pipeline is not None:
+        return PipelinedStep.of(step)
     return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
 
 

@@ -189,14 +189,17 @@ class Checkpoint:
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:
             raise UserError(f"{self.path}: the checkpoint cannot be read ({reason_of(error)})") from error
 
-    def check_fits(self, into: Tensors) -> None:
-        """Check that tensors have the names and shapes of the saved ones.
+    def check_fits(self, into: Tensors, world: World = ALONE) -> None:
+        """Check that the ranks' tensors together have the names and shapes of the saved ones; all ranks call this.
 
         Raises:
             UserError: they differ; names the first difference.
         """
         saved = {path: spec.shape for path, spec in self.specs.items()}
-        wrong = differing_shapes(saved, {path: tensor.shape for path, tensor in into.items()})
+        here = {path: tensor.shape for path, tensor in into.items()}
+        if world.pipeline > 1:
+            here = {path: shape for each in world.gather(here) for path, shape in each.items()}
+        wrong = differing_shapes(saved, here)
         if wrong is not None:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
@@ -212,6 +215,9 @@ class Checkpoint:
             if part not in ("optimizer", "compression"):
                 continue
             parameter = model.get(name)
+            if parameter is None and part == "optimizer":
+                # Of another stage of a pipeline.
+                continue
             if parameter is not None and tuple(parameter.shape) == spec.shape:
                 elsewhere: dict[str, Any] = {"device": "cpu"} if host_optimizer and part == "optimizer" else {}
                 found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)

@@ -98,7 +98,8 @@ def with_saved_batch(config: RunConfig, world: World, resumed_from: Checkpoint |
     if config.data.global_batch_size == AUTO:
         config = config.with_values(data={"global_batch_size": saved["data"]["global_batch_size"]})
     if config.optim.accumulation_steps == AUTO:
-        parts = resumed_from.plain["world_size"] // saved["parallel"].get("tensor_degree", 1)
+        together = saved["parallel"].get("tensor_degree", 1) * saved["parallel"].get("pipeline_degree", 1)
+        parts = resumed_from.plain["world_size"] // together
         steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
         if steps and not rest:
             config = config.with_values(optim={"accumulation_steps": steps})

@@ -169,14 +169,16 @@ class Run:
         optimizers = (step.optimizer, getattr(step.optimizer, "optim", None))
         on_host = any(isinstance(each, HostOptimizer) for each in optimizers)
         into |= opened.like(own["model"], host_optimizer=on_host)
-        opened.check_fits(into)
+        opened.check_fits(into, self.world)
         opened.read(into)
         state = opened.state(into)
         step.weights.load_state_dict(state["model"])
         if step.ema is not None:
             step.ema.load(step.weights.join(state["ema"]))
         # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
-        step.weights.load_optimizer_state(step.optimizer, state["optimizer"])
+        # What is of another stage of a pipeline is not here.
+        here = {name: values for name, values in state["optimizer"].items() if name in own["model"]}
+        step.weights.load_optimizer_state(step.optimizer, here)
         if state["loss_scaler"] and step.scaler.is_enabled():
             step.scaler.load_state_dict(state["loss_scaler"])
         if step.wrapped.compression is not None:

@@ -212,7 +212,9 @@ class Saver:
         saving = CheckpointSave(step)
         self._saving = saving
         found, plain = split(state)
-        share = own_share(found, self._world.rank, self._world.size)
+        # All ranks of a stage have the same tensors.
+        ranks = self._world.stage_size
+        share = own_share(found, self._world.rank % ranks, ranks)
         if not self._asynchronous:
             self._write(saving, share, plain)
             saving.blocked_seconds = saving.seconds

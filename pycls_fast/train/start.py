@@ -133,6 +133,10 @@ def introduce(run: Run) -> None:
         ("switches", "  ".join(chosen) or "all at their reference"),
         ("run folder", str(run.folder.path)),
     ]
+    if (pipeline := parts.step.wrapped.pipeline) is not None:
+        idle = pipeline.bubble(config.optim.microbatches)
+        stages = f"{world.pipeline} ranks, {config.parallel.pipeline_schedule}"
+        rows.insert(-2, ("pipeline", f"{stages}: idle for {idle:.0%} of the time of its work"))
     if "all" not in config.optim.trainable:
         trained = [parameter.numel() for parameter in parts.network.parameters() if parameter.requires_grad]
         names = ", ".join(config.optim.trainable)

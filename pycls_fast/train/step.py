@@ -56,6 +56,14 @@ class Step:
         Each is taken when its turn comes, so that the next one is loaded while the device computes.
         """
         set_lr(self.optimizer, self.schedule(step))
+        self._add_all_gradients(step, microbatches, metrics)
+        metrics.add_facts(self.network.facts())
+        grad_norm = self._update()
+        if self.ema is not None:
+            self.ema.update(step)
+        metrics.add_step(grad_norm)
+
+    def _add_all_gradients(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         parts = self.accumulation_steps
         for position, batch in zip(range(parts), microbatches, strict=True):
             images_BCHW, targets = self._inputs(step, position, batch)
@@ -65,11 +73,6 @@ class Step:
                 self.watchdog.check(step, loss)
             self._take_gradients(is_last)
             metrics.add_loss(loss)
-        metrics.add_facts(self.network.facts())
-        grad_norm = self._update()
-        if self.ema is not None:
-            self.ema.update(step)
-        metrics.add_step(grad_norm)
 
     def _add_gradients(self, images_BCHW: Tensor, targets: Targets, *, parts: int = 1, is_last: bool = True) -> Tensor:
         """Forward and backward pass of one of `parts` microbatches; returns its share of the loss."""

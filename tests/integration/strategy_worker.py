@@ -52,6 +52,18 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The stages' states in one, what they have in common from the first rank."""
+    first = states[0]
+    for key, value in first.items():
+        if isinstance(value, dict):
+            theirs = [state[key] for state in states]
+            first[key] = {name: item for their in reversed(theirs) for name, item in their.items()}
+            if key == "began":
+                first[key] = merged(theirs)
+    return first
+
+
 def run_case(config: RunConfig, world: World, *, save: bool = False, evaluate: bool = True) -> dict[str, Any]:
     """Train the steps of the configuration and evaluate; the same on all ranks, but for the evaluations."""
     with started(config, world, Display(speaks=False, mode="plain")) as run:
@@ -110,21 +122,27 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
             overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
             config = load_config(case["config_name"], overrides)
             together, apart = config.parallel.tensor_degree, config.parallel.expert_degree
-            shape = (config.parallel.name, config.parallel.shard_degree, together, apart)
-            if shape[0] not in ("auto", "single", "ddp") and shape not in meshes:
+            stages = config.parallel.pipeline_degree
+            shape = (config.parallel.name, config.parallel.shard_degree, together, apart, stages)
+            if (shape[0] not in ("auto", "single", "ddp") or stages > 1) and shape not in meshes:
                 # One launch for all cases; a process cannot leave and join the same ranks again.
-                models = world.size // together
-                grid = (None, models) if shape[0] != "hsdp" else (models // shape[1], shape[1])
+                models = world.size // together // stages
+                shards = {"hsdp": shape[1], "ddp": 1}.get(shape[0], models)
+                grid = (models // shards if shape[0] in ("hsdp", "ddp") else None, shards)
                 timeout = datetime.timedelta(seconds=600)
-                meshes[shape] = make_mesh(device, *grid, timeout, tensor=together)
+                meshes[shape] = make_mesh(device, *grid, timeout, tensor=together, pipeline=stages)
                 if apart > 1:
                     experts[shape] = make_mesh(device, *grid, timeout, expert=apart)
             if case.get("double", False):
                 monkeypatch.setitem(DTYPES, "float32", torch.float64)
                 torch.set_default_dtype(torch.float64)
             try:
-                here = dataclasses.replace(world, mesh=meshes.get(shape), tensor=together, experts=experts.get(shape))
+                here = dataclasses.replace(
+                    world, mesh=meshes.get(shape), tensor=together, experts=experts.get(shape), pipeline=stages
+                )
                 state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
+                if stages > 1:
+                    state = merged(here.gather(state))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)

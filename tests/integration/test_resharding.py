@@ -24,6 +24,8 @@ STRATEGIES = {
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
+    "pipeline": ["parallel=ddp", "parallel.pipeline_degree=2", "optim.accumulation_steps=2"],
+    "all": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2", "optim.accumulation_steps=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale": ["parallel=fairscale_fsdp"],
     "oss": ["parallel=fairscale_sharded_ddp"],
@@ -42,8 +44,8 @@ COMMON = [
 # With a large eps, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON += ["optim=adamw", "optim.lr=0.005", "optim.eps=0.001", "optim.weight_decay=0.1", "optim.layer_decay=0.6"]
 SAVED_AT, MORE = 3, 8
-SAVED = ("ddp", "fsdp", "hsdp", "tensor", "fairscale", "oss")
-LOADED = {1: ("single",), 2: ("ddp", "fsdp", "tensor", "fairscale", "oss"), 3: ("fsdp", "fairscale")}
+SAVED = ("ddp", "fsdp", "hsdp", "tensor", "pipeline", "all", "fairscale", "oss")
+LOADED = {1: ("single",), 2: ("ddp", "fsdp", "tensor", "pipeline", "fairscale", "oss"), 3: ("fsdp", "fairscale")}
 
 
 def case(strategy: str, digits: Path, steps: int, *more: str) -> dict[str, Any]:

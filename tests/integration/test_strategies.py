@@ -25,6 +25,16 @@ STRATEGIES = {
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "tensor hsdp": ["parallel=hsdp", "parallel.shard_degree=1", "parallel.tensor_degree=2"],
     "tensor 4": ["parallel=fsdp", "parallel.tensor_degree=4"],
+    "pipeline": ["parallel=ddp", "parallel.pipeline_degree=2"],
+    "pipeline gpipe": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=gpipe"],
+    "pipeline twice": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=interleaved_1f1b"],
+    "pipeline zero": [
+        *("parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=interleaved_zero_bubble"),
+    ],
+    "pipeline zbv": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=zbv"],
+    "pipeline 4": ["parallel=ddp", "parallel.pipeline_degree=4"],
+    "pipeline fsdp": ["parallel=fsdp", "parallel.pipeline_degree=2"],
+    "pipeline tensor": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
@@ -73,6 +83,8 @@ CASES = [
     # Only a dense ViT has heads to divide, and only a mixture has experts.
     and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
+    # One schedule for both formats; the others in float64.
+    and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
 ON_TWO = [case for case in CASES if "hsdp" not in case[0]]
 # A grid of 2 x 2, and one of each kind of the others.
@@ -131,6 +143,12 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         1e-5,
     ),
     "tensor recompute": ("tensor", ["speed.recompute=full", "model.classifier=map", "model.registers=2"], 1e-5),
+    "pipeline overflow": (
+        "pipeline",
+        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
+        1e-2,
+    ),
+    "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001", "speed.compile=blocks"], 1e-4),
     "tensor overflow": (
         "tensor",
         ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
@@ -149,11 +167,22 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
 # In float64, with everything on: the strategy, the number of its ranks, and the one that it equals, on how many.
 APART = ["model.expert_capacity=1", "model.balance_loss=0.01"]
 DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2"]
+DEEP = [*DRAWN, "model.depth=5"]
 WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "tensor 2": ("vit", "tensor", 2, "single", 1, DRAWN),
     "tensor 4": ("vit", "tensor 4", 4, "single", 1, DRAWN),
     "tensor 2 x shard 2": ("vit", "tensor", 4, "single", 1, []),
     "tensor 2 x replicate 2": ("vit", "tensor hsdp", 4, "single", 1, []),
+    "pipeline 2 gpipe": ("vit", "pipeline gpipe", 2, "single", 1, DRAWN),
+    "pipeline 2 1f1b": ("vit", "pipeline", 2, "single", 1, DRAWN),
+    "pipeline 2 interleaved": ("vit", "pipeline twice", 2, "single", 1, DEEP),
+    "pipeline 2 interleaved zero bubble": ("vit", "pipeline zero", 2, "single", 1, DEEP),
+    "pipeline 2 zbv": ("vit", "pipeline zbv", 2, "single", 1, DEEP),
+    "pipeline 4": ("vit", "pipeline 4", 4, "single", 1, DEEP),
+    "pipeline 2 x replicate 2": ("vit", "pipeline", 4, "ddp", 2, DRAWN),
+    "pipeline 2 x shard 2": ("vit", "pipeline fsdp", 4, "zero3", 2, DRAWN),
+    "pipeline 2 x tensor 2": ("vit", "pipeline tensor", 4, "single", 1, DRAWN),
+    "pipeline 2 x tensor 2 x shard 2": ("vit", "pipeline tensor", 8, "zero3", 2, DRAWN),
     "expert 2": ("moe", "experts", 2, "zero3", 2, [*APART, *DRAWN]),
     "expert 2 x shard 2": ("moe", "experts", 4, "zero3", 4, [*APART, *DRAWN]),
     "expert 2 x replicate 2": ("moe", "experts hsdp", 4, "hsdp", 4, [*APART, *DRAWN]),
@@ -253,11 +282,11 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
 
 def test_divided_models_in_float64(tmp_path: Path, digits: Path) -> None:
     """To 1e-10, with AdamW, recomputation, clipping, an average and four microbatches."""
-    on: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+    on: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}, 8: {}}
     for name, (model, strategy, ranks, reference, theirs, keys) in WHOLE.items():
         for what, of, count in (("ours", strategy, ranks), ("theirs", reference, theirs)):
             parallel = STRATEGIES.get(of, ["parallel=single"])
-            more = ["optim=adamw", "optim.lr=0.001", "speed.recompute=full", *keys]
+            more = ["optim=adamw", "optim.lr=0.001", *([] if keys is DEEP else ["speed.recompute=full"]), *keys]
             settings = case([*parallel, *more], model, "fp32", 4, digits=digits)
             on[count][f"{name} {what}"] = {**settings, "double": True}
     ends = {count: run_ranks(cases, tmp_path / str(count), count) for count, cases in on.items()}

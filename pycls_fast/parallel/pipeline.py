@@ -1,0 +1,285 @@
+"""Pipeline parallelism: each rank computes some of a network's blocks, and microbatches travel from rank to rank.
+
+Huang et al., GPipe, 2019; Narayanan et al., PTD-P, 2021, section 2.2 (1F1B and interleaved); Qi et al., Zero Bubble
+Pipeline Parallelism, 2024. torch's engine exchanges and orders; here is what it runs, and how the numbers come to be
+those of one process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from pycls_fast.network import Network
+from pycls_fast.parallel.world import World
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+# torch's name, and how many stages a rank has.
+_SCHEDULES: dict[ScheduleName, tuple[str, int]] = {
+    "gpipe": ("GPipe", 1),
+    "1f1b": ("1F1B", 1),
+    "interleaved_1f1b": ("Interleaved1F1B", 2),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2),
+    "zbv": ("ZBVZeroBubble", 2),
+}
+
+
+def owners(schedule: ScheduleName, ranks: int) -> list[int]:
+    """The rank, counted within the pipeline, of each stage: in turns, or (zbv) there and back."""
+    turns = _SCHEDULES[schedule][1]
+    back = schedule == "zbv"
+    return [rank for turn in range(turns) for rank in (reversed(range(ranks)) if back and turn else range(ranks))]
+
+
+# The time of each part of a microbatch's passes through a stage; the backward pass takes twice the forward one's.
+_SLOTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
+
+
+def bubble(orders: Mapping[int, Sequence[Any]], stages: int) -> float:
+    """A rank's idle time in a step as a share of its work, in slots, without the time of exchanges.
+
+    (p-1)/m with one stage a rank, (p-1)/(v m) interleaved: Narayanan et al., section 2.2.
+
+    Args:
+        orders: each rank's actions in order, as torch's schedules have them (`pipeline_order`).
+        stages: their number.
+    """
+    # A stage takes its microbatches in order. (torch 2.15 numbers those of 1F1B wrongly.)
+    waiting = {
+        rank: [(a.computation_type.name, a.stage_index) for a in order if a and a.computation_type.name in _SLOTS]
+        for rank, order in orders.items()
+    }
+    work = sum(_SLOTS[kind] for kind, _ in waiting[0])
+    free = dict.fromkeys(orders, 0)
+    ends: dict[tuple[str, int], list[int]] = defaultdict(list)
+    while any(waiting.values()):
+        for rank, actions in waiting.items():
+            while actions:
+                kind, stage = actions[0]
+                direction, neighbour = ("forward", stage - 1) if kind == "FORWARD" else ("backward", stage + 1)
+                start = free[rank]
+                if kind != "BACKWARD_WEIGHT" and 0 <= neighbour < stages:
+                    done, count = ends[direction, neighbour], len(ends[direction, stage])
+                    if len(done) <= count:
+                        break
+                    start = max(start, done[count])
+                free[rank] = start + _SLOTS[kind]
+                if kind != "BACKWARD_WEIGHT":
+                    ends[direction, stage].append(free[rank])
+                del actions[0]
+    return max(free.values()) / work - 1
+
+
+class Elsewhere(nn.Module):
+    """The place of a block that another rank computes."""
+
+
+class Stage(nn.Module):
+    """Neighbouring blocks of a network, with what is before the first one or after the last one.
+
+    Only these are its submodules; the network keeps all names.
+    """
+
+    def __init__(self, network: Network, units: Sequence[nn.Module], draws_before: int, *, first: bool, last: bool):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        before, after = network.ends()
+        ends = (before if first else []) + (after if last else [])
+        self.ends = nn.ModuleList(network.get_submodule(name) for name in ends)
+        # Not as a submodule.
+        self._network = (network,)
+        self._draws_before, self._first, self._last = draws_before, first, last
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # Of the host's generator, where one process would begin the forward pass of a microbatch.
+        self.generator_states: Sequence[Tensor] = ()
+
+    def forward(self, features: Tensor, position: int = 0) -> Tensor:
+        """Images (first stage) or features (B, N, D) -> features or (last stage) logits (B, K)."""
+        (network,) = self._network
+        if self.training and self.generator_states:
+            torch.default_generator.set_state(self.generator_states[position])
+            for _ in range(self._draws_before):
+                torch.rand(features.shape[network.batch_dim], dtype=torch.float32)
+        with self.autocast():
+            if self._first:
+                features = network.enter(features)
+            for unit in self.units:
+                features = unit(features)
+            return network.leave(features) if self._last else features
+
+
+def cut(network: Network, world: World, schedule: ScheduleName, *, averages: bool) -> Pipeline:
+    """Leave only this rank's blocks in the network, in place; returns its stages, connected with those of the others.
+
+    Blocks are divided evenly: what is before and after them is a hundredth of their work.
+
+    Args:
+        averages: the ranks with the same blocks average their gradients after a step's backward passes.
+    """
+    assert world.mesh is not None
+    units, draws, classes = network.units(), network.draws(), network.last_layer().out_features
+    owner_of = owners(schedule, world.pipeline)
+    count = len(owner_of)
+    bounds = [round(index * len(units) / count) for index in range(count + 1)]
+    stages = []
+    for index, owner in enumerate(owner_of):
+        own = units[bounds[index] : bounds[index + 1]]
+        if owner == world.stage:
+            before = sum(draws[: bounds[index]])
+            modules = [unit for _, unit in own]
+            stages.append(Stage(network, modules, before, first=index == 0, last=index == count - 1))
+    kept = {module for stage in stages for module in (*stage.units, *stage.ends)}
+    first, last = network.ends()
+    for name in [*first, *last, *(name for name, _ in units)]:
+        if network.get_submodule(name) not in kept:
+            network.set_submodule(name, Elsewhere())
+    replicas = world.mesh.get_group("replicate") if averages and world.data_size > 1 else None
+    return Pipeline(stages, world, schedule, classes, replicas)
+
+
+class Pipeline:
+    """The stages of this rank, connected with those of the others.
+
+    Args:
+        stages: of `cut`.
+        classes: the number of logits.
+        replicas: the ranks that have the same stages and see other images, if gradients are to be averaged here.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        world: World,
+        schedule: ScheduleName,
+        classes: int,
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        assert world.mesh is not None
+        self.stages = stages
+        self.group = world.mesh.get_group("pipeline")
+        self._world, self._schedule, self._classes, self._replicas = world, schedule, classes, replicas
+        self._owners = owners(schedule, world.pipeline)
+        self._mine = [index for index, owner in enumerate(self._owners) if owner == world.stage]
+        self._engines: dict[tuple[torch.Size, int], Any] = {}
+        # Of the current step.
+        self._loss_of: Callable[[Tensor, int], Tensor] = lambda logits, position: logits.sum()
+
+    def run(
+        self,
+        images: Sequence[Tensor],
+        loss_of: Callable[[Tensor, int], Tensor],
+        states: Sequence[Tensor],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Forward and backward passes of all microbatches, in the schedule's order.
+
+        Args:
+            images: of each microbatch, all of one shape, on every rank.
+            loss_of: what is differentiated, of a microbatch's logits and its position; called by the last stage.
+            states: of the host's generator before each forward pass.
+            autocast: the context of forward passes.
+        """
+        self._loss_of = loss_of
+        for stage in self.stages:
+            stage.generator_states, stage.autocast = states, autocast
+        engine = self._engine(images[0].shape, len(images))
+        positions = list(range(len(images)))
+        engine.step(
+            arg_mbs=[(each,) for each in images] if 0 in self._mine else [()] * len(images),
+            kwarg_mbs=[{"position": position} for position in positions],
+            target_mbs=[torch.tensor(position) for position in positions],
+            return_outputs=False,
+        )
+        for stage in self.stages:
+            stage.generator_states, stage.autocast = (), nullcontext
+        if self._replicas is not None:
+            self._average()
+
+    def bubble(self, microbatches: int) -> float:
+        """This rank's idle time in a step as a share of its work, by the function of this name."""
+        return bubble(self._new_engine(microbatches).pipeline_order, len(self._owners))
+
+    def _engine(self, shape: torch.Size, count: int) -> Any:
+        # Each has memory for what it receives, of one shape.
+        if (shape, count) not in self._engines:
+            self._engines[shape, count] = self._new_engine(count)
+        return self._engines[shape, count]
+
+    def _new_engine(self, count: int) -> Any:
+        stages = [
+            PipelineStage(stage, index, len(self._owners), self._world.device, group=self.group)
+            for index, stage in zip(self._mine, self.stages, strict=True)
+        ]
+        name, turns = _SCHEDULES[self._schedule]
+        make: Any = get_schedule_class(name)
+
+        def loss_of(logits: Tensor, position: Tensor) -> Tensor:
+            return self._loss_of(logits, int(position))
+
+        # Not scaled: the loss is that of a microbatch's share of the batch.
+        return make(stages if turns > 1 else stages[0], count, loss_fn=loss_of, scale_grads=False)
+
+    def _average(self) -> None:
+        """Average the gradients over the replicas."""
+        gradients = [p.grad for stage in self.stages for p in stage.parameters() if p.grad is not None]
+        work = [dist.all_reduce(each, group=self._replicas, async_op=True) for each in gradients]
+        for each in work:
+            if each is not None:
+                each.wait()
+        if gradients:
+            torch._foreach_div_(gradients, dist.get_world_size(self._replicas))
+
+    def from_last(self, values: Tensor) -> Tensor:
+        """The last stage's values, in place, on all ranks of the pipeline."""
+        dist.broadcast(values, group=self.group, group_src=self._owners[-1])
+        return values
+
+    @torch.no_grad()
+    def logits(self, images_BCHW: Tensor) -> Tensor:
+        """Logits (B, K) in float64, on every rank of the pipeline, which all call this with the same images."""
+        features = images_BCHW
+        logits_BK = torch.empty(len(images_BCHW), self._classes, dtype=torch.float64, device=images_BCHW.device)
+        for index, owner in enumerate(self._owners):
+            if index > 0 and owner != self._owners[index - 1]:
+                features = self._travel(features, self._owners[index - 1], owner)
+            if owner == self._world.stage:
+                features = self.stages[self._mine.index(index)](features)
+        if self._owners[-1] == self._world.stage:
+            logits_BK.copy_(features)
+        return self.from_last(logits_BK)
+
+    def _travel(self, features: Tensor, source: int, target: int) -> Tensor:
+        """Send from one rank of the pipeline to another; the received tensor there, elsewhere what was given."""
+        of = dist.get_process_group_ranks(self.group)
+        host = self._world.host_group
+        if self._world.stage == source:
+            dist.send_object_list([(features.shape, features.dtype)], dst=of[target], group=host)
+            dist.send(features.contiguous(), group=self.group, group_dst=target)
+        elif self._world.stage == target:
+            described: list[Any] = [None]
+            dist.recv_object_list(described, src=of[source], group=host)
+            shape, dtype = described[0]
+            features = torch.empty(shape, dtype=dtype, device=features.device)
+            dist.recv(features, group=self.group, group_src=source)
+        return features
+
+
+class Evaluated(nn.Module):
+    """What evaluation calls in place of the network."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(pipeline.stages)
+        self._pipeline = pipeline
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits (B, K) in float64."""
+        return self._pipeline.logits(images_BCHW)

@@ -1,0 +1,52 @@
+"""The training step of a network that is cut into stages: all microbatches run together, in a schedule's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from pycls_fast.data.batch import Batch
+from pycls_fast.errors import UserError
+from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.step import Step
+
+
+@dataclass
+class PipelinedStep(Step):
+    """A `Step` whose microbatches travel through `parallel.pipeline.Pipeline`. Every stage prepares all of them: the
+    first one needs the images, the last one the targets."""
+
+    @classmethod
+    def of(cls, step: Step) -> PipelinedStep:
+        """Make one from a plain step."""
+        return cls(**{part.name: getattr(step, part.name) for part in fields(Step)})
+
+    def _add_all_gradients(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
+        pipeline = self.wrapped.pipeline
+        assert pipeline is not None
+        inputs, states = [], []
+        for position, batch in zip(range(self.accumulation_steps), microbatches, strict=True):
+            inputs.append(self._inputs(step, position, batch))
+            states.append(torch.default_generator.get_state())
+        images = [images_BCHW for images_BCHW, _ in inputs]
+        if len({each.shape for each in images}) > 1:
+            raise UserError(
+                "data.root: damaged images leave microbatches of different sizes, and a pipeline needs equal ones; "
+                "repair or remove them (pycls-fast prepare verify), or use parallel.pipeline_degree=1"
+            )
+        losses = torch.zeros(len(images), dtype=torch.get_default_dtype(), device=images[0].device)
+
+        def loss_of(logits_BK: Tensor, position: int) -> Tensor:
+            loss = self.loss(logits_BK, inputs[position][1]) / self.accumulation_steps
+            losses[position] = loss.detach()
+            return self.scaler.scale(loss)
+
+        pipeline.run(images, loss_of, states, self.autocast)
+        for loss in pipeline.from_last(losses):
+            if self.watchdog is not None:
+                self.watchdog.check(step, loss)
+            metrics.add_loss(loss)
+        self._take_gradients()

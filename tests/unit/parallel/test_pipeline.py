@@ -1,0 +1,87 @@
+"""Stages: which blocks a rank has, what it draws, and how long it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pycls_fast.models import VisionTransformer
+from pycls_fast.parallel.pipeline import Pipeline, ScheduleName, cut, owners
+from pycls_fast.parallel.world import World
+
+RANKS = 4
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def network(depth: int = 8) -> VisionTransformer:
+    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "heads": 2, "mlp_width": 8}
+    return VisionTransformer(**sizes, depth=depth, num_classes=3, drop_path=0.5, init="trunc_normal")
+
+
+def stages(rank: int, schedule: ScheduleName) -> tuple[VisionTransformer, Pipeline]:
+    mesh = init_device_mesh("cpu", (RANKS, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+    world = World(rank, RANKS, torch.device("cpu"), mesh=mesh, pipeline=RANKS)
+    whole = network()
+    return whole, cut(whole, world, schedule, averages=True)
+
+
+@pytest.mark.parametrize(("schedule", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_the_bubble_is_that_of_the_paper(
+    fake_ranks: None, schedule: ScheduleName, turns: int, microbatches: int
+) -> None:
+    """Narayanan et al., PTD-P, 2021, section 2.2: (p-1)/m and (p-1)/(v m)."""
+    _, pipeline = stages(0, schedule)
+    assert pipeline.bubble(microbatches) == pytest.approx((RANKS - 1) / (turns * microbatches))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
+def test_halved_backward_passes_fill_it(fake_ranks: None, schedule: ScheduleName) -> None:
+    assert stages(0, schedule)[1].bubble(8) < stages(0, "interleaved_1f1b")[1].bubble(8) / 2
+
+
+def test_there_and_back() -> None:
+    assert owners("zbv", 3) == [0, 1, 2, 2, 1, 0]
+    assert owners("interleaved_1f1b", 3) == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_every_parameter_has_one_rank(fake_ranks: None, schedule: ScheduleName) -> None:
+    """Under its name in the whole network."""
+    parts = [dict(stages(rank, schedule)[0].named_parameters()) for rank in range(RANKS)]
+    whole = dict(network().named_parameters())
+    assert sorted(name for part in parts for name in part) == sorted(whole)
+    assert all(part[name].shape == whole[name].shape for part in parts for name in part)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_one_after_another_are_the_network(fake_ranks: None, schedule: ScheduleName) -> None:
+    """With the same draws of drop-path."""
+    images_BCHW = torch.randn(5, 3, 8, 8)
+    torch.manual_seed(0)
+    whole = network()
+    state = torch.default_generator.get_state()
+    expected = whole.train()(images_BCHW)
+    features = images_BCHW
+    cuts = {}
+    for index, rank in enumerate(owners(schedule, RANKS)):
+        torch.manual_seed(0)
+        cuts.setdefault(rank, stages(rank, schedule)[1])
+        stage = cuts[rank].stages[sum(owner == rank for owner in owners(schedule, RANKS)[:index])]
+        stage.train().generator_states = [state]
+        torch.rand(3)
+        features = stage(features)
+    assert not torch.equal(whole.eval()(images_BCHW), expected)
+    torch.testing.assert_close(features, expected, rtol=0, atol=0)
