@@ -40,7 +40,8 @@ class PipelinedStep(Step):
         losses = torch.zeros(len(images), dtype=torch.get_default_dtype(), device=images[0].device)
 
         def loss_of(logits_BK: Tensor, position: int) -> Tensor:
-            loss = self.loss(logits_BK, inputs[position][1]) / self.accumulation_steps
+            images_BCHW, targets = inputs[position]
+            loss = self._loss(logits_BK, targets, images_BCHW) / self.accumulation_steps
             losses[position] = loss.detach()
             return self.scaler.scale(loss)
 

@@ -79,15 +79,16 @@ class Step:
         with self.wrapped.exchange(is_last):
             with self.autocast():
                 logits_BK = self.wrapped.forward(images_BCHW)
-            loss = self.loss(logits_BK, targets)
-            if self.teacher is not None:
-                loss = self.teacher(loss, logits_BK, images_BCHW)
-            auxiliary = self.network.auxiliary_loss()
-            if auxiliary is not None:
-                loss = loss + auxiliary
-            loss = loss / parts
+            loss = self._loss(logits_BK, targets, images_BCHW) / parts
             self.scaler.scale(loss).backward()
         return loss
+
+    def _loss(self, logits_BK: Tensor, targets: Targets, images_BCHW: Tensor) -> Tensor:
+        loss = self.loss(logits_BK, targets)
+        if self.teacher is not None:
+            loss = self.teacher(loss, logits_BK, images_BCHW)
+        auxiliary = self.network.auxiliary_loss()
+        return loss if auxiliary is None else loss + auxiliary
 
     def _take_gradients(self, is_last: bool = True) -> None:
         if is_last or self.wrapped.taken_every_microbatch:
