@@ -16,13 +16,12 @@ class ScoreOptions(Section):
     output: str | None = None
     """A JSON file for the numbers."""
     predictions: str | None = None
-    """A CSV file that lists every image with its class, the predicted one, its probability and the loss, the
-    worst image first."""
+    """A CSV file of all images and predictions, worst first."""
     report: str | None = None
-    """A folder for index.html: the scores of each class, the confusion matrix, and the wrong predictions, those first
-    whose labels may be wrong."""
+    """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
+    labels may be wrong."""
     exported: Text | None = None
-    """An ONNX file that pycls-fast export made of weights, scored instead of them."""
+    """An ONNX file of these weights, scored instead."""
     tta: Literal["none", "flip"] = "none"
     """flip: average each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"
