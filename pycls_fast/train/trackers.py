@@ -21,7 +21,8 @@ from pycls_fast.train.folder import writing
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
 
-_TRAIN = ("loss", "lr", "grad_norm", "images_per_second", "data_wait_fraction", "memory_peak_bytes", "loss_scale")
+# Of a training record: when it was, in place of what.
+_WHEN = {"step", "epoch", "time"}
 _EVAL = ("top1", "top5", "class_top1", "loss")
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
@@ -77,7 +78,8 @@ class Board:
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a `train` or `eval` record."""
         if record["kind"] == "train":
-            values = {f"train/{name}": record[name] for name in _TRAIN if name in record}
+            numbers = ((name, value) for name, value in record.items() if isinstance(value, int | float))
+            values = {f"train/{name}": value for name, value in numbers if name not in _WHEN}
         else:
             values = _scores(f"{record['split']}_{record['weights']}", record)
         for tracker in list(self.trackers):

@@ -185,6 +185,8 @@ def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_pat
     assert len(wanted) == 6
     wanted += [(r["step"], "val_model/top1", r["top1"]) for r in records(tmp_path / "one", "eval")]
     assert sorted(value for value in seen.values if value[1] in ("train/loss", "val_model/top1")) == sorted(wanted)
+    # Whatever else a record has.
+    assert {"train/lr", "train/step_seconds"} <= {name for _, name, _ in seen.values}
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert (seen.final["final/top1"], seen.final["best/top1"]) == (summary["final"]["top1"], summary["best"]["top1"])
     assert seen.states == ([0, 0] if service.package == "wandb" else ["FINISHED", "FINISHED"])
