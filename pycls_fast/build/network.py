@@ -279,11 +279,6 @@ def optimizer(
 
     if chosen.param_offload == "none" or sharded:
         return make(groups)
-    if masters is not None:
-        raise UserError(
-            f"speed.param_offload: cpu keeps its own float32 weights, and precision={config.precision.name} other "
-            "ones; use speed.param_offload=none or a precision with float32 weights, such as amp_bf16"
-        )
     return HostOptimizer(groups, make)
 
 

@@ -149,6 +149,9 @@ NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors, "par
 NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups, "parallel=fsdp")
 UNSCALED = Fact("precision.name", lambda now: not now.level.scaled, "precision=amp_bf16")
 HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32", "precision=bf16_params")
+WHOLE_HALF = Fact(
+    "precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights,
+    "precision=bf16_params parallel=ddp")
 NO_MASTERS = Fact(
     "precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none", "precision=bf16")
 SKIPS_OR_HALF = Fact(
@@ -233,6 +236,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("speed.cuda_graphs=on", NO_MASTERS,
      "the optimizer's weights have new memory in every step", f"precision=amp_bf16 or {_NO_RECORDING}"),
     # Less memory.
+    ("speed.param_offload=cpu", WHOLE_HALF,
+     "it keeps float32 weights of its own", "precision=amp_bf16 or speed.param_offload=none"),
     ("speed.activation_compression=8bit", "speed.recompute=full|selective|budget",
      "blocks would run again from rounded inputs", "speed.activation_compression=none or speed.recompute=off"),
     ("speed.activation_offload=cpu", "speed.recompute=selective|budget",
