@@ -39,6 +39,9 @@ class PipelinedStep(Step):
             )
         losses = torch.zeros(len(images), dtype=torch.get_default_dtype(), device=images[0].device)
 
+        # A scaler begins with its first loss, which only the last stage has.
+        self.scaler.scale(losses)
+
         def loss_of(logits_BK: Tensor, position: int) -> Tensor:
             images_BCHW, targets = inputs[position]
             loss = self._loss(logits_BK, targets, images_BCHW) / self.accumulation_steps

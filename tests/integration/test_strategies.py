@@ -148,7 +148,9 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
         1e-2,
     ),
-    "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001", "speed.compile=blocks"], 1e-4),
+    # Its products are in bfloat16; under ddp it differs by 4e-3.
+    "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001"], 1e-2),
+    "pipeline compiled": ("pipeline", ["speed.compile=blocks"], 1e-4),
     "tensor overflow": (
         "tensor",
         ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
