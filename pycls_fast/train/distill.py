@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import validate_saved
@@ -16,7 +16,6 @@ from pycls_fast.config.presets import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.models import pretrained
-from pycls_fast.network import Network
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.pretrained import load_network
@@ -36,7 +35,7 @@ class Distillation:
         factor_C11, shift_C11: turn images as the network gets them into those of the teacher's normalisation.
     """
 
-    teacher: Network
+    teacher: nn.Module
     autocast: Callable[[], AbstractContextManager[None]]
     share: float
     temperature: float

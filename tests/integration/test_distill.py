@@ -24,7 +24,7 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     images, logits = torch.randn(7, 3, 2, 2).double(), torch.randn(7, 5).double().requires_grad_()
     factor, shift = torch.rand(2, 3, 1, 1).double()
-    loss = Distillation(teacher, nullcontext, 0.3, 4.0, hard, factor, shift)  # type: ignore[arg-type]
+    loss = Distillation(teacher, nullcontext, 0.3, 4.0, hard, factor, shift)
     found = loss(torch.tensor(2.0).double(), logits, images)
     taught = teacher(images * factor + shift).detach()
     # Hinton et al. write cross-entropy with the soft targets: the same but for the teacher's entropy, a constant.
@@ -41,11 +41,13 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
 
 def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
     words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
-    teacher = pycls_fast.train("vit_digits", words, run_dir=tmp_path / "teacher", optim__lr=0.002)  # type: ignore[operator]
+    teacher = pycls_fast.train_net("vit_digits", words, run_dir=tmp_path / "teacher", optim__lr=0.002)
     # A network with the teacher's weights says the same about augmented and mixed images.
     words += ["augment.mixup_alpha=0.8", "optim.lr=1e-12", "schedule.epochs=1", "schedule.warmup_epochs=0"]
     distill = {"teacher": teacher.run_dir, "share": 1.0}
-    same = pycls_fast.train("vit_digits", words, run_dir=tmp_path / "same", weights=teacher.run_dir, distill=distill)  # type: ignore[operator]
+    same = pycls_fast.train_net(
+        "vit_digits", words, run_dir=tmp_path / "same", weights=teacher.run_dir, distill=distill
+    )
     assert records(same.run_dir, "train")[0]["loss"] == pytest.approx(0.0, abs=1e-5)
     # Another network, which gets images of another normalisation.
     other = ["model.width=16", "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_the_words_of_the_command_line(small: Sequence[str], digits: Path, tmp_p
         assert again.top == found.top
 
 
-class Drawn(Dataset):  # type: ignore[type-arg]
+class Drawn(Dataset[tuple[Image.Image, int]]):
     """Images of digits as Pillow opens them, without a list of labels."""
 
     def __init__(self, root: Path) -> None:
@@ -92,14 +93,15 @@ class Own(nn.Module):
         self.out = nn.Linear(8 * 4 * 4, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(images))  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.out(self.layers(images))
+        return logits
 
 
 def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
     whole, module = Drawn(digits), Own()
     before = module.out.weight.clone()
     splits = {"train": Subset(whole, range(0, len(whole), 2)), "val": Subset(whole, range(1, len(whole), 2))}
-    words = {
+    words: dict[str, Any] = {
         "epochs": 1,
         "lr": 1e-9,
         "device": "cpu",
@@ -108,7 +110,7 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
         "data__num_workers": 2,
         "head": "small",
     }
-    run = pycls_fast.train(data=splits, model=module, run_dir=tmp_path / "run", **words)  # type: ignore[operator]
+    run = pycls_fast.train_net(data=splits, model=module, run_dir=tmp_path / "run", **words)
     assert run.metrics is not None
     assert run.metrics["count"] == len(splits["val"])
     # It began with the module's values, which are still the module's.
@@ -117,7 +119,7 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(module.out.weight, before, rtol=0, atol=0)
     assert run.predict(digits)[0].class_name in "0123456789"
     with pytest.raises(UserError, match=r"^model: the given Own does not classify 10 classes of 16 px images"):
-        pycls_fast.train(data=digits, model=module, **{**words, "image_size": 16})  # type: ignore[operator]
+        pycls_fast.train_net(data=digits, model=module, **{**words, "image_size": 16})
 
 
 def test_a_training_that_is_stopped_has_no_summary(

@@ -33,7 +33,7 @@ def test_the_greedy_soup_keeps_what_does_not_harm() -> None:
 def test_the_mean_of_runs(digits: Path, tmp_path: Path) -> None:
     words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
     a, b = (
-        pycls_fast.train("vit_digits", words, seed=seed, optim__lr=0.002, run_dir=tmp_path / str(seed))  # type: ignore[operator]
+        pycls_fast.train_net("vit_digits", words, seed=seed, optim__lr=0.002, run_dir=tmp_path / str(seed))
         for seed in (0, 1)
     )
     config, made = load_run_config(a.run_dir, [f"weights={a.run_dir}"]), tmp_path / "soup.safetensors"
@@ -45,6 +45,6 @@ def test_the_mean_of_runs(digits: Path, tmp_path: Path) -> None:
     soup(config, [str(b.run_dir)], str(made), method="greedy", **how)
     better = max((a, b), key=lambda run: run.metrics["top1"])
     assert pycls_fast.load(made, device="cpu").predict(digits) == better.predict(digits)
-    other = pycls_fast.train("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")  # type: ignore[operator]
+    other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
     with pytest.raises(UserError, match=r"^others: .* has other tensors or classes than"):
         soup(config, [str(other.run_dir)], str(made), method="uniform", **how)

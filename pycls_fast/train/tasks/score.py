@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -214,9 +214,10 @@ def score(
             called = OnnxNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
         result = evaluated(setup, split, scored, called, tta=tta)
         if world.is_main:
-            facts, comparison = _print_result(setup, split, scored, origin, result)
+            by_class = _by_class(scored, result)
+            facts, comparison = _print_result(setup, split, scored, origin, result, by_class)
             if file is not None:
-                write_json(file, {**_record(setup, split, scored, origin, result), "tta": tta, **comparison})
+                write_json(file, {**_record(setup, split, scored, origin, result, by_class), "tta": tta, **comparison})
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
             if index is not None:
@@ -267,7 +268,7 @@ def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple
 
 
 def _print_result(
-    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation
+    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, by_class: Mapping[str, Any]
 ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """Print the result; returns its names and values, and the published number as a record, if there is one."""
     display, taken = setup.display, setup.preprocessing
@@ -288,7 +289,6 @@ def _print_result(
         ("preprocessing", build.preprocessing(setup.config) + whose),
         *rows,
     ]
-    by_class = _by_class(scored, result)
     if not setup.config.data.eval_set and by_class["class_top1"] is not None:
         facts[3:3] = [
             ("balanced accuracy", f"{by_class['class_top1']:.2f}%"),
@@ -318,7 +318,9 @@ def _by_class(scored: EvalSet, result: Evaluation) -> dict[str, Any]:
     return found | {"auc": sum(known) / len(known) if known else None}
 
 
-def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation) -> dict[str, Any]:
+def _record(
+    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, by_class: Mapping[str, Any]
+) -> dict[str, Any]:
     """The values of the JSON file."""
     config, world = setup.config, setup.world
     return {
@@ -328,7 +330,7 @@ def _record(setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: E
         "top1_interval": list(result.interval()),
         "preprocessing": build.preprocessing(config),
         "rule": scored.rule,
-        **({} if config.data.eval_set else _by_class(scored, result)),
+        **({} if config.data.eval_set else by_class),
         "checkpoint": str(origin.path),
         "step": origin.step,
         "config_name": config.config_name,
