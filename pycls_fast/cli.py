@@ -23,6 +23,7 @@ VERBS = {
     "runs": ("runs", "runs/finetune"),
     "knn": ("score", "data.root=my_images weights=timm:resnet50.a1_in1k"),
     "soup": ("score", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
+    "calibrate": ("score", "weights=RUN output=calibrated.safetensors"),
     "lr-find": ("train", "data.root=my_images weights=timm:resnet50.a1_in1k"),
     "maps": ("predict", "RUN cat.jpg"),
     "plan": ("plan", "--config-name vit_h16 cluster=h100x64"),

@@ -1,4 +1,4 @@
-"""`pycls-fast test` and `pycls-fast knn`."""
+"""`pycls-fast test`, `soup`, `calibrate` and `knn`: trained weights on the images of a configuration."""
 
 from typing import Annotated, Literal
 
@@ -78,6 +78,29 @@ def soup(config: RunConfig, options: SoupOptions) -> int:
     from pycls_fast.train.tasks.soup import soup as make_soup
 
     return make_soup(config, **dict(options))
+
+
+class TemperatureOptions(Section):
+    """Keys of `pycls-fast calibrate`."""
+
+    output: Text = "calibrated.safetensors"
+    """The file to write, which is used like a run."""
+    split: str = "val"
+    """The split whose images are used: every second one to fit, the others to measure."""
+    overwrite: bool = False
+    """Overwrite an existing file."""
+
+
+@command(options=TemperatureOptions, config_of_weights=True)
+def calibrate(config: RunConfig, options: TemperatureOptions) -> int:
+    """Make probabilities say how often they are right: `pycls-fast calibrate weights=RUN output=FILE.safetensors`.
+
+    Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
+    exports of the file are calibrated. The predicted classes stay as they are.
+    """
+    from pycls_fast.train.tasks.calibrate import calibrate as calibrate_weights
+
+    return calibrate_weights(config, **dict(options))
 
 
 class KnnOptions(Section):

@@ -93,7 +93,8 @@ class Evaluation:
     damaged: Mapping[str, str]
     """Images that cannot be read, name to reason, in the order of the names."""
     scores_NK: np.ndarray | None = None
-    """float32, the logarithm of each class's probability, if they were asked for; images as in `predictions`."""
+    """float32, the logarithm of each class's probability, or what its sigmoid is taken of; if they were asked for.
+    Images as in `predictions`."""
 
     def interval(self) -> tuple[float, float]:
         """The 95% interval of `top1` in percent, for images drawn like these (Wilson's)."""
@@ -164,8 +165,8 @@ def evaluate(
         columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
         sums += added
         if keep_scores:
-            log_p_BK = F.logsigmoid(logits_BK) if criterion.sigmoid else logits_BK.log_softmax(dim=1)
-            columns = (*columns, log_p_BK.float())
+            scores_BK = logits_BK if criterion.sigmoid else logits_BK.log_softmax(dim=1)
+            columns = (*columns, scores_BK.float())
         outcomes.append((batch.indices_B, *columns))
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)

@@ -1,0 +1,116 @@
+"""Temperature scaling: probabilities that say how often the prediction is right, by one number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from scipy import optimize
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+
+from pycls_fast.config.run import RunConfig
+from pycls_fast.errors import DONE, UserError
+from pycls_fast.files import user_path
+from pycls_fast.train.evaluate import Predictions, calibration_error
+from pycls_fast.train.export import checked, write_weights
+from pycls_fast.train.pretrained import load_network
+from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
+from pycls_fast.train.weights import find_weights, open_weights
+
+# Natural logarithms of the lowest and the highest temperature.
+_RANGE = (-4.0, 4.0)
+
+
+def likelihood_loss(scores_NK: Tensor, labels_N: Tensor, temperature: float, *, sigmoid: bool) -> float:
+    """Mean negative log-likelihood of the labels by `scores_NK / temperature`, nats.
+
+    Args:
+        sigmoid: each class has a probability of its own, else they are a softmax.
+    """
+    logits_NK = scores_NK.double() / temperature
+    if not sigmoid:
+        return cross_entropy(logits_NK, labels_N).item()
+    return binary_cross_entropy_with_logits(logits_NK, one_hot(labels_N, logits_NK.shape[1]).double()).item()
+
+
+def best_temperature(scores_NK: Tensor, labels_N: Tensor, *, sigmoid: bool) -> float:
+    """The temperature of the lowest `likelihood_loss` (Guo et al., On Calibration of Modern Neural Networks, 2017,
+    section 4.2).
+
+    Raises:
+        UserError: the lower it is the better, because all labels have the highest score, or the other way round.
+    """
+    found = optimize.minimize_scalar(
+        lambda log: likelihood_loss(scores_NK, labels_N, math.exp(log), sigmoid=sigmoid),
+        bounds=_RANGE,
+        method="bounded",
+    )
+    # Without a wrong image the loss is zero from some low temperature on; NaN compares false.
+    if not found.fun > 1e-6 or abs(found.x) > 0.99 * _RANGE[1]:
+        raise UserError(
+            f"split: {len(labels_N):,} images, which are half of it, have no best temperature: (nearly) all of them "
+            "are right, or hardly one; score more images"
+        )
+    return math.exp(found.x)
+
+
+def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) -> int:
+    """Write `config.weights` with the last layer divided by the temperature that suits every second image of a split.
+
+    Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
+    of the other images.
+
+    Args:
+        overwrite: an existing file may be replaced.
+
+    Raises:
+        UserError: see `best_temperature`, `score` and `export`; or the scores are not those of the last layer.
+    """
+    path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
+    with set_up(config, own_preprocessing=False) as setup:
+        weights = open_weights(find_weights(setup.weights))
+        scored = scored_split(setup.config, split, setup.weights, setup.world, setup.display)
+        setup = setup.with_data(len(scored.source))
+        network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)
+        sigmoid, last = setup.config.loss.criterion().sigmoid, network.last_layer()
+
+        def scores() -> tuple[Tensor, Tensor, Predictions]:
+            found = evaluated(setup, split, scored, network)
+            return torch.tensor(found.scores_NK), torch.from_numpy(found.predictions.labels_N), found.predictions
+
+        scores_NK, labels_N, before = scores()
+        temperature = best_temperature(scores_NK[::2], labels_N[::2], sigmoid=sigmoid)
+        with torch.no_grad():
+            for parameter in last.parameters():
+                parameter.div_(temperature)
+        # Scored again, so that what is told is true of the weights that are written.
+        scaled_NK, _, after = scores()
+        loss, expected, found = (
+            likelihood_loss(each_NK[1::2], labels_N[1::2], hot, sigmoid=sigmoid)
+            for each_NK, hot in ((scores_NK, 1.0), (scores_NK, temperature), (scaled_NK, 1.0))
+        )
+        if not math.isclose(found, expected, rel_tol=0.01, abs_tol=1e-4):
+            raise UserError(
+                f"model: does something to the scores of its last layer, {network.head_name}, so that dividing its "
+                "weights by a temperature does not calibrate them"
+            )
+        if setup.world.is_main:
+            tensors = weights.read()
+            for name, _ in last.named_parameters():
+                tensors[f"{network.head_name}.{name}"] /= temperature
+            write_weights(path, weights, tensors)
+            errors = [calibration_error(_every_second(each)) for each in (before, after)]
+            facts = [
+                ("temperature", f"{temperature:.4f}, fitted to {len(labels_N[::2]):,} images"),
+                ("calibration error", f"{errors[0]:.4f}, then {errors[1]:.4f}, of {len(labels_N[1::2]):,} others"),
+                ("loss", f"{loss:.4f}, then {found:.4f}, of the same"),
+                ("weights", str(path)),
+            ]
+            setup.display.table(scored.source.describe(), facts)
+    return DONE
+
+
+def _every_second(found: Predictions) -> Predictions:
+    return replace(found, **{name: values_N[1::2] for name, values_N in vars(found).items()})

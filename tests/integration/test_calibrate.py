@@ -1,0 +1,65 @@
+"""Temperature scaling: the best temperature, and the file of weights that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pycls_fast
+from pycls_fast.errors import UserError
+from pycls_fast.train.export import export
+from pycls_fast.train.tasks.calibrate import best_temperature, calibrate, likelihood_loss
+from tests.factories import load_run_config
+from tests.integration.runs import TINY
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_temperature_has_the_lowest_loss(sigmoid: bool) -> None:
+    torch.manual_seed(0)
+    true_NK = torch.randn(4000, 5) * 2
+    labels_N = torch.multinomial(true_NK.softmax(1), 1)[:, 0]
+    scores_NK = 2.5 * true_NK
+    hot = best_temperature(scores_NK, labels_N, sigmoid=sigmoid)
+    near = [likelihood_loss(scores_NK, labels_N, hot * factor, sigmoid=sigmoid) for factor in (0.98, 1.0, 1.02)]
+    assert near[1] < min(near[0], near[2])
+    if not sigmoid:
+        # That of the softmax which the labels were drawn from.
+        assert hot == pytest.approx(2.5, rel=0.05)
+        # The log-likelihood's derivative: scores are on average what the probabilities expect of them.
+        expected_N = (scores_NK * (scores_NK / hot).softmax(1)).sum(1)
+        assert expected_N.mean() == pytest.approx(float(scores_NK.gather(1, labels_N[:, None]).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("scores_NK", [torch.eye(4), -torch.eye(4), torch.full((4, 4), torch.nan)])
+def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) -> None:
+    with pytest.raises(UserError, match=r"^split: 4 images, which are half of it, have no best temperature"):
+        best_temperature(scores_NK, torch.arange(4), sigmoid=False)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_the_written_weights_are_calibrated(
+    loss: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", f"loss={loss}"]
+    run = pycls_fast.train_net("vit_digits", words, optim__lr=0.002, run_dir=tmp_path / "run")
+    config, file = load_run_config(run.run_dir, [f"weights={run.run_dir}"]), tmp_path / "calibrated.safetensors"
+    capsys.readouterr()
+    assert calibrate(config, str(file), split="val", overwrite=False) == 0
+    printed = capsys.readouterr().out
+    hot = float(printed.split("temperature")[1].split(",")[0])
+    assert not 0.99 < hot < 1.01
+    before, after = pycls_fast.load(run.run_dir, device="cpu"), pycls_fast.load(file, device="cpu")
+    images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+    logits_NK = before.logits(list(images))
+    torch.testing.assert_close(after.logits(list(images)), logits_NK / hot, rtol=1e-3, atol=1e-3)
+    changed = {name for name, value in load_file(file).items() if not value.equal(load_file(run.best)[name])}
+    assert changed == {"head.weight", "head.bias"}
+    # Other programs get the same numbers.
+    export(str(file), str(tmp_path / "m.pt2"), which="auto", dtype=None, overwrite=False, format="program")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    exported_BK = program(torch.from_numpy(images[:2]).permute(0, 3, 1, 2).contiguous())
+    torch.testing.assert_close(exported_BK, logits_NK[:2] / hot, rtol=1e-3, atol=1e-3)
