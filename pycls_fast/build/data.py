@@ -21,6 +21,7 @@ from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -48,9 +49,9 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     root = data.root or ""
     root = root if "://" in root else str(user_path(root))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    how = Opening(seed=config.seed, whole=whole, index_all=index_all, processes=ranks)
+    how = Opening(seed=config.seed, index_all=index_all, processes=ranks)
     try:
-        return data.open(root, how)
+        return as_splits(data.open(root, how), data, where=root or data.source, whole=whole)
     except OSError as error:
         place, reason = str(error.filename or root)[:200], error.strerror or error
         raise UserError(f"data.root: {root[:200]} cannot be read ({place}: {reason}); give another") from error

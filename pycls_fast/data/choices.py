@@ -35,8 +35,8 @@ class Auto(Source, name="auto"):
         from pycls_fast.data.sources.packed import is_packed, open_packed
 
         if any(is_packed(Path(root) / split) for split in ("train", "val", "test", "all")):
-            return open_packed(root, self, how)
-        return open_folder(root, self, how) if find_cifar(Path(root)) is None else open_cifar(root, self)
+            return open_packed(root)
+        return open_folder(root, self, how) if find_cifar(Path(root)) is None else open_cifar(root)
 
 
 class Folder(Source, name="folder"):
@@ -88,7 +88,7 @@ class Parquet(Files, name="parquet"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_parquet
 
-        return open_parquet(root, self, how, **self.own())
+        return open_parquet(root, **self.own())
 
 
 class Hub(Source, name="hub"):
@@ -108,7 +108,7 @@ class Hub(Source, name="hub"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_hub
 
-        return open_hub(root, self, how, **self.own())
+        return open_hub(root, **self.own())
 
 
 class Tar(Files, name="tar"):
@@ -138,7 +138,7 @@ class Packed(Source, name="packed"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.packed import open_packed
 
-        return open_packed(root, self, how)
+        return open_packed(root)
 
 
 class Cifar(Source, name="cifar"):
@@ -147,7 +147,7 @@ class Cifar(Source, name="cifar"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_cifar
 
-        return open_cifar(root, self)
+        return open_cifar(root)
 
 
 class Digits(Source, name="digits"):
@@ -174,7 +174,7 @@ class Synthetic(Source, name="synthetic"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_synthetic
 
-        return open_synthetic(self, how.seed, **self.own())
+        return open_synthetic(self.image_size, how.seed, **self.own())
 
 
 class Given(Source, name="given"):
@@ -187,10 +187,8 @@ class Given(Source, name="given"):
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.given import open_given
-        from pycls_fast.data.sources.splits import as_splits
 
-        way_out = "use data.source=auto data.root=PATH"
-        return as_splits(open_given(given("data.dataset", self.dataset, way_out)), self, how, where="data")
+        return open_given(given("data.dataset", self.dataset, "use data.source=auto data.root=PATH"))
 
 
 class Augment(Section):

@@ -29,8 +29,6 @@ class Opening:
 
     seed: int = 0
     """The run's, for images that are drawn."""
-    whole: bool = False
-    """A dataset without a validation split is not split at random; it is the split "all"."""
     index_all: bool = False
     """Keep the indexes of small datasets, too."""
     processes: int = 1
@@ -136,7 +134,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
         return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        """The splits by name, "train" and "val" among them; `as_splits` makes them of the parts that are found.
+        """The parts that are found: "all", or "train" and perhaps "val" and "test"; `splits.as_splits` does the rest.
 
         Args:
             root: `data.root`, an absolute path unless it is an address or a name.

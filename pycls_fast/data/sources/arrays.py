@@ -17,7 +17,6 @@ from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.sources.splits import as_splits, refuse_folds
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
 
@@ -65,13 +64,12 @@ def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
     return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
-def open_cifar(root: str | Path, data: Source) -> dict[str, Images]:
+def open_cifar(root: str | Path) -> dict[str, Images]:
     """The training batches as "train", the test batch as "val".
 
     Args:
         root: `cifar-10-batches-py` or `cifar-100-python` (its fine labels), or the folder that holds one of them.
     """
-    refuse_folds(str(root), data.folds)
     folder, layout = find_cifar(Path(root)) or (Path(root) / _LAYOUTS[0].folder, _LAYOUTS[0])
     path = folder / layout.meta
     try:
@@ -157,13 +155,12 @@ class SyntheticImages(Images):
 
 
 def open_synthetic(
-    data: Source, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
+    image_size: int, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
 ) -> dict[str, Images]:
     """Noise for both splits."""
-    refuse_folds("synthetic", data.folds)
     counts = {"train": (synthetic_train_images, _TRAIN), "val": (synthetic_val_images, _VAL)}
     return {
-        split: SyntheticImages(count, data.image_size, synthetic_classes, counter_seed(seed, stream))
+        split: SyntheticImages(count, image_size, synthetic_classes, counter_seed(seed, stream))
         for split, (count, stream) in counts.items()
     }
 
@@ -219,4 +216,4 @@ def _write_images(folder: Path) -> None:
 def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
     """The digits, written to `root` unless they are there; the published results are of a split by position."""
     write_digits(root)
-    return as_splits({"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}, data, how, where=root)
+    return {"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}

@@ -24,7 +24,6 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few, is_first_of_node
 from pycls_fast.reading import read_bytes
 
@@ -45,13 +44,12 @@ _TIME_STEP_NS = 2 * 10**9
 
 
 def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
-    """The splits of a dataset on disk.
+    """The parts of a dataset on disk.
 
     They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/` or `test/` (in any case, `Training/` and
     `Testing/`, too); with both a validation and a test folder there is "test" too. A `dev/` or `test/` without class
     folders (a development kit, images without labels) is left out. ImageNet's validation images may lie in `val/`
-    without class folders, if their labels are there. With only `train/`, or with class folders directly in `root`, the
-    images are split at random, class by class.
+    without class folders, if their labels are there. Class folders directly in `root` are "all".
 
     Raises:
         OSError: there is no such folder.
@@ -72,14 +70,14 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     if "train" not in parts or not (parts["train"] in nested or len(names) == len(folders)):
         if nested or (len(folders) == 1 and subfolders(root / folders[0])):
             raise UserError(f"{root} holds {first_few(folders)}, with folders in them but no train/; {_LAYOUT}")
-        return as_splits({"all": scan_classes(root, cache)}, data, how, where=str(root))
+        return {"all": scan_classes(root, cache)}
     train = scan_classes(root / parts["train"], cache)
     opened: dict[str, Images] = {"train": train}
     for split, name in parts.items():
         if split != "train":
             flat = None if name in nested else _flat_validation(root / name, train.classes)
             opened[split] = flat or scan_classes(root / name, cache)
-    return as_splits(opened, data, how, where=str(root))
+    return opened
 
 
 class _Listing(NamedTuple):

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
@@ -51,15 +49,13 @@ class ArrowImages(Images):
 
 def open_parquet(
     root: str,
-    data: Source,
-    how: Opening,
     *,
     train: str | None,
     val: str | None,
     image_column: str | None,
     label_column: str,
 ) -> dict[str, Images]:
-    """The splits of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
+    """The parts of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
     """
@@ -72,13 +68,11 @@ def open_parquet(
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
             where = f"{root} ({split})"
             opened[split] = _open_split(where, dataset, image_column, label_column, names, is_test=split == "test")
-    return as_splits(opened, data, how, where=root)
+    return opened
 
 
 def open_hub(
     name: str,
-    data: Source,
-    how: Opening,
     *,
     train: str | None,
     val: str | None,
@@ -86,7 +80,7 @@ def open_hub(
     label_column: str,
     hub_config: str | None,
 ) -> dict[str, Images]:
-    """The splits of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
+    """The parts of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
     `save_to_disk` wrote."""
 
     repository, _, revision = name.partition("@")
@@ -107,7 +101,7 @@ def open_hub(
                 raise UserError(f"data.{own}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
             where = f"{name} ({split})"
             opened[own] = _open_split(where, loaded[split], image_column, label_column, None, is_test=own == "test")
-    return as_splits(opened, data, how, where=name)
+    return opened
 
 
 @contextmanager

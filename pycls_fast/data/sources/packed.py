@@ -17,11 +17,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
-from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import OpenFiles
 from pycls_fast.data.sources.index import Texts, read_arrays
-from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.reading import check
 
@@ -133,10 +131,10 @@ class PackedImages(Images):
         return f"{what} ({self.about['how']}, {self.size / 2**30:.2f} GiB) in {self.folder}"
 
 
-def open_packed(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
-    """The packed splits below a folder: `train/` and `val/` (and `test/`), or only one, which is split at random."""
+def open_packed(root: str | Path) -> dict[str, Images]:
+    """The packed splits below a folder: `train/`, `val/`, `test/` and `all/`."""
     folders = {split: Path(root) / split for split in ("train", "val", "test", "all")}
     opened: dict[str, Images] = {split: PackedImages(folder) for split, folder in folders.items() if is_packed(folder)}
     if not opened:
         raise UserError(f"{root} holds no packed split; make them with pycls-fast prepare pack (data/README.md)")
-    return as_splits(opened, data, how, where=str(root))
+    return opened

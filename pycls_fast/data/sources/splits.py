@@ -8,20 +8,21 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Source
 from pycls_fast.data.sources.base import Images, Subset, match_classes
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.seeds import counter_seed, frozen_generator, mixed
 
 
-def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where: str) -> dict[str, Images]:
+def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: bool = False) -> dict[str, Images]:
     """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
-    without other parts is split at random, or is "all" if `how.whole` says so. Labels are those of "train".
+    without other parts is split at random, or is "all" if it stays `whole`. Labels are those of "train".
 
     Raises:
-        UserError: no training images, images without labels, or classes that "train" lacks; see `split_at_random`.
+        UserError: no training images, images without labels, classes that "train" lacks, or folds of a dataset with a
+            validation split; see `split_at_random`.
     """
     parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
     if "val" not in parts and "test" in parts:
@@ -35,8 +36,9 @@ def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where
             raise UserError(f"{where} ({name}): images without labels, or none")
     train = parts.pop("train")
     if not parts:
-        return {"all": train} if how.whole else split_at_random(train, data, where=where)
-    refuse_folds(where, data.folds)
+        return {"all": train} if whole else split_at_random(train, data, where=where)
+    if data.folds is not None:
+        raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
     splits: dict[str, Images] = {"train": train}
     for name, source in parts.items():
         splits[name], unknown = match_classes(source, train.classes)
@@ -46,15 +48,6 @@ def as_splits(opened: Mapping[str, Images], data: Source, how: Opening, *, where
                 "here"
             )
     return splits
-
-
-def refuse_folds(where: str, folds: int | None) -> None:
-    """
-    Raises:
-        UserError: there are folds of a dataset that has a validation split.
-    """
-    if folds is not None:
-        raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
 
 
 def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Images]:

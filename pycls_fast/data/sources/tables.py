@@ -25,7 +25,6 @@ from pycls_fast.data.sources.files import (
     read_class_list,
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
-from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError, first_line
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
@@ -44,11 +43,11 @@ def open_manifest(
     path_column: str,
     label_column: str,
 ) -> dict[str, Images]:
-    """The splits of a dataset that tables describe, in the tables' order.
+    """The parts of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
-    says train, val or test, else split at random class by class. Test images without labels are left out. Paths in them
-    are absolute, or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
+    says train, val or test, else "all" of them. Test images without labels are left out. Paths in them are absolute,
+    or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
     (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
 
     Raises:
@@ -79,7 +78,7 @@ def open_manifest(
         if "splits" in index.arrays and len(files) == 1:
             rows = {name: np.flatnonzero(index.arrays["splits"] == number) for number, name in enumerate(_SPLITS)}
             opened = {name: Subset(source, own) for name, own in rows.items() if len(own)}
-    return as_splits(opened, data, how, where=str(place))
+    return opened
 
 
 def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict[str, Any], *, is_test: bool) -> Index:

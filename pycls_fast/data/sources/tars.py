@@ -20,7 +20,6 @@ from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, nam
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import CachedShards, ShardCache, is_remote, open_whole, read_range, stamp_of
-from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.reading import parse_json
@@ -101,7 +100,7 @@ def open_tars(
     shard_cache: str | None,
     shard_cache_gib: float | None,
 ) -> dict[str, Images]:
-    """The splits of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
+    """The parts of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
     name) or in a field of `.json`.
@@ -131,7 +130,7 @@ def open_tars(
             is_fresh=partial(operator.eq, stamp),
         )
         opened[split] = TarImages(root, stamps, index, cache)
-    return as_splits(opened, data, how, where=root)
+    return opened
 
 
 def _stamp(shard: str) -> list[Any]:

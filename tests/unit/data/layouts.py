@@ -22,6 +22,7 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.errors import UserError
 
 
@@ -30,7 +31,8 @@ def opened(
 ) -> dict[str, Images]:
     """What `data.source` and `data.root` name, with further keys of `data`."""
     source = Source.choices()[kind](**{"index_cache": "off", **keys})
-    return source.open(str(root), Opening(whole=whole, index_all=index_all))
+    parts = source.open(str(root), Opening(index_all=index_all))
+    return as_splits(parts, source, where=str(root), whole=whole)
 
 
 CLASSES = ("n01440764", "n02119789", "n09876543")

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from pycls_fast.data.choices import Folder
-from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
-from pycls_fast.data.sources.folders import open_folder, scan_classes
+from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import WriteTree
 from tests.unit.data.layouts import (
@@ -42,7 +40,7 @@ def below(source: Images, root: Path) -> list[str]:
 
 
 def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> dict[str, Images]:
-    return open_folder(root, Folder(val_fraction=val_fraction, split_seed=split_seed), Opening())
+    return opened("folder", root, index_cache="auto", val_fraction=val_fraction, split_seed=split_seed)
 
 
 @pytest.mark.parametrize("val_name", ["val", "dev", "test"])
