@@ -61,11 +61,10 @@ class Situation:
 
 
 class Fact(NamedTuple):
-    """A condition that no single value of a key is: the key to show, and settings that make it true."""
+    """A condition that no single value of a key is, and the key to show."""
 
     key: str
     holds: Callable[[Situation], bool]
-    example: str
 
 
 class Conflict(NamedTuple):
@@ -79,112 +78,71 @@ class Conflict(NamedTuple):
     @property
     def switches(self) -> set[str]:
         """The switches that it is about."""
-        keys = (_key(condition).partition(".") for condition in (self.a, self.b))
+        keys = (key_of_condition(condition).partition(".") for condition in (self.a, self.b))
         return {name for section, _, name in keys if section == "speed"}
 
     def holds(self, now: Situation) -> bool:
         """Whether both conditions are met, by a network that has the switches they name."""
-        return all(_applies(_key(each), now) and _holds(each, now) for each in (self.a, self.b))
+        return all(SWITCHES[name].concerns(now.config.model.kind) for name in self.switches) and all(
+            each.holds(now) if isinstance(each, Fact) else _holds(each, now) for each in (self.a, self.b)
+        )
 
     def line(self, now: Situation) -> tuple[str, str]:
         """The key, and what is wrong with its value and what to do."""
-        one, other = _key(self.a), _key(self.b)
+        one, other = key_of_condition(self.a), key_of_condition(self.b)
         with_it = f"{other}={now.shown(other)}"
         return one, f"{now.shown(one)} conflicts with {with_it}: {self.why}; use {self.use}"
 
 
-def _key(condition: str | Fact) -> str:
+def key_of_condition(condition: str | Fact) -> str:
+    """The key that is shown of it."""
     return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
 
 
-def _applies(key: str, now: Situation) -> bool:
-    switch = SWITCHES.get(key.removeprefix("speed."))
-    return switch is None or not key.startswith("speed.") or switch.concerns(now.config.model.kind)
-
-
-def _holds(condition: str | Fact, now: Situation) -> bool:
-    if isinstance(condition, Fact):
-        return condition.holds(now)
+def _holds(condition: str, now: Situation) -> bool:
     name, _, values = condition.partition("=")
     return (now.shown(name.removesuffix("!")) in values.split("|")) != name.endswith("!")
 
 
-def _erases(now: Situation) -> bool:
-    return now.config.augment.erase_probability > 0
-
-
 # fmt: off
 DRAWS_ON_DEVICE = Fact(
-    "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0,
-    "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1")
-MICROBATCHES = Fact(
-    "optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1, "optim.accumulation_steps=2")
-SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights, "parallel=fsdp")
-FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens, "parallel=fairscale_fsdp")
-ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state", "parallel=fairscale_sharded_ddp")
-NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates, "parallel=fsdp")
-FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes, "parallel=fairscale_fsdp")
-KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights, "parallel=ddp")
-TOGETHER = Fact(
-    "parallel.tensor_degree", lambda now: now.config.parallel.tensor_degree > 1,
-    "parallel=fsdp parallel.tensor_degree=2")
-APART = Fact(
-    "parallel.expert_degree", lambda now: now.config.parallel.expert_degree > 1,
-    "model=vit_moe_digits parallel=fsdp parallel.expert_degree=2")
-STAGED = Fact(
-    "parallel.pipeline_degree", lambda now: now.config.parallel.pipeline_degree > 1,
-    "parallel=ddp parallel.pipeline_degree=2 optim.accumulation_steps=2")
-NO_STAGES = Fact(
-    "parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors),
-    "parallel=fairscale_sharded_ddp")
-FROZEN_PARTS = Fact(
-    "optim.trainable", lambda now: "all" not in now.config.optim.trainable,
-    "weights=w.safetensors optim.trainable=[head]")
-NO_EXPERTS = Fact("model.experts", lambda now: not getattr(now.config.model, "experts", 0), "model=vit_digits")
-EXPERTS = Fact(
-    "model.experts", lambda now: getattr(now.config.model, "experts", 0) > 0,
-    "model=vit_moe_digits")
-UNDIVIDED = Fact("model.kind", lambda now: now.config.model.kind != "vit", "model=resnet50")
-NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors, "parallel=ddp")
-NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups, "parallel=fsdp")
-UNSCALED = Fact("precision.name", lambda now: not now.level.scaled, "precision=amp_bf16")
-HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32", "precision=bf16_params")
+    "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0)
+MICROBATCHES = Fact("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
+SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights)
+KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights)
+FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens)
+ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state")
+NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates)
+FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes)
+NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors)
+NO_STAGES = Fact("parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors))
+NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups)
+UNSCALED = Fact("precision.name", lambda now: not now.level.scaled)
+HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32")
 WHOLE_HALF = Fact(
-    "precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights,
-    "precision=bf16_params parallel=ddp")
-NO_MASTERS = Fact(
-    "precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none", "precision=bf16")
-SKIPS_OR_HALF = Fact(
-    "precision.name", lambda now: now.level.scaled or now.level.weights != "float32", "precision=amp_fp16")
-WIDE_ON_CUDA = Fact(
-    "precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32", "precision=fp32")
-FLATTENED_HALF = Fact(
-    "precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32",
-    "parallel=fairscale_fsdp precision=bf16_params")
-NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise, "optim=lamb")
-KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state, "optim=adamw8bit")
-NOT_CAPTURABLE = Fact(
-    "speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable, "speed.optimizer=foreach")
+    "precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
+NO_MASTERS = Fact("precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none")
+SKIPS_OR_HALF = Fact("precision.name", lambda now: now.level.scaled or now.level.weights != "float32")
+WIDE_ON_CUDA = Fact("precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32")
+FLATTENED_HALF = Fact("precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32")
+NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise)
+KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state)
+NOT_CAPTURABLE = Fact("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
 # LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
 # elsewhere are rarely zero; `train/assemble.py` looks at the head.
 TRUST_RATIO = Fact(
     "optim.name",
     lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0
-    and now.config.weights is None,
-    "optim=lamb optim.weight_decay=0.1")
+    and now.config.weights is None)
 POWERSGD_IN_PARTS = Fact(
     "parallel.compression",
-    lambda now: now.config.parallel.compression == "powersgd" and now.config.optim.microbatches > 1,
-    "parallel.compression=powersgd optim.accumulation_steps=2")
+    lambda now: now.config.parallel.compression == "powersgd" and now.config.optim.microbatches > 1)
 ERASED_BY_WORKERS = Fact(
-    "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and _erases(now),
-    "speed.erase_on=cpu augment.erase_probability=0.5")
+    "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and now.config.augment.erase_probability > 0)
 ERASED_ON_DEVICE = Fact(
-    "speed.erase_on", lambda now: now.speed.erase_on == "device" and _erases(now),
-    "speed.erase_on=device augment.erase_probability=0.5")
-MIXED_BY_WORKERS = Fact(
-    "speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes,
-    "speed.mix_on=cpu augment.mixup_alpha=0.2")
+    "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
+MIXED_BY_WORKERS = Fact("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
+EXPERTS, NO_EXPERTS = "model.experts!=0|null", "model.experts=0|null"
 
 _GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"
 _NOT_GRAPHS = "speed.compile_mode=default"
@@ -201,6 +159,37 @@ _ASKS_THE_HOST = (
     (_GRAPHS, "it records graphs of its own", _NOT_GRAPHS),
 )
 
+# What a network in parts on several ranks cannot carry, by the degrees that divide it.
+_UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
+    ("tensor expert", NO_PARTS, "the parts are those of fsdp and hsdp", "parallel=fsdp"),
+    ("pipeline", NO_STAGES, "stages are those of ddp, fsdp and hsdp", "parallel=ddp"),
+    ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
+    ("pipeline", "model.kind!=vit", "it divides the blocks of this project's ViT", ""),
+    ("expert", NO_EXPERTS, "the model has none", "model.experts=8"),
+    ("tensor", EXPERTS, "experts are not divided", "model.experts=0"),
+    ("pipeline", EXPERTS, "routers' losses would be of one stage", "model.experts=0"),
+    ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
+    ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
+    ("pipeline", "optim.trainable!=[all]", "a stage may have nothing to train", "optim.trainable=[all]"),
+    ("pipeline", "head=probe", "features are of one process", "head=small"),
+    ("tensor", "precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
+    ("tensor", "parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
+    ("pipeline", "parallel.compression!=none", "the pipeline averages gradients itself", "parallel.compression=none"),
+    ("tensor", "runtime.watchdog=true", "it cannot see inside divided blocks", "runtime.watchdog=false"),
+    ("tensor", "speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),
+    ("tensor", "speed.layout=batch_second", "tokens are divided as the second dimension", "speed.layout=batch_first"),
+    ("tensor", "speed.linear=products", "it divides torch's linear layers", "speed.linear=torch"),
+    ("tensor expert", "speed.compile=blocks|model", "it was not tried on divided blocks", "speed.compile=off"),
+    ("pipeline", "speed.compile=model", "a stage is a part of it", "speed.compile=blocks"),
+    ("tensor expert", "speed.recompute=selective|budget", "it chooses among operations of whole blocks",
+     "speed.recompute=full"),
+    ("tensor expert", "speed.activation_compression=8bit", "it rounds whole tensors",
+     "speed.activation_compression=none"),
+    ("tensor expert", "speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
+    ("tensor expert pipeline", "speed.param_offload=cpu", "ranks on one device exchange there",
+     "speed.param_offload=none"),
+)
+
 _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     # What is compiled.
     (f"{_GRAPHS}|max-autotune-no-cudagraphs", "speed.compile=off", "nothing is compiled", "speed.compile=model"),
@@ -209,17 +198,14 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "compiled code keeps it", "speed.compile=blocks or speed.recompute=full"),
     # Blocks share their code, and a graph the addresses of one block's weights.
     (_GRAPHS, "speed.compile=blocks", "it would record a graph for each block", "speed.compile=model"),
-    (_GRAPHS,
-     MICROBATCHES,
-     "gradients are in memory of CUDA graphs, which the next microbatch overwrites",
+    (_GRAPHS, MICROBATCHES, "gradients are in memory of CUDA graphs, which the next microbatch overwrites",
      f"optim.accumulation_steps=1 or {_NOT_GRAPHS}"),
     (_GRAPHS, SHARDED, "weights are gathered into new memory, and graphs need them where they were", _NOT_GRAPHS),
     ("speed.activation_compression=8bit", "speed.compile=blocks|model",
      "it does not work inside compiled code", "speed.compile=off"),
     ("speed.activation_offload=cpu", "speed.compile=model",
      "it does not work inside compiled code", "speed.compile=blocks"),
-    ("speed.drop_path_compute=skip",
-     "speed.compile=blocks|model",
+    ("speed.drop_path_compute=skip", "speed.compile=blocks|model",
      "shapes change in every step, and compiled code needs constant ones",
      "speed.compile=off or speed.drop_path_compute=multiply"),
     ("runtime.watchdog=true", "speed.compile=blocks|model", "it cannot see inside compiled code", "speed.compile=off"),
@@ -227,9 +213,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     *(("speed.cuda_graphs=on", other, why, use) for other, why, use in _ASKS_THE_HOST),
     ("speed.cuda_graphs=on", NOT_CAPTURABLE,
      "its lr is on the host (on the device with optim=adamw or sgd and speed.optimizer=fused)", _NO_RECORDING),
-    ("speed.cuda_graphs=on",
-     MICROBATCHES,
-     "one microbatch a step is recorded, and the host draws for each",
+    ("speed.cuda_graphs=on", MICROBATCHES, "one microbatch a step is recorded, and the host draws for each",
      f"optim.accumulation_steps=1 or {_NO_RECORDING}"),
     ("speed.cuda_graphs=on", "data.image_size_schedule!=[]",
      "images of one size are recorded", f"data.image_size_schedule=[] or {_NO_RECORDING}"),
@@ -282,67 +266,18 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
         (key, NO_GROUPS, "it is for groups of ranks", f"parallel=hsdp or {key.removesuffix('!=null')}=null")
         for key in ("parallel.shard_degree!=null", "parallel.replicate_degree!=null")
     ),
-    *(
-        (TOGETHER, other, why, use)
-        for other, why, use in (
-            (NO_PARTS, "the parts are those of fsdp and hsdp", "parallel=fsdp or parallel.tensor_degree=1"),
-            (UNDIVIDED, "it divides the heads of this project's ViT", "parallel.tensor_degree=1"),
-            (EXPERTS, "experts are not divided", "parallel.tensor_degree=1 or model.experts=0"),
-            (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
-            ("precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
-            ("parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
-            ("runtime.watchdog=true", "it cannot see inside divided blocks", "runtime.watchdog=false"),
-            ("speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),
-            ("speed.layout=batch_second", "tokens are divided as the second dimension", "speed.layout=batch_first"),
-            ("speed.linear=products", "it divides torch's linear layers", "speed.linear=torch"),
-            ("speed.compile=blocks|model", "it was not tried on divided blocks", "speed.compile=off"),
-            ("speed.recompute=selective|budget", "it chooses among operations of whole blocks", "speed.recompute=full"),
-            ("speed.activation_compression=8bit", "it rounds whole tensors", "speed.activation_compression=none"),
-            ("speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
-            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
-        )
-    ),
-    *(
-        (APART, other, why, use)
-        for other, why, use in (
-            (NO_PARTS, "the experts' weights are shared as those of fsdp and hsdp are",
-             "parallel=fsdp or parallel.expert_degree=1"),
-            (NO_EXPERTS, "the model has none", "model.experts=8 or parallel.expert_degree=1"),
-            (NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
-            ("speed.compile=blocks|model", "it was not tried on divided experts", "speed.compile=off"),
-            ("speed.recompute=selective|budget", "it chooses among operations of whole blocks", "speed.recompute=full"),
-            ("speed.activation_compression=8bit", "it rounds whole tensors", "speed.activation_compression=none"),
-            ("speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
-            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
-        )
-    ),
-    *(
-        (STAGED, other, why, use)
-        for other, why, use in (
-            (NO_STAGES, "stages are those of ddp, fsdp and hsdp", "parallel=ddp or parallel.pipeline_degree=1"),
-            (UNDIVIDED, "it divides the blocks of this project's ViT", "parallel.pipeline_degree=1"),
-            (EXPERTS, "routers' losses would be of one stage", "parallel.pipeline_degree=1 or model.experts=0"),
-            (KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
-            (FROZEN_PARTS, "a stage may have nothing to train", "parallel.pipeline_degree=1"),
-            ("head=probe", "features are of one process", "head=small"),
-            ("parallel.compression!=none", "the pipeline averages gradients itself", "parallel.compression=none"),
-            ("speed.compile=model", "a stage is a part of it", "speed.compile=blocks"),
-            ("speed.param_offload=cpu", "ranks on one device exchange there", "speed.param_offload=none"),
-        )
-    ),
+    *((f"parallel.{degree}_degree!=1", other, why, f"{use} or parallel.{degree}_degree=1".removeprefix(" or "))
+      for degrees, other, why, use in _UNDIVIDED for degree in degrees.split()),
     ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.recompute=full|selective|budget",
      "it halves the backward pass, in which blocks would run again",
      "parallel.pipeline_schedule=1f1b or speed.recompute=off"),
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
-    ("parallel.compression=powersgd",
-     SKIPS_OR_HALF,
+    ("parallel.compression=powersgd", SKIPS_OR_HALF,
      "its error travels from step to step, and an overflow or a half format would corrupt it",
      "precision=amp_bf16 or parallel.compression=bf16"),
-    ("parallel.compression=fp16",
-     UNSCALED,
-     "without a scaled loss small gradients become 0 and large ones infinite",
+    ("parallel.compression=fp16", UNSCALED, "without a scaled loss small gradients become 0 and large ones infinite",
      "parallel.compression=bf16 or precision=amp_fp16"),
     ("parallel.static_graph=true", NOT_DDP, "it is for ddp", "parallel.static_graph=false"),
     ("parallel.static_graph=true", POWERSGD_IN_PARTS,
@@ -360,10 +295,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     (NO_MASTERS, SHARDED, "shards are float32", "precision=bf16_params or parallel=ddp"),
     (NOT_ELEMENTWISE, FLATTENED, "it needs the shapes of weights", "optim=adamw or parallel=ddp"),
     ("precision.name=fp8", FLATTENED, "it needs the shapes of weights", "precision=amp_bf16 or parallel=fsdp"),
-    ("speed.compile=blocks|model",
-     FLATTENED_HALF,
-     "it cannot see inside FairScale's wrappers around norms that stay float32",
-     "speed.compile=off or parallel=fsdp"),
+    ("speed.compile=blocks|model", FLATTENED_HALF,
+     "it cannot see inside FairScale's wrappers around norms that stay float32", "speed.compile=off or parallel=fsdp"),
     (HALF_WEIGHTS, ONE_OWNER, "it shards the network's own weights", "precision=amp_bf16 or parallel=ddp"),
     (KEEPS_STATE, ONE_OWNER, "state is sent from rank to rank to be saved", "optim=adamw or parallel=ddp"),
     # What is learned.
@@ -418,87 +351,73 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     # Every evaluation set except ReaL has its own images.
     needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
     if needs_root and config.data.needs_root and config.data.root is None:
-        yield (
-            "data.root",
-            "not set; give the folder that holds train/ and val/ (or one folder per class) as data.root=PATH",
-        )
+        folder = "the folder that holds train/ and val/ (or one folder per class)"
+        yield "data.root", f"not set; give {folder} as data.root=PATH"
+
+
+def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str, str]]:
+    """What to say of a value that `of` does not divide, with the nearest ones that it does."""
+    if value % divisor:
+        below = max(value // divisor, 1) * divisor
+        yield key, f"{value} is not divisible by {of}; use {below} or {below + divisor}"
 
 
 def _vit_sizes(model: ViTModel, image_size: int, together: int, apart: int) -> Iterator[tuple[str, str]]:
-    if image_size % model.patch_size:
-        why = _not_divisible(image_size, model.patch_size, f"model.patch_size={model.patch_size}")
-        yield "data.image_size", why
-    if model.width % model.heads:
-        yield "model.width", _not_divisible(model.width, model.heads, f"model.heads={model.heads}")
-    if model.heads % together or model.mlp_width % together:
-        fits = max(n for n in range(1, together) if model.heads % n == 0 == model.mlp_width % n)
-        yield (
-            "parallel.tensor_degree",
-            f"{together} does not divide model.heads={model.heads} and model.mlp_width={model.mlp_width}; use "
-            f"parallel.tensor_degree={fits}",
-        )
-    if model.experts % apart:
-        fits = max(n for n in range(1, apart) if model.experts % n == 0)
-        yield (
-            "parallel.expert_degree",
-            f"{apart} does not divide model.experts={model.experts}; use parallel.expert_degree={fits}",
-        )
-    if model.positions == "sincos2d" and model.width % 4:
-        yield "model.width", _not_divisible(model.width, 4, "4, which model.positions=sincos2d needs")
+    yield from _divided("data.image_size", image_size, model.patch_size, f"model.patch_size={model.patch_size}")
+    yield from _divided("model.width", model.width, model.heads, f"model.heads={model.heads}")
+    for key, degree, sizes in (
+        ("parallel.tensor_degree", together, ("heads", "mlp_width")),
+        ("parallel.expert_degree", apart, ("experts",)),
+    ):
+        fits = max(n for n in range(1, degree + 1) if all(getattr(model, size) % n == 0 for size in sizes))
+        if fits < degree:
+            of = " and ".join(f"model.{size}={getattr(model, size)}" for size in sizes)
+            yield key, f"{degree} does not divide {of}; use {key}={fits}"
+    if model.positions == "sincos2d":
+        yield from _divided("model.width", model.width, 4, "4, which model.positions=sincos2d needs")
     strides = model.stem_strides
     if model.stem == "conv" and (not strides or len(model.stem_widths) != len(strides)):
         yield "model.stem_strides", "needs one stride for each of model.stem_widths, one at least"
-    elif model.stem == "conv" and math.prod(strides) != model.patch_size:
-        yield (
-            "model.stem_strides",
-            f"must multiply to model.patch_size={model.patch_size}; got {math.prod(strides)}",
-        )
+    elif model.stem == "conv" and (product := math.prod(strides)) != model.patch_size:
+        yield "model.stem_strides", f"must multiply to model.patch_size={model.patch_size}; got {product}"
 
 
 def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Numbers that do not fit each other."""
-    model, data, augment, schedule = config.model, config.data, config.augment, config.schedule
-    batch, parts = data.global_batch_size, config.optim.microbatches
-    sizes = [data.image_size, *(size for _, size in data.image_size_schedule)]
+    model, data, augment = config.model, config.data, config.augment
+    schedule, parallel = config.schedule, config.parallel
+    batch, parts, stages = data.global_batch_size, config.optim.microbatches, parallel.pipeline_degree
+    smallest = min([data.image_size, *(size for _, size in data.image_size_schedule)])
     if isinstance(model, ViTModel):
-        parallel = config.parallel
         yield from _vit_sizes(model, data.image_size, parallel.tensor_degree, parallel.expert_degree)
-    if isinstance(model, ResNetModel) and model.stem != "small" and min(sizes) < 32:
-        yield "data.image_size", f"{min(sizes)} is too small for model.stem={model.stem}; use model.stem=small"
+    if isinstance(model, ResNetModel) and model.stem != "small" and smallest < 32:
+        yield "data.image_size", f"{smallest} is too small for model.stem={model.stem}; use model.stem=small"
     if isinstance(model, TimmModel):
         for name in model.options.keys() & _INSTEAD_OF_TIMM_OPTIONS.keys():
             yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
-    stages = config.parallel.pipeline_degree
-    if config.optim.microbatches % stages:
-        yield "optim.accumulation_steps", _not_divisible(parts, stages, f"parallel.pipeline_degree={stages}")
-    if batch % parts:
-        yield "data.global_batch_size", _not_divisible(batch, parts, f"optim.accumulation_steps={parts}")
+    yield from _divided("optim.accumulation_steps", parts, stages, f"parallel.pipeline_degree={stages}")
+    yield from _divided("data.global_batch_size", batch, parts, f"optim.accumulation_steps={parts}")
     # On any number of ranks; `build.check_mixing` knows how many there are.
-    elif augment.mixes and batch == parts:
+    if augment.mixes and batch == parts:
+        ways_out = f"data.global_batch_size={2 * batch} or augment.mix_probability=0"
         yield (
             "data.global_batch_size",
-            f"{batch} leaves one image in a microbatch, and mixing needs two; use data.global_batch_size={2 * batch} "
-            "or augment.mix_probability=0",
+            f"{batch} leaves one image in a microbatch, and mixing needs two; use {ways_out}",
         )
-    elif augment.mixes and augment.mix_mode == "pair" and batch // parts % 2:
+    elif augment.mixes and augment.mix_mode == "pair" and batch / parts % 2 == 1:
         yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
     if "all" in config.optim.trainable and len(config.optim.trainable) > 1:
         yield "optim.trainable", "all includes everything; use all alone, or what is to be trained"
     precision = config.precision
     scales = LEVELS[precision.name].scaled and precision.loss_scale == "dynamic"
     if scales and precision.loss_scale_floor > precision.loss_scale_start:
-        yield (
-            "precision.loss_scale_floor",
-            f"must not be larger than precision.loss_scale_start={precision.loss_scale_start:g}",
-        )
+        largest = f"precision.loss_scale_start={precision.loss_scale_start:g}"
+        yield "precision.loss_scale_floor", f"must not be larger than {largest}"
     if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
-        yield (
-            "schedule.warmup_epochs",
-            f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}; "
-            f"use schedule.warmup_epochs={schedule.epochs} or less",
-        )
+        longer = f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}"
+        yield "schedule.warmup_epochs", f"{longer}; use schedule.warmup_epochs={schedule.epochs} or less"
 
 
 # Our settings that replace options of timm's models.
@@ -509,9 +428,3 @@ _INSTEAD_OF_TIMM_OPTIONS = {
     "features_only": "models here end in a classification head",
     **dict.fromkeys(("pretrained", "pretrained_cfg", "checkpoint_path"), "weights=timm:NAME brings weights"),
 }
-
-
-def _not_divisible(value: int, divisor: int, of: str) -> str:
-    """What to say of a value that `of` does not divide, with the nearest ones that it does."""
-    below = max(value // divisor, 1) * divisor
-    return f"{value} is not divisible by {of}; use {below} or {below + divisor}"

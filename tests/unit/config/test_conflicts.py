@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import Purpose, RunConfig, load_config
+from pycls_fast.config import Purpose, RunConfig, conflicts, load_config
 from pycls_fast.config.compose import check, compose
-from pycls_fast.config.conflicts import CONFLICTS, Conflict, Fact, problems
+from pycls_fast.config.conflicts import CONFLICTS, Conflict, Fact, key_of_condition, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.speed import MODEL_KINDS, SWITCHES
@@ -28,6 +28,39 @@ OTHER = {
     "parallel.shard_degree": "2",
     "parallel.replicate_degree": "2",
     "parallel.compression": "bf16",
+    "parallel.tensor_degree": "2 parallel=fsdp",
+    "parallel.expert_degree": "2 model=vit_moe_digits parallel=fsdp",
+    "parallel.pipeline_degree": "2 parallel=ddp optim.accumulation_steps=2",
+}
+MODELS = {conflicts.EXPERTS: "vit_moe_digits", conflicts.NO_EXPERTS: "vit_digits", "model.kind!=vit": "resnet50"}
+# Settings that make a fact true.
+EXAMPLES = {
+    conflicts.DRAWS_ON_DEVICE: "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1",
+    conflicts.MICROBATCHES: "optim.accumulation_steps=2",
+    conflicts.SHARDED: "parallel=fsdp",
+    conflicts.KEEPS_WEIGHTS: "parallel=ddp",
+    conflicts.FLATTENED: "parallel=fairscale_fsdp",
+    conflicts.ONE_OWNER: "parallel=fairscale_sharded_ddp",
+    conflicts.NOT_DDP: "parallel=fsdp",
+    conflicts.FREEZES_NOTHING: "parallel=fairscale_fsdp",
+    conflicts.NO_PARTS: "parallel=ddp",
+    conflicts.NO_STAGES: "parallel=fairscale_sharded_ddp",
+    conflicts.NO_GROUPS: "parallel=fsdp",
+    conflicts.UNSCALED: "precision=amp_bf16",
+    conflicts.HALF_WEIGHTS: "precision=bf16_params",
+    conflicts.WHOLE_HALF: "precision=bf16_params parallel=ddp",
+    conflicts.NO_MASTERS: "precision=bf16",
+    conflicts.SKIPS_OR_HALF: "precision=amp_fp16",
+    conflicts.WIDE_ON_CUDA: "precision=fp32",
+    conflicts.FLATTENED_HALF: "parallel=fairscale_fsdp precision=bf16_params",
+    conflicts.NOT_ELEMENTWISE: "optim=lamb",
+    conflicts.KEEPS_STATE: "optim=adamw8bit",
+    conflicts.NOT_CAPTURABLE: "speed.optimizer=foreach",
+    conflicts.TRUST_RATIO: "optim=lamb optim.weight_decay=0.1",
+    conflicts.POWERSGD_IN_PARTS: "parallel.compression=powersgd optim.accumulation_steps=2",
+    conflicts.ERASED_BY_WORKERS: "speed.erase_on=cpu augment.erase_probability=0.5",
+    conflicts.ERASED_ON_DEVICE: "speed.erase_on=device augment.erase_probability=0.5",
+    conflicts.MIXED_BY_WORKERS: "speed.mix_on=cpu augment.mixup_alpha=0.2",
 }
 
 
@@ -47,7 +80,9 @@ CUDA = torch.device("cuda")
 def example(condition: str | Fact) -> str:
     """Settings that meet it."""
     if isinstance(condition, Fact):
-        return condition.example
+        return EXAMPLES[condition]
+    if condition in (conflicts.EXPERTS, conflicts.NO_EXPERTS, "model.kind!=vit"):
+        return f"model={MODELS[condition]}"
     key, _, values = condition.partition("=")
     if key.endswith("!"):
         return f"{key[:-1]}={OTHER[key[:-1]]}"
@@ -85,14 +120,12 @@ def told(conflict: Conflict, *also: str) -> tuple[str, ...]:
     return ()
 
 
-def key(condition: str | Fact) -> str:
-    return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
-
-
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda row: "-".join(map(example, (row.a, row.b))))
 def test_a_row_refuses_and_each_way_out_passes(conflict: Conflict) -> None:
     def of_this_row(*also: str) -> list[str]:
-        line = re.compile(rf"{re.escape(key(conflict.a))}: .* conflicts with {re.escape(key(conflict.b))}=")
+        line = re.compile(
+            rf"{re.escape(key_of_condition(conflict.a))}: .* conflicts with {re.escape(key_of_condition(conflict.b))}="
+        )
         return [one for one in told(conflict, *also) if line.match(one) and conflict.why in one]
 
     (line,) = of_this_row()
