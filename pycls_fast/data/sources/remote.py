@@ -189,13 +189,15 @@ class ShardCache:
             # A power cut must not leave a truncated copy under the final name.
             with draft.open("rb+") as written:
                 flush(written)
-            draft.rename(place)
+            # Or whoever makes room would find neither name.
+            with self._lock():
+                draft.rename(place)
         finally:
             draft.unlink(missing_ok=True)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Exclude this user's other processes while room is made; another user's lock could not be opened."""
+        """Exclude this user's others while room is made or a copy named; another user's lock could not be opened."""
         with (self.folder / f".room-{os.getuid()}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
