@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -14,7 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decoders import DECODERS, Decoder, Upright, open_scaled_region
+from pycls_fast.data.decoders import DECODERS, Decoder, open_scaled_region
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.mix import ElementMixer, Mixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
@@ -159,7 +160,7 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
             "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
         )
     decoder = open_scaled_region if training and chosen.decode_scale == "dct" else DECODERS[name]
-    return Upright(decoder) if config.data.exif_orientation else decoder
+    return replace(decoder, upright=config.data.exif_orientation)
 
 
 def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
@@ -269,7 +270,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
     return changed
 
 
-def mixer(config: RunConfig) -> Mixer | ElementMixer | None:
+def mixer(config: RunConfig) -> Mixer | None:
     """Mixup and CutMix, or None when both are off. Batches that were mixed on the host are left unchanged."""
     augment = config.augment
     if not augment.mixes:

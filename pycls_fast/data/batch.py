@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pycls_fast.data.mix import Mixed, MixedElements
+from pycls_fast.data.mix import Mixed
 from pycls_fast.data.transforms import NO_BOX, Box
 from pycls_fast.errors import UserError
 
@@ -55,7 +55,7 @@ class Batch:
     to erase."""
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
-    mixed: Mixed | MixedElements | None = None
+    mixed: Mixed | None = None
     """How the workers have mixed the images; None if they have not."""
 
     def __len__(self) -> int:
@@ -71,27 +71,16 @@ class Batch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that `stream` uses the tensors, which were made on another stream."""
-        shares_B = self.mixed.lam_B if isinstance(self.mixed, MixedElements) else None
-        for tensor in (self.images_BHWC, self.labels_B, self.indices_B, self.erase_B4, shares_B):
-            if tensor is not None:
+        for tensor in tree_leaves(vars(self)):
+            if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(stream)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        mixed = self.mixed
-        return replace(
-            self,
-            images_BHWC=change(self.images_BHWC),
-            labels_B=change(self.labels_B),
-            indices_B=change(self.indices_B),
-            erase_B4=None if self.erase_B4 is None else change(self.erase_B4),
-            mixed=MixedElements(change(mixed.lam_B)) if isinstance(mixed, MixedElements) else mixed,
-        )
+        return Batch(**tree_map_only(torch.Tensor, change, vars(self)))
 
 
-class HostStage(Protocol):
-    """A stage that workers apply to a whole batch, with the seed of its microbatch (None in evaluation)."""
-
-    def __call__(self, batch: Batch, seed: int | None) -> Batch: ...
+HostStage = Callable[[Batch, int | None], Batch]
+"""A stage that workers apply to a whole batch, with the seed of its microbatch (None in evaluation)."""
 
 
 def collate(samples: Iterable[Sample], *, count: int, image_size: int, erases: bool, shared: bool = False) -> Batch:

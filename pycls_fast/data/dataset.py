@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
 from pycls_fast.data.decode import DamagedImage
-from pycls_fast.data.decoders import Decoder, open_with_pillow
+from pycls_fast.data.decoders import Open, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import Transform
@@ -56,7 +56,7 @@ class ImageDataset(Dataset[Sample]):
     """A stage for the whole batch before it leaves the worker."""
     repeats: int = 1
     """How often each image of an epoch is seen (`TrainSampler`)."""
-    open_picture: Decoder = open_with_pillow
+    open_picture: Open = open_with_pillow
     """How images are decoded (`decoders.DECODERS`)."""
     _is_away: bool = field(default=False, init=False)
 

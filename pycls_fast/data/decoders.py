@@ -10,7 +10,7 @@ A transform asks for a `Crop`; how it is decoded is the choice of `speed.decode`
 | `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | row by row (`native`) |
 
 For every decoder, Pillow decodes all other files, and damaged and unusual JPEGs, so that all refuse the same ones for
-the same reasons; with `data.exif_orientation` also images that have to be turned (`Upright`). Each decoder then resizes
+the same reasons; with `data.exif_orientation` also images that have to be turned. Each decoder then resizes
 them as it resizes arrays, so that an image gives the same pixels whether a file or an array holds it.
 """
 
@@ -126,33 +126,34 @@ class ArrayPicture:
         return native.array_region(self._image_HWC, crop)
 
 
-class Decoder(Protocol):
-    """Opens an encoded file or a decoded `uint8` array (height, width, 3).
-
-    Raises:
-        DamagedImage: it is not a usable image, as far as is known without its pixels.
-    """
-
-    def __call__(self, data: bytes | np.ndarray) -> Picture: ...
+Open = Callable[[bytes | np.ndarray], Picture]
 
 
 @dataclass(frozen=True)
-class ImageDecoder:
+class Decoder:
     """How one value of `speed.decode` opens images.
 
     Attributes:
         open_jpeg: opens a JPEG; None for one that is damaged or unusual, which Pillow decodes or refuses.
         hold: holds an image that is decoded: Pillow's, or pixels of a source.
+        upright: turn images as their EXIF orientation says; arrays have none. Pillow decodes those that are turned.
     """
 
     open_jpeg: Callable[[bytes], Picture | None]
     hold: Callable[[Image.Image | np.ndarray], Picture]
+    upright: bool = False
 
     def __call__(self, data: bytes | np.ndarray) -> Picture:
+        """Open an encoded file or a decoded `uint8` array (height, width, 3).
+
+        Raises:
+            DamagedImage: it is not a usable image, as far as is known without its pixels.
+        """
         if isinstance(data, np.ndarray):
             return self.hold(checked_array(data))
-        picture = self.open_jpeg(data) if data.startswith(_JPEG) else None
-        return self.hold(decode(data)) if picture is None else picture
+        as_stored = data.startswith(_JPEG) and not (self.upright and jpeg_orientation(data) != 1)
+        picture = self.open_jpeg(data) if as_stored else None
+        return self.hold(decode(data, upright=self.upright)) if picture is None else picture
 
 
 def _no_picture(data: bytes) -> Picture | None:
@@ -179,34 +180,17 @@ def _region(data: bytes, *, scaled: bool) -> Picture | None:
     return RegionPicture(data, size, scaled=scaled)
 
 
-open_with_pillow = ImageDecoder(_no_picture, PillowPicture)
+open_with_pillow = Decoder(_no_picture, PillowPicture)
 """Decodes the whole image with Pillow: the reference."""
-open_with_simplejpeg = ImageDecoder(_simplejpeg, TensorPicture)
+open_with_simplejpeg = Decoder(_simplejpeg, TensorPicture)
 """Decodes a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
-open_region = ImageDecoder(partial(_region, scaled=False), ArrayPicture)
+open_region = Decoder(partial(_region, scaled=False), ArrayPicture)
 """Reads a JPEG's header; a crop decodes only the pixels that it needs."""
-open_scaled_region = ImageDecoder(partial(_region, scaled=True), ArrayPicture)
+open_scaled_region = Decoder(partial(_region, scaled=True), ArrayPicture)
 """`open_region`, with large JPEGs decoded at a fraction of their size."""
 
 
-@dataclass(frozen=True)
-class Upright:
-    """A decoder that turns images as their EXIF orientation says; arrays have none.
-
-    Attributes:
-        as_stored: opens JPEGs that need no turn, and arrays. All other files are decoded by Pillow, as by every
-            decoder.
-    """
-
-    as_stored: ImageDecoder
-
-    def __call__(self, data: bytes | np.ndarray) -> Picture:
-        if isinstance(data, np.ndarray) or (data.startswith(_JPEG) and jpeg_orientation(data) == 1):
-            return self.as_stored(data)
-        return self.as_stored.hold(decode(data, upright=True))
-
-
-DECODERS: dict[str, ImageDecoder] = {
+DECODERS: dict[str, Decoder] = {
     "pillow": open_with_pillow,
     "simplejpeg": open_with_simplejpeg,
     "region": open_region,

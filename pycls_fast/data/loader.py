@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,18 +20,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.sampling import Key
+from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.remote import fetch_ahead
 from pycls_fast.errors import UserError
-
-
-class BatchSampler(Protocol):
-    """Batches of (epoch, index), as `TrainSampler` and `EvalSampler` make them."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[list[Key]]: ...
-
 
 # Iterators whose workers may still run.
 _running: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
@@ -156,7 +147,7 @@ def _told(message: str, workers: Sequence[BaseProcess]) -> str | None:
 
 def make_loader(
     dataset: ImageDataset,
-    sampler: BatchSampler,
+    sampler: TrainSampler | EvalSampler,
     *,
     num_workers: int,
     pin_memory: bool = False,

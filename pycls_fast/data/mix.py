@@ -13,14 +13,16 @@ from pycls_fast.seeds import frozen_generator
 
 
 class Mixed(NamedTuple):
-    """How a batch was mixed: image i with image i - 1 (the first with the last), which has the share 1 - lam."""
+    """How a batch was mixed: image i with image i - 1 (the first with the last), or image B - 1 - i if each has its own
+    share; the other image has the share 1 - lam."""
 
-    lam: float
-    """Share of the image itself, in 0..1. 1 for a batch that was not mixed."""
+    lam: float | torch.Tensor
+    """Share of the image itself, in 0..1: 1 for a batch that was not mixed; float32 (B,) if each has its own."""
 
-    def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]:
         """`(labels_a_B, labels_b_B, lam)`: the loss is lam * loss(a) + (1 - lam) * loss(b)."""
-        return labels_B, labels_B.roll(1, 0), self.lam
+        other_B = labels_B.flip(0) if isinstance(self.lam, torch.Tensor) else labels_B.roll(1, 0)
+        return labels_B, other_B, self.lam
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Mixer:
     switch_probability: float = 0.5
     probability: float = 1.0
 
-    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed | MixedElements]:
+    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
         """The mixed images (new memory, or the same tensor if nothing was mixed), and how."""
         lam, box = self._draw(frozen_generator(seed), *images_BCHW.shape[2:])
         if box is not None:
@@ -93,17 +95,6 @@ def cutmix_box(lam: float, height: int, width: int, center_y: int, center_x: int
     )
 
 
-class MixedElements(NamedTuple):
-    """How a batch was mixed: image i with image B - 1 - i, which has the share 1 - lam_B[i]."""
-
-    lam_B: torch.Tensor
-    """float32, share of the image itself."""
-
-    def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(labels_a_B, labels_b_B, lam_B)`."""
-        return labels_B, labels_B.flip(0), self.lam_B
-
-
 @dataclass(frozen=True)
 class ElementMixer(Mixer):
     """Mixes each image with its counterpart from the batch's other end, by mixup or CutMix.
@@ -114,7 +105,7 @@ class ElementMixer(Mixer):
 
     mode: Literal["pair", "elem"] = "elem"
 
-    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, MixedElements]:
+    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
         """The mixed images (new memory), and how."""
         batch, _, height, width = images_BCHW.shape
         share_B, box_B4 = self._draw_all(batch, height, width, seed)
@@ -125,7 +116,7 @@ class ElementMixer(Mixer):
         other_BCHW = images_BCHW.flip(0)
         mask_B1HW = box_mask(boxes_B4, height, width).unsqueeze(1)
         mixed_BCHW = torch.where(mask_B1HW, other_BCHW, images_BCHW * kept_B111 + other_BCHW * (1 - kept_B111))
-        return mixed_BCHW, MixedElements(_send(share_B.astype(np.float32), images_BCHW.device))
+        return mixed_BCHW, Mixed(_send(share_B.astype(np.float32), images_BCHW.device))
 
     def _draw_all(self, batch: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """`lam_B` and the boxes of CutMix (top, left, height, width), zeros for none."""

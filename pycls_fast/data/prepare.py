@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.mix import ElementMixer, Mixed, MixedElements, Mixer, box_mask
+from pycls_fast.data.mix import Mixer, box_mask
 from pycls_fast.seeds import counter_seed
 
 # The noise's random stream among those derived from a microbatch's seed.
@@ -120,12 +120,12 @@ class PrepareOnHost:
 
     prepare: Prepare
     erase: bool = False
-    mixer: Mixer | ElementMixer | None = None
+    mixer: Mixer | None = None
 
     def __call__(self, batch: Batch, seed: int | None) -> Batch:
         """The batch with float32 images; evaluation, which has no seed, is never mixed."""
         images_BCHW = self.prepare(batch if self.erase else replace(batch, erase_B4=None), seed)
-        mixed: Mixed | MixedElements | None = None
+        mixed = None
         if self.mixer is not None and seed is not None:
             images_BCHW, mixed = self.mixer(images_BCHW, seed)
         return replace(

@@ -9,7 +9,7 @@ filled on the device after normalising.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,20 +33,6 @@ class Augmented(NamedTuple):
     """uint8, `image_size` x `image_size` x 3."""
     erase: Box
     """The box to erase on the device; all zeros for none."""
-
-
-class Transform(Protocol):
-    """The interface of transforms that a dataset uses."""
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of the result, in pixels."""
-
-    @property
-    def erases(self) -> bool:
-        """Whether there may be boxes to erase."""
-
-    def __call__(self, picture: Picture, seed: int) -> Augmented: ...
 
 
 class TrainTransform:
@@ -164,6 +150,9 @@ class EvalTransform:
             resized = (height, width)
         view = _centre(*resized, *(min(pixels, size) for pixels in resized))
         return Crop((0, 0, *picture_size), resized, view, self._augment.interpolation)
+
+
+Transform = TrainTransform | EvalTransform
 
 
 def _with_border(image_HWC: np.ndarray, size: int, fill: tuple[int, int, int]) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.mix import Mixer
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
@@ -35,7 +35,7 @@ class Step:
     weights: OwnedWeights
     parameters: Sequence[nn.Parameter]
     prepare: Prepare
-    mixer: Mixer | ElementMixer | None
+    mixer: Mixer | None
     loss: LossFunction
     autocast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler

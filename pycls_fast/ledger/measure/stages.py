@@ -21,7 +21,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decode import Crop
-from pycls_fast.data.decoders import Decoder, Picture
+from pycls_fast.data.decoders import Open, Picture
 from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import Keys
 from pycls_fast.data.sources.base import Images
@@ -71,7 +71,7 @@ class _TimedPicture:
             return self._picture.crop(crop)
 
 
-def _timed_decoder(decoder: Decoder, clock: _Clock) -> Decoder:
+def _timed_decoder(decoder: Open, clock: _Clock) -> Open:
     def open_picture(data: bytes | np.ndarray) -> Picture:
         with clock.during("decode"):
             picture = decoder(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from pycls_fast.data.decoders import (
     DECODERS,
     Picture,
     RegionPicture,
-    Upright,
     divisor,
     open_region,
     open_scaled_region,
@@ -175,7 +175,7 @@ def test_what_is_no_plain_jpeg_gives_the_pixels_of_an_array(photo: Image.Image) 
             for crop in random_cuts((40, 60), 20, seed=2):
                 expected = decoder(pixels).crop(crop)
                 np.testing.assert_array_equal(decoder(data).crop(crop), expected)
-                np.testing.assert_array_equal(Upright(decoder)(data).crop(crop), expected)
+                np.testing.assert_array_equal(replace(decoder, upright=True)(data).crop(crop), expected)
 
 
 def test_decoded_arrays(photo: Image.Image) -> None:

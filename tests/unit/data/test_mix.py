@@ -168,11 +168,11 @@ def test_elements_have_the_shares_of_their_targets(mode: Any, seed: int) -> None
     torch.testing.assert_close(mixed_BCHW.mean((2, 3)), soft_targets(mixed.labels(EIGHT)), rtol=1e-5, atol=1e-6)
     again_BCHW, again = mixer(images_BCHW, seed)
     assert torch.equal(again_BCHW, mixed_BCHW)
-    assert torch.equal(again.lam_B, mixed.lam_B)
+    assert torch.equal(again.lam, mixed.lam)
     if mode == "pair":
-        torch.testing.assert_close(mixed.lam_B, mixed.lam_B.flip(0))
+        torch.testing.assert_close(mixed.lam, mixed.lam.flip(0))
     else:
-        assert len(mixed.lam_B.unique()) > 4
+        assert len(mixed.lam.unique()) > 4
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_distribution_is_timm_s(mode: Any, mixup: float, cutmix: float) -> None:
     state = np.random.get_state()
     np.random.seed(0)
     for seed in range(400):
-        ours.append(mixer(images_BCHW, seed)[1].lam_B.numpy())
+        ours.append(mixer(images_BCHW, seed)[1].lam.numpy())
         _, target = reference(images_BCHW.clone(), own)
         theirs.append(target[own, own].numpy())
     np.random.set_state(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.decode import decode, jpeg_orientation
-from pycls_fast.data.decoders import DECODERS, Upright, open_scaled_region
+from pycls_fast.data.decoders import DECODERS, open_scaled_region
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
@@ -67,11 +68,11 @@ def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Im
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1
         before = data if is_fast else encode(as_seen(data), kind="PNG")
-        picture = Upright(decoder)(data)
+        picture = replace(decoder, upright=True)(data)
         assert type(picture) is type(decoder(before))
         assert picture.size == as_seen(data).size[::-1]
         for seed in range(2):
-            ours, wanted = training(Upright(decoder)(data), seed), training(decoder(before), seed)
+            ours, wanted = training(replace(decoder, upright=True)(data), seed), training(decoder(before), seed)
             np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
             assert ours.erase == wanted.erase
         np.testing.assert_array_equal(scoring(picture, 0).image_HWC, scoring(decoder(before), 0).image_HWC)
@@ -92,7 +93,7 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     tags = [encode(photo, number) for number in (0, 9, 65535)]
     for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
         assert jpeg_orientation(data) == 1
-        picture = Upright(decoder)(data)
+        picture = replace(decoder, upright=True)(data)
         assert type(picture) is type(decoder(data))
         np.testing.assert_array_equal(transform(picture, 0).image_HWC, transform(decoder(data), 0).image_HWC)
         np.testing.assert_array_equal(decode(data, upright=True), decode(data))
@@ -149,4 +150,4 @@ def test_the_key_chooses(name: str) -> None:
     for keys in ([], ["data.exif_orientation=true"]):
         config = load_config("vit_digits", [f"speed.decode={name}", *keys])
         found = build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
-        assert found == (Upright(DECODERS[name]) if keys else DECODERS[name])
+        assert found == replace(DECODERS[name], upright=bool(keys))
