@@ -16,17 +16,17 @@ VERBS = {
     "test": ("score", "weights=RUN output=scores.json"),
     "predict": ("predict", "RUN more_images format=csv"),
     "export": ("predict", "weights=RUN output=model.onnx format=onnx"),
-    "prepare": ("prepare", "verify data.root=my_images"),
+    "prepare": ("train", "verify data.root=my_images"),
     "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
     "ledger": ("measure", "--config-name vit_digits ladder=modern"),
-    "compare": ("runs", "RUN OTHER_RUN"),
-    "runs": ("runs", "runs/finetune"),
+    "compare": ("measure", "RUN OTHER_RUN"),
+    "runs": ("measure", "runs/finetune"),
     "knn": ("score", "data.root=my_images weights=timm:resnet50.a1_in1k"),
     "soup": ("score", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
     "calibrate": ("score", "weights=RUN output=calibrated.safetensors"),
     "lr-find": ("train", "data.root=my_images weights=timm:resnet50.a1_in1k"),
     "maps": ("predict", "RUN cat.jpg"),
-    "plan": ("plan", "--config-name vit_h16 cluster=h100x64"),
+    "plan": ("train", "--config-name vit_h16 cluster=h100x64"),
 }
 """The verbs: their files in `commands/`, and the words of one call, which the list of verbs shows."""
 
@@ -47,7 +47,7 @@ def main(verb: str | None = None) -> NoReturn:
 def find_command(verb: str) -> "Command":
     """The command of a verb."""
     module = import_module(f"pycls_fast.commands.{VERBS[verb][0]}")
-    found: Command = getattr(module, verb.replace("-", "_"))
+    found: Command = getattr(module, f"{verb.title().replace('-', '')}Verb").command
     return found
 
 

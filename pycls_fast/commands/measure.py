@@ -1,13 +1,12 @@
-"""`pycls-fast time` and `pycls-fast ledger`."""
+"""`pycls-fast time`, `ledger`, `runs` and `compare`: what choices gain and cost."""
 
-import re
 import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from pycls_fast.config import Purpose, RunConfig, Section, command, variant
+from pycls_fast.config import Purpose, RunConfig, Section, Verb, variant
 from pycls_fast.config.ladder import LadderSettings, Repeats, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -15,21 +14,36 @@ from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, P
 
 
 def _split(value: Any) -> Any:
-    """`[a=1 b=2,c=3]` -> its items: without quotes, an `=` makes it a text to Hydra."""
+    """`[a=1 b=2,c=[3,4]]` -> its items: without quotes, an `=` makes it a text to Hydra."""
     if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
         return tuple(value) if isinstance(value, list) else value
-    return tuple(item.strip() for item in re.split(r",(?= *(?:$|[+~]*[a-z][\w./]*=))", value[1:-1]))
+    items, depth = [""], 0
+    for letter in value[1:-1]:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += letter
+    return tuple(item.strip() for item in items)
 
 
-def _listed(value: Any) -> Any:
-    """`[a=1,b]` -> its items: without quotes, an `=` makes it a text to Hydra."""
-    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        return tuple(item.strip() for item in value[1:-1].split(",") if item.strip())
-    return tuple(value) if isinstance(value, list) else value
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
-class TimeOptions(Section):
-    """Keys of `pycls-fast time`."""
+class TimeVerb(Verb, needs_data=lambda options: options.reads_images):
+    """Time an experiment: `pycls-fast time --config-name EXPERIMENT [mode=all] [key=value ...]`.
+
+    mode=train   the training step on one synthetic batch; needs no data
+    mode=model   the training step and the inference forward pass, likewise
+    mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
+    mode=both    training steps fed by the loader
+    mode=all     model, loader and both
+
+    Variants are timed in turns and compared with the first, which shows differences far below the machine's own drift:
+
+        pycls-fast time --config-name vit_s16 mode=model data.global_batch_size=8 \
+            "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
+    """
 
     mode: Literal["train", "model", "loader", "both", "all"] = "all"
     """What is timed: the training step; model: that and the inference forward pass; the input pipeline; both: training
@@ -44,7 +58,7 @@ class TimeOptions(Section):
     """About how long a turn lasts at least: it has more steps if they take less time. The warm-up lasts half of it."""
     matmul_size: PositiveInt | None = None
     """The side of the matrices whose product is timed for comparison; null: by the device."""
-    compare: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    compare: Texts = ()
     """Variants, each a text of overrides; they are timed in turns and compared with the first."""
     output: str | None = None
     """A JSON file; null: timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
@@ -54,45 +68,29 @@ class TimeOptions(Section):
         """Whether images are read."""
         return self.mode not in ("train", "model")
 
+    def variants(self, config: RunConfig) -> list[tuple[str, RunConfig]]:
+        """Name and configuration of everything to time: the experiment, or its variants from `compare`."""
+        if not self.compare:
+            return [(config.config_name, config)]
+        purpose = Purpose(needs_data=self.reads_images)
+        made: list[tuple[str, RunConfig]] = []
+        for position, text in enumerate(self.compare):
+            try:
+                changed = variant(shlex.split(text), purpose, options=type(self))
+            except (UserError, ValueError) as error:
+                raise UserError(*(f"compare: '{text}': {line}" for line in str(error).splitlines())) from error
+            name = text or "as configured"
+            if text in self.compare[:position]:
+                # Listing a variant twice shows the noise of the measurement.
+                name += f" ({self.compare[: position + 1].count(text)})"
+            made.append((name, changed))
+        return made
 
-def variants(config: RunConfig, options: TimeOptions) -> list[tuple[str, RunConfig]]:
-    """Name and configuration of everything to time: the experiment, or its variants from `compare`."""
-    if not options.compare:
-        return [(config.config_name, config)]
-    purpose = Purpose(needs_data=options.reads_images)
-    made: list[tuple[str, RunConfig]] = []
-    for position, text in enumerate(options.compare):
-        try:
-            changed = variant(shlex.split(text), purpose, options=TimeOptions)
-        except (UserError, ValueError) as error:
-            raise UserError(*(f"compare: '{text}': {line}" for line in str(error).splitlines())) from error
-        name = text or "as configured"
-        if text in options.compare[:position]:
-            # Listing a variant twice shows the noise of the measurement.
-            name += f" ({options.compare[: position + 1].count(text)})"
-        made.append((name, changed))
-    return made
+    def __call__(self, config: RunConfig) -> int:
+        chosen = self.variants(config)
+        from pycls_fast.ledger import time_variants
 
-
-@command(options=TimeOptions, needs_data=lambda options: options.reads_images)
-def time(config: RunConfig, options: TimeOptions) -> int:
-    """Time an experiment: `pycls-fast time --config-name EXPERIMENT [mode=all] [key=value ...]`.
-
-    mode=train   the training step on one synthetic batch; needs no data
-    mode=model   the training step and the inference forward pass, likewise
-    mode=loader  only the input pipeline, from files (or data=synthetic) to batches on the device
-    mode=both    training steps fed by the loader
-    mode=all     model, loader and both
-
-    Variants are timed in turns and compared with the first, which shows differences far below the machine's own drift:
-
-        pycls-fast time --config-name vit_s16 mode=model data.global_batch_size=8 \
-            "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
-    """
-    chosen = variants(config, options)
-    from pycls_fast.ledger import time_variants
-
-    return time_variants(chosen, **{key: value for key, value in options if key != "compare"})
+        return time_variants(chosen, **{key: value for key, value in self if key != "compare"})
 
 
 class Named(Section):
@@ -105,32 +103,6 @@ class Named(Section):
         return self.name
 
 
-class LedgerOptions(Repeats):
-    """Keys of `pycls-fast ledger`."""
-
-    mode: Literal["crossed", "cumulative", "gradients", "numerics"] | None = None
-    """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); or a single
-    measurement (gradients, numerics); null: the ladder's own."""
-    ladder: Named = Named()
-    """The variants: a ladder of configs/ladder/, or a file; auto: modern, or just the switches if there are any."""
-    switches: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
-    precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
-    steps: PositiveInt | None = None
-    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
-    warmup_steps: NonNegativeInt | None = None
-    """The least number of steps before a timing, or before the counted steps of mode=gradients; null: 5, or 20."""
-    dry_run: bool = False
-    """Print the plan and an estimate of its time, from a few steps of the first variant."""
-    accept_code: bool = False
-    """Resume in a folder that was measured before the code changed."""
-    loss_scale: PositiveFloat = 65536.0
-    """mode=gradients: the scale that is tried on the gradients."""
-    output: str | None = None
-    """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes. A JSON file with
-    mode=gradients and mode=numerics."""
-
-
 # Keys that the modes without a ladder read.
 TAKEN = {
     "gradients": ("steps", "warmup_steps", "loss_scale", "output"),
@@ -138,39 +110,25 @@ TAKEN = {
 }
 
 
-def refuse_unread(options: LedgerOptions) -> None:
-    """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
-    mode = options.mode or "crossed"
-    taken = TAKEN.get(mode)
-    given = [key for key in LedgerOptions.model_fields if key in options.model_fields_set and key != "mode"]
-    if taken is None:
-        unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
-    else:
-        unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
-    if unread:
-        lines = (f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
-        raise UserError(*lines)
-
-
-class ReportOptions(Section):
-    """Keys of `pycls-fast ledger report`."""
+class ReportVerb(Verb, default=None, words=("ledger",)):
+    """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
 
     ledger: str
     """A ledger.json."""
     output: str | None = None
     """The folder of the page; null: that of the file."""
 
+    def __call__(self) -> int:
+        from pycls_fast.ledger.report.page import redraw
 
-@command(options=ReportOptions, default=None, words=("ledger",))
-def report(options: ReportOptions) -> int:
-    """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
-    from pycls_fast.ledger.report.page import redraw
-
-    return redraw(**dict(options))
+        return redraw(**dict(self))
 
 
-class CheckOptions(Section):
-    """Keys of `pycls-fast ledger check`."""
+class CheckVerb(Verb, default=None, words=("baseline", "new")):
+    """Whether a variant has lost speed or accuracy: `pycls-fast ledger check BASELINE.json NEW.json [key=value ...]`.
+
+    Prints how two ledgers differ. Exit status: 0, or 1 if something is lost.
+    """
 
     baseline: str
     """The ledger.json of an earlier state."""
@@ -181,39 +139,30 @@ class CheckOptions(Section):
     absolute: bool = True
     """Compare the first variant's rate; false: only speed-ups, for a machine whose speed changes."""
 
+    def __call__(self) -> int:
+        from pycls_fast.ledger.report.gate import check
 
-@command(options=CheckOptions, default=None, words=("baseline", "new"))
-def check(options: CheckOptions) -> int:
-    """Whether a variant has lost speed or accuracy: `pycls-fast ledger check BASELINE.json NEW.json [key=value ...]`.
-
-    Prints how two ledgers differ. Exit status: 0, or 1 if something is lost.
-    """
-    from pycls_fast.ledger.report.gate import check
-
-    return check(**dict(options))
+        return check(**dict(self))
 
 
-class SimulateOptions(Section):
-    """Keys of `pycls-fast ledger simulate`."""
+class SimulateVerb(Verb, default=None):
+    """The error rates of the ledger's verdicts, in Markdown: `pycls-fast ledger simulate [ladders=2000]`."""
 
     ladders: PositiveInt = 2000
     """Simulated ladders of each truth."""
 
+    def __call__(self) -> int:
+        from pycls_fast.ledger.simulate import simulate_all
 
-@command(options=SimulateOptions, default=None)
-def simulate(options: SimulateOptions) -> int:
-    """The error rates of the ledger's verdicts, in Markdown: `pycls-fast ledger simulate [ladders=2000]`."""
-    from pycls_fast.ledger.simulate import simulate_all
-
-    return simulate_all(options.ladders)
+        return simulate_all(self.ladders)
 
 
-@command(
-    options=LedgerOptions,
+class LedgerVerb(
+    Repeats,
+    Verb,
     purpose=Purpose(trains=True),
-    subcommands={"report": report, "check": check, "simulate": simulate},
-)
-def ledger(config: RunConfig, options: LedgerOptions) -> int:
+    subcommands={"report": ReportVerb, "check": CheckVerb, "simulate": SimulateVerb},
+):
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.
 
     Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others and compared with float64.
@@ -235,50 +184,133 @@ def ledger(config: RunConfig, options: LedgerOptions) -> int:
     `report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost
     speed or accuracy; absolute=false compares only speed-ups. `simulate` prints the error rates of the verdicts.
     """
-    refuse_unread(options)
-    if options.mode == "gradients":
-        from pycls_fast.ledger.measure.gradients import count_gradients
 
-        return count_gradients(
+    mode: Literal["crossed", "cumulative", "gradients", "numerics"] | None = None
+    """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); or a single
+    measurement (gradients, numerics); null: the ladder's own."""
+    ladder: Named = Named()
+    """The variants: a ladder of configs/ladder/, or a file; auto: modern, or just the switches if there are any."""
+    switches: Texts = ()
+    """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
+    precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
+    steps: PositiveInt | None = None
+    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
+    warmup_steps: NonNegativeInt | None = None
+    """The least number of steps before a timing, or before the counted steps of mode=gradients; null: 5, or 20."""
+    dry_run: bool = False
+    """Print the plan and an estimate of its time, from a few steps of the first variant."""
+    accept_code: bool = False
+    """Resume in a folder that was measured before the code changed."""
+    loss_scale: PositiveFloat = 65536.0
+    """mode=gradients: the scale that is tried on the gradients."""
+    output: str | None = None
+    """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes. A JSON file with
+    mode=gradients and mode=numerics."""
+
+    def refuse_unread(self) -> None:
+        """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
+        mode = self.mode or "crossed"
+        taken = TAKEN.get(mode)
+        given = [key for key in type(self).model_fields if key in self.model_fields_set and key != "mode"]
+        if taken is None:
+            unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
+        else:
+            unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
+        if unread:
+            lines = (f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
+            raise UserError(*lines)
+
+    def __call__(self, config: RunConfig) -> int:
+        self.refuse_unread()
+        if self.mode == "gradients":
+            from pycls_fast.ledger.measure.gradients import count_gradients
+
+            return count_gradients(
+                config,
+                steps=self.steps or 20,
+                warmup_steps=20 if self.warmup_steps is None else self.warmup_steps,
+                loss_scale=self.loss_scale,
+                output=self.output,
+            )
+        if self.mode == "numerics":
+            from pycls_fast.ledger.measure.numerics import measure_numerics
+
+            return measure_numerics(config, steps=self.steps or 20, output=self.output or "numerics.json")
+        from pycls_fast.config.launch import config_folders, same_command
+        from pycls_fast.ledger.ladder.folder import default_folder
+        from pycls_fast.ledger.ladder.plan import pick
+        from pycls_fast.ledger.ladder.run import run_ladder
+
+        asks = self.ladder.name == "auto" and bool(self.switches)
+        name = {"auto": "switches" if asks else "modern"}.get(self.ladder.name, self.ladder.name)
+        ladder = ladder_of(self.switches) if asks else read_ladder(name, config_folders())
+        mode = self.mode or ladder.mode
+        own = {key: getattr(self, key) for key in Repeats.model_fields}
+        timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(self, key)) is not None}
+        settings = LadderSettings(mode=mode, **own, **timed)
+        purpose = Purpose(needs_data=False, trains=settings.trains)
+
+        def composed(overrides: Sequence[str]) -> RunConfig:
+            return variant(overrides, purpose, options=type(self))
+
+        if asks and all(composed(each.overrides) == composed(()) for each in pick(ladder, self.switches).variants):
+            raise UserError("switches: the experiment has them already; add what to compare with: speed=reference")
+        output = self.output or default_folder(config.config_name, name, mode, self.switches)
+        return run_ladder(
             config,
-            steps=options.steps or 20,
-            warmup_steps=20 if options.warmup_steps is None else options.warmup_steps,
-            loss_scale=options.loss_scale,
-            output=options.output,
+            ladder,
+            settings,
+            switches=self.switches,
+            base=same_command(options=type(self)),
+            compose=composed,
+            folder=user_path(output),
+            dry_run=self.dry_run,
+            configs=config_folders(),
+            accept_code=self.accept_code,
         )
-    if options.mode == "numerics":
-        from pycls_fast.ledger.measure.numerics import measure_numerics
 
-        return measure_numerics(config, steps=options.steps or 20, output=options.output or "numerics.json")
-    from pycls_fast.config.launch import config_folders, same_command, variant
-    from pycls_fast.ledger.ladder.folder import default_folder
-    from pycls_fast.ledger.ladder.plan import pick
-    from pycls_fast.ledger.ladder.run import run_ladder
 
-    asks = options.ladder.name == "auto" and bool(options.switches)
-    name = {"auto": "switches" if asks else "modern"}.get(options.ladder.name, options.ladder.name)
-    ladder = ladder_of(options.switches) if asks else read_ladder(name, config_folders())
-    mode = options.mode or ladder.mode
-    own = {key: getattr(options, key) for key in Repeats.model_fields}
-    timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(options, key)) is not None}
-    settings = LadderSettings(mode=mode, **own, **timed)
-    purpose = Purpose(needs_data=False, trains=settings.trains)
+class RunsVerb(Verb, default=None, words=("folders",)):
+    """A table of many runs: `pycls-fast runs FOLDER... [key=value ...]`.
 
-    def composed(overrides: Sequence[str]) -> RunConfig:
-        return variant(overrides, purpose, options=LedgerOptions)
+    A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the
+    mean accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in
+    `seed` or `data.fold` share a row: mean ± half the 95% interval of the mean. State: finished, stopped (by a signal,
+    with everything saved), failed (ended by an error), or running or killed. Damaged and empty run folders are listed
+    at the end, with the reason. Exit status: 0, or 2 when no run could be read.
+    """
 
-    if asks and all(composed(each.overrides) == composed(()) for each in pick(ladder, options.switches).variants):
-        raise UserError("switches: the experiment has them already; add what to compare with, such as speed=reference")
-    output = options.output or default_folder(config.config_name, name, mode, options.switches)
-    return run_ladder(
-        config,
-        ladder,
-        settings,
-        switches=options.switches,
-        base=same_command(options=LedgerOptions),
-        compose=composed,
-        folder=user_path(output),
-        dry_run=options.dry_run,
-        configs=config_folders(),
-        accept_code=options.accept_code,
-    )
+    folders: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
+    sort: Literal["best_top1", "final_top1", "class_top1", "images_per_second", "hours", "epoch"] = "best_top1"
+    """By what the rows are sorted, largest first."""
+    output: Annotated[str, Field(pattern=r"\.(csv|json)$")] | None = None
+    """A .csv or .json file: the same rows, with every setting that differs."""
+
+    def __call__(self) -> int:
+        from pycls_fast.ledger.runs import list_runs
+
+        return list_runs(self.folders, sort=self.sort, output=self.output)
+
+
+class CompareVerb(Verb, default=None, words=("run_a", "run_b")):
+    """Two runs side by side: `pycls-fast compare RUN_A RUN_B [key=value ...]`.
+
+    Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images
+    on which the two disagree, accuracy by class, speed and memory. Prints a table, and writes into the output folder
+    `index.html` (one page with everything) and `compare.json`. The runs need not be finished.
+    """
+
+    run_a: str
+    """A run's folder."""
+    run_b: str
+    """Another one."""
+    output: str | None = None
+    """A folder; null: one in comparisons/."""
+    images: NonNegativeInt = 24
+    """Images shown per kind of disagreement."""
+
+    def __call__(self) -> int:
+        from pycls_fast.ledger.compare import compare_runs
+
+        return compare_runs(**dict(self))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pycls_fast.config import ModuleNames, Section, command
+from pycls_fast.config import ModuleNames, Section, Verb
 from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Text
 
 Which = Literal["auto", "model", "ema"]
@@ -25,8 +25,11 @@ class _ImagesOptions(Section):
     """Where the network runs."""
 
 
-class PredictOptions(_ImagesOptions):
-    """Keys of `pycls-fast predict`."""
+class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
+    """Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
+
+    Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
+    """
 
     format: Literal["table", "json", "csv", "sheet"] | None = None
     """csv is written row by row; sheet is a contact sheet with the predictions; null: as output ends (.json, .csv,
@@ -44,25 +47,22 @@ class PredictOptions(_ImagesOptions):
     imports: ModuleNames = ()
     """For an exported file of a model of your own: the modules that register it."""
 
+    def __call__(self) -> int:
+        from pycls_fast.config.compose import import_modules
+        from pycls_fast.inference.predict import predict as predict_images
 
-@command(options=PredictOptions, default=None, words=("run", "images"))
-def predict(options: PredictOptions) -> int:
-    """Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
+        given = dict(self)
+        import_modules(given.pop("imports"))
+        by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet"}
+        given["format"] = self.format or by_suffix.get(Path(self.output or "").suffix, "table")
+        return predict_images(**given)
 
-    Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
+
+class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
+    """Where a network looks, as pictures: `pycls-fast maps RUN IMAGES... [key=value ...]`.
+
+    Draws one row per image: the crop that the network sees with its prediction, and maps over it.
     """
-    from pycls_fast.config.compose import import_modules
-    from pycls_fast.inference.predict import predict as predict_images
-
-    given = dict(options)
-    import_modules(given.pop("imports"))
-    by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet"}
-    given["format"] = options.format or by_suffix.get(Path(options.output or "").suffix, "table")
-    return predict_images(**given)
-
-
-class MapsOptions(_ImagesOptions):
-    """Keys of `pycls-fast maps`."""
 
     kind: Literal["attention", "rollout", "features", "class"] = "attention"
     """attention: of the class token (else the mean over the patches, or the pooling's own query) in the last block;
@@ -76,20 +76,19 @@ class MapsOptions(_ImagesOptions):
     opacity: Probability = 0.7
     """Of the map over the image."""
 
+    def __call__(self) -> int:
+        from pycls_fast.inference.maps import draw_maps
 
-@command(options=MapsOptions, default=None, words=("run", "images"))
-def maps(options: MapsOptions) -> int:
-    """Where a network looks, as pictures: `pycls-fast maps RUN IMAGES... [key=value ...]`.
+        return draw_maps(**dict(self))
 
-    Draws one row per image: the crop that the network sees with its prediction, and maps over it.
+
+class ExportVerb(Verb, default=None):
+    """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
+
+    All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
+    strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
+    also has the model's settings and the whole configuration.
     """
-    from pycls_fast.inference.maps import draw_maps
-
-    return draw_maps(**dict(options))
-
-
-class ExportOptions(Section):
-    """Keys of `pycls-fast export`."""
 
     weights: Text
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number of ranks
@@ -110,20 +109,12 @@ class ExportOptions(Section):
     imports: ModuleNames = ()
     """If weights is an exported file of a model of your own: the modules that register it."""
 
+    def __call__(self) -> int:
+        from pycls_fast.config.compose import import_modules
+        from pycls_fast.train.export import export as export_weights
 
-@command(options=ExportOptions, default=None)
-def export(options: ExportOptions) -> int:
-    """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
-
-    All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
-    strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
-    also has the model's settings and the whole configuration.
-    """
-    from pycls_fast.config.compose import import_modules
-    from pycls_fast.train.export import export as export_weights
-
-    given = dict(options)
-    import_modules(given.pop("imports"))
-    by_suffix = {".onnx": "onnx", ".pt2": "program"}
-    given["format"] = options.format or by_suffix.get(Path(options.output).suffix, "safetensors")
-    return export_weights(given.pop("weights"), given.pop("output"), **given)
+        given = dict(self)
+        import_modules(given.pop("imports"))
+        by_suffix = {".onnx": "onnx", ".pt2": "program"}
+        given["format"] = self.format or by_suffix.get(Path(self.output).suffix, "safetensors")
+        return export_weights(given.pop("weights"), given.pop("output"), **given)

@@ -4,12 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import Purpose, RunConfig, Section, command
+from pycls_fast.config import Purpose, RunConfig, Verb
 from pycls_fast.values import Text
 
 
-class ScoreOptions(Section):
-    """Keys of `pycls-fast test`."""
+class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
+    """Evaluate a checkpoint: `pycls-fast test weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
+
+    Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
+    checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
+    published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`.
+    """
 
     split: str = "val"
     """val, train, test, or all of data that is not split."""
@@ -27,31 +32,28 @@ class ScoreOptions(Section):
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""
 
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train.tasks.score import score
 
-@command(options=ScoreOptions, config_of_weights=True, purpose=Purpose(scores_sets=True))
-def test(config: RunConfig, options: ScoreOptions) -> int:
-    """Evaluate a checkpoint: `pycls-fast test weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
+        return score(
+            config,
+            self.split,
+            self.output,
+            predictions=self.predictions,
+            report=self.report,
+            tta=self.tta,
+            exported=self.exported,
+            own_preprocessing=self.preprocessing == "weights",
+        )
 
-    Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
-    checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
-    published number: `--config-name deit_s16 weights=timm:deit_small_patch16_224.fb_in1k`.
+
+class SoupVerb(Verb, config_of_weights=True):
+    """Average the weights of several runs: `pycls-fast soup weights=RUN 'others=[RUN,RUN]' [method=greedy]`.
+
+    Runs that were fine-tuned from the same weights, with other seeds or learning rates, often give a better network as
+    their mean, which costs no more than one of them (Wortsman et al., Model soups, 2022). Data and preprocessing are
+    those of the first.
     """
-    from pycls_fast.train.tasks.score import score
-
-    return score(
-        config,
-        options.split,
-        options.output,
-        predictions=options.predictions,
-        report=options.report,
-        tta=options.tta,
-        exported=options.exported,
-        own_preprocessing=options.preprocessing == "weights",
-    )
-
-
-class SoupOptions(Section):
-    """Keys of `pycls-fast soup`."""
 
     others: Annotated[tuple[Text, ...], Field(min_length=1)]
     """The weights besides those of weights=: a list of runs, checkpoints or files of the same network."""
@@ -66,22 +68,18 @@ class SoupOptions(Section):
     overwrite: bool = False
     """Overwrite an existing file."""
 
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train.tasks.soup import soup as make_soup
 
-@command(options=SoupOptions, config_of_weights=True)
-def soup(config: RunConfig, options: SoupOptions) -> int:
-    """Average the weights of several runs: `pycls-fast soup weights=RUN 'others=[RUN,RUN]' [method=greedy]`.
+        return make_soup(config, **dict(self))
 
-    Runs that were fine-tuned from the same weights, with other seeds or learning rates, often give a better network as
-    their mean, which costs no more than one of them (Wortsman et al., Model soups, 2022). Data and preprocessing are
-    those of the first.
+
+class CalibrateVerb(Verb, config_of_weights=True):
+    """Make probabilities say how often they are right: `pycls-fast calibrate weights=RUN output=FILE.safetensors`.
+
+    Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
+    exports of the file are calibrated. The predicted classes stay as they are.
     """
-    from pycls_fast.train.tasks.soup import soup as make_soup
-
-    return make_soup(config, **dict(options))
-
-
-class TemperatureOptions(Section):
-    """Keys of `pycls-fast calibrate`."""
 
     output: Text = "calibrated.safetensors"
     """The file to write, which is used like a run."""
@@ -90,21 +88,18 @@ class TemperatureOptions(Section):
     overwrite: bool = False
     """Overwrite an existing file."""
 
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train.tasks.calibrate import calibrate as calibrate_weights
 
-@command(options=TemperatureOptions, config_of_weights=True)
-def calibrate(config: RunConfig, options: TemperatureOptions) -> int:
-    """Make probabilities say how often they are right: `pycls-fast calibrate weights=RUN output=FILE.safetensors`.
+        return calibrate_weights(config, **dict(self))
 
-    Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
-    exports of the file are calibrated. The predicted classes stay as they are.
+
+class KnnVerb(Verb, default="finetune", config_of_weights=True):
+    """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
+
+    Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The
+    configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
     """
-    from pycls_fast.train.tasks.calibrate import calibrate as calibrate_weights
-
-    return calibrate_weights(config, **dict(options))
-
-
-class KnnOptions(Section):
-    """Keys of `pycls-fast knn`."""
 
     k: Annotated[int, Field(gt=0)] = 20
     """The number of neighbours that vote."""
@@ -117,21 +112,14 @@ class KnnOptions(Section):
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""
 
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train.tasks.knn import score_neighbours
 
-@command(options=KnnOptions, default="finetune", config_of_weights=True)
-def knn(config: RunConfig, options: KnnOptions) -> int:
-    """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
-
-    Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The
-    configuration is the one stored with the weights, if there is one; else that of the experiment finetune.
-    """
-    from pycls_fast.train.tasks.knn import score_neighbours
-
-    return score_neighbours(
-        config,
-        k=options.k,
-        temperature=options.temperature,
-        split=options.split,
-        output=options.output,
-        own_preprocessing=options.preprocessing == "weights",
-    )
+        return score_neighbours(
+            config,
+            k=self.k,
+            temperature=self.temperature,
+            split=self.split,
+            output=self.output,
+            own_preprocessing=self.preprocessing == "weights",
+        )

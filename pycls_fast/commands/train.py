@@ -1,13 +1,176 @@
-"""`pycls-fast train` and `pycls-fast lr-find`."""
+"""`pycls-fast prepare`, `plan`, `lr-find` and `train`: up to a trained network."""
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import Purpose, RunConfig, Section, command
+from pycls_fast.config import Purpose, RunConfig, Verb
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, one_of
+from pycls_fast.files import user_path
+from pycls_fast.values import PositiveFloat, PositiveInt
+
+
+# Only the experiment's data group is used; it detects the format of what is in data.root.
+class PrepareVerb(Verb, default="resnet50", words=("mode",)):
+    """Prepare a dataset: `pycls-fast prepare pack|verify|index data.root=PATH [key=value ...]`.
+
+    pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
+             short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
+    verify   read and decode every image, and list the damaged ones (status 2 if there are any)
+    index    list the files of a large dataset once and keep the list, so that runs start in a second
+
+    All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
+    """
+
+    mode: Literal["pack", "verify", "index"] | None = None
+    """What to do, the first word of the command: pack, verify or index."""
+    output: str | None = None
+    """pack: the folder to write; verify: a JSON file for the list of damaged images."""
+    split: str | None = None
+    """Only this split; null: all."""
+    short_side: PositiveInt | None = None
+    """pack: scale larger images down to this many pixels on the short side; null: keep them as they are."""
+    quality: Annotated[int, Field(ge=1, le=100)] = 95
+    """pack: JPEG quality of the scaled images."""
+    store: Literal["encoded", "raw"] = "encoded"
+    """pack: store encoded files, as they are unless they are scaled, or decoded pixels."""
+    filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+    """pack: the filter that scales images down."""
+
+    def __call__(self, config: RunConfig) -> int:
+        if self.mode is None:
+            raise UserError("mode: not given; the command is pycls-fast prepare pack|verify|index data.root=PATH")
+        if self.mode == "pack" and self.output is None:
+            raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
+        from pycls_fast import build
+
+        with build.world(config) as world:
+            splits = build.sources(config, world, index_all=self.mode == "index")
+        if self.split is not None:
+            one_of("split", self.split, splits)
+        chosen = {name: source for name, source in splits.items() if self.split in (None, name)}
+        for name, source in chosen.items():
+            print(f"{name}: {source.describe()}")
+        workers = build.num_workers(config)
+        with cleanup_at_signals():
+            if self.mode == "pack":
+                return self._pack(chosen, workers, upright=config.data.exif_orientation)
+            return self._verify(chosen, workers) if self.mode == "verify" else DONE
+
+    def _pack(self, splits: dict, workers: int, *, upright: bool) -> int:
+        """Pack each split, and print the images that could not be used."""
+        from pycls_fast.data.pack import PackSettings, pack
+
+        assert self.output is not None
+        # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
+        upright = upright and self.store == "raw"
+        settings = PackSettings(self.short_side, self.quality, self.store, self.filter, upright=upright)
+        root = user_path(self.output)
+        for name, source in splits.items():
+            packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
+            for image, reason in packed.damaged:
+                print(f"warning: {image}: {reason}; left out")
+            print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+            if not packed.is_new:
+                print(f"{root / name}: packed before, nothing done; remove it to pack again")
+        print(f"use it with data.source=packed data.root={root}")
+        return DONE
+
+    def _verify(self, splits: dict, workers: int) -> int:
+        """List the damaged images."""
+        from pycls_fast.data.pack import verify
+        from pycls_fast.train.folder import output_file, write_json
+
+        file = output_file(self.output) if self.output is not None else None
+        report: dict[str, dict[str, object]] = {}
+        for name, source in splits.items():
+            damaged = []
+            for image in verify(source, workers=workers, title=f"verify {name}"):
+                print(f"{image.name}: {image.reason}", flush=True)
+                damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
+            print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
+            report[name] = {"images": len(source), "damaged": damaged}
+        if file is not None:
+            write_json(file, report)
+        return MISTAKE if any(split["damaged"] for split in report.values()) else DONE
+
+
+class MachineVerb(Verb, default=None):
+    """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
+
+    output: str = "here.yaml"
+    """A YAML file."""
+
+    def __call__(self) -> int:
+        from pycls_fast.plan import calibrate
+        from pycls_fast.train.folder import output_file
+
+        print(calibrate.calibrate(output_file(self.output)))
+        return DONE
+
+
+class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subcommands={"calibrate": MachineVerb}):
+    """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
+
+    Which layouts of the ranks fit into memory, and how fast they are, the best first: data and sharding, microbatches,
+    recomputation. Computes nothing and needs no GPU. docs/plan.md says what is counted, docs/results/plan.md how far
+    predictions were from measurements.
+
+        pycls-fast plan --config-name vit_h16 cluster=h100x64 price=2.5 output=plans
+        pycls-fast plan calibrate [output=here.yaml]
+    """
+
+    cluster: str = "h100x8"
+    """A kind of accelerator and their number: h100x64; or FILE.yaml:NAMExNUMBER with what `plan calibrate` wrote."""
+    price: PositiveFloat | None = None
+    """Of an accelerator for an hour, in any currency."""
+    images: PositiveInt = 1281167
+    """Training images, for the hours of the schedule; the default is ImageNet's."""
+    top: PositiveInt = 12
+    """Layouts to print."""
+    write: str | None = None
+    """A file for the overrides of the best layout: `pycls-fast train $(cat FILE) ...`."""
+    output: str | None = None
+    """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
+
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.plan import Report, Search, cluster
+        from pycls_fast.train.display import plain_table, wide_console
+        from pycls_fast.train.folder import output_file
+
+        # Before the work, so that nothing is lost.
+        written = None if self.write is None else output_file(self.write, key="write")
+        table = None if self.output is None else output_file(f"{self.output}/plan.json")
+        chosen = cluster(self.cluster)
+        outcomes = Search(config, chosen, config.model.num_classes or 1000).outcomes()
+        batch, memory = config.data.global_batch_size, chosen.accelerator.memory
+        if not outcomes:
+            raise UserError(
+                f"data.global_batch_size: {batch} cannot be divided among {chosen.ranks} ranks; use a multiple"
+            )
+        if not outcomes[0].fits:
+            raise UserError(
+                f"cluster: no layout of {config.config_name} fits into {memory / 1e9:.0f} GB; the smallest needs "
+                f"{min(each.memory for each in outcomes) / 1e9:.0f} GB; use more ranks or a smaller model"
+            )
+        steps = round(config.schedule.epochs * self.images / batch)
+        steps = min(steps, config.schedule.max_steps or steps)
+        report = Report(f"{config.config_name} on {self.cluster}", outcomes, steps, chosen, self.price)
+        console, rows = wide_console(), report.rows(self.top)
+        console.print(f"{report.title}, {steps:,} steps of {batch} images", markup=False)
+        console.print(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+        console.print(*report.notes(), sep="\n", markup=False)
+        if table is not None:
+            report.write(table)
+            report.draw(table.with_name("plan.png"))
+        if written is not None:
+            overrides = ["--config-name", config.config_name, *outcomes[0].layout.overrides]
+            written.write_text("\n".join(overrides) + "\n", encoding="utf-8")
+        return DONE
+
 
 _run_dirs: list[Path] = []
 """The folders of this process's runs: several with `--multirun`."""
@@ -24,16 +187,22 @@ def table_of(run_dirs: Sequence[Path]) -> str | None:
     return f"list the runs of this sweep: {shlex.join(['pycls-fast', 'runs', *map(str, places)])}"
 
 
-@command(purpose=Purpose(trains=True), after_sweep=lambda: table_of(_run_dirs))
-def train(config: RunConfig, options: Section) -> int:
+class TrainVerb(Verb, purpose=Purpose(trains=True), after_sweep=lambda: table_of(_run_dirs)):
     """Train a network: `pycls-fast train --config-name vit_digits [key=value ...]`."""
-    from pycls_fast.train import train as train_network
 
-    return train_network(config, on_start=_run_dirs.append)
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train import train as train_network
+
+        return train_network(config, on_start=_run_dirs.append)
 
 
-class LrFindOptions(Section):
-    """Keys of `pycls-fast lr-find`."""
+class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):
+    """Find a learning rate: `pycls-fast lr-find --config-name EXPERIMENT data.root=PATH [steps=100]`.
+
+    Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls
+    fastest and where it diverges. Writes lr_find.json and lr_find.png into `output`. Compiles nothing unless
+    speed.compile is set: there are too few steps to make up for it.
+    """
 
     steps: Annotated[int, Field(ge=10)] = 100
     """The number of training steps, with a higher rate in each; fewer if the loss blows up."""
@@ -44,15 +213,7 @@ class LrFindOptions(Section):
     output: str | None = None
     """The folder for the numbers and the picture; null: a new one in lr_find/."""
 
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.train.tasks.lr_range import lr_range_test
 
-@command(options=LrFindOptions, default="finetune", purpose=Purpose(trains=True))
-def lr_find(config: RunConfig, options: LrFindOptions) -> int:
-    """Find a learning rate: `pycls-fast lr-find --config-name EXPERIMENT data.root=PATH [steps=100]`.
-
-    Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls
-    fastest and where it diverges. Writes lr_find.json and lr_find.png into `output`. Compiles nothing unless
-    speed.compile is set: there are too few steps to make up for it.
-    """
-    from pycls_fast.train.tasks.lr_range import lr_range_test
-
-    return lr_range_test(config, **dict(options))
+        return lr_range_test(config, **dict(self))

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 import yaml
@@ -72,20 +72,28 @@ class Command:
     default: str | None = "vit_digits"
     options: type[Section] = Section
     words: tuple[str, ...] = ()
-    subcommands: Mapping[str, Command] = dataclasses.field(default_factory=dict)
+    subcommands: Mapping[str, type[Verb]] = dataclasses.field(default_factory=dict)
     config_of_weights: bool = False
     purpose: Purpose = dataclasses.field(default_factory=Purpose)
     needs_data: Callable[[Any], bool] = lambda options: True
     after_sweep: Callable[[], str | None] = lambda: None
 
-    def __call__(self, *given: Any) -> int:
-        """`run`."""
-        return self.run(*given)
 
+class Verb(Section):
+    """The base class of what `pycls-fast` does: its keys, its help (the docstring), and what it runs.
 
-def command(**settings: Any) -> Callable[[Callable[..., int]], Command]:
-    """Decorate `run` of a `Command`: its docstring is `about`."""
-    return lambda run: Command(run, inspect.getdoc(run) or "", **settings)
+        class Score(Verb, config_of_weights=True):
+            split: str = "val"
+            def __call__(self, config): ...
+
+    The settings are those of `Command`; without a `default`, `__call__` takes no configuration.
+    """
+
+    command: ClassVar[Command]
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__()
+        cls.command = Command(lambda *given: given[-1](*given[:-1]), inspect.getdoc(cls) or "", options=cls, **settings)
 
 
 def command_line(run: Callable[..., int], **settings: Any) -> NoReturn:
@@ -97,7 +105,7 @@ def main(command: Command) -> NoReturn:
     """Run a command from `sys.argv` and exit with its status."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in command.subcommands:
-        command, arguments = command.subcommands[arguments[0]], arguments[1:]
+        command, arguments = command.subcommands[arguments[0]].command, arguments[1:]
     run = _run if command.default is not None else _run_without_config
     sys.exit(reporting(lambda: run(command, arguments)))
 

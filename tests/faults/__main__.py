@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 # Before the forks, so that each try imports nothing.
-for module in ("train", "predict", "runs", "score", "measure", "prepare"):
+for module in ("train", "predict", "score", "measure"):
     importlib.import_module(f"pycls_fast.commands.{module}")
 for module in ("train", "inference", "ledger.runs", "ledger.compare"):
     importlib.import_module(f"pycls_fast.{module}")

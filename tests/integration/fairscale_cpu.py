@@ -92,12 +92,12 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def main() -> None:
     """`python -m tests.integration.fairscale_cpu --config-name NAME ...`: tools/train_net.py on this stage."""
-    from pycls_fast.commands.train import train as train_net
-    from pycls_fast.config import command_line
+    from pycls_fast.commands.train import TrainVerb
+    from pycls_fast.config.launch import main as launch_main
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         play_cuda(monkeypatch)
-        command_line(train_net)
+        launch_main(TrainVerb.command)
 
 
 if __name__ == "__main__":

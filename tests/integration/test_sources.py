@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from pycls_fast.commands import prepare as prepare_data
+from pycls_fast.commands.train import PrepareVerb
 from pycls_fast.config import load_config
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
@@ -143,7 +143,7 @@ def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0
     options = {key: int(value) if value.isdigit() else value for key, value in own.items()}
     config = load_config("resnet50", ["data.num_workers=0", *(a for a in arguments if a.startswith("data."))])
     capsys.readouterr()
-    assert prepare_data.prepare(config, prepare_data.PrepareOptions(**options)) == expect  # type: ignore[arg-type]
+    assert PrepareVerb(**options)(config) == expect  # type: ignore[arg-type]
     return capsys.readouterr().out
 
 

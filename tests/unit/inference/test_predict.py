@@ -30,7 +30,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 def run_tool(name: str, *arguments: object) -> int:
     tool = find_command(name)
-    return tool(read_options([str(a) for a in arguments], tool.options, tool.words))
+    return tool.run(read_options([str(a) for a in arguments], tool.options, tool.words))
 
 
 @pytest.fixture

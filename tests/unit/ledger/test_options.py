@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.commands.measure import TAKEN, Named, refuse_unread
-from pycls_fast.commands.measure import LedgerOptions as Options
-from pycls_fast.commands.measure import ledger as main
-from pycls_fast.config import Purpose, command_line, launch, load_config
+from pycls_fast.commands import measure
+from pycls_fast.commands.measure import TAKEN, LedgerVerb, Named
+from pycls_fast.config import launch, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
@@ -26,19 +25,19 @@ GIVEN: dict[str, Any] = {
 
 
 def test_every_key_is_tried() -> None:
-    assert {"mode", *GIVEN} == set(Options.model_fields)
+    assert {"mode", *GIVEN} == set(LedgerVerb.model_fields)
 
 
 @pytest.mark.parametrize("key", list(GIVEN))
 @pytest.mark.parametrize("mode", ["gradients", "numerics", "cumulative", "crossed"])
 def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
-    options = Options(mode=mode, **{key: GIVEN[key]})
+    options = LedgerVerb(mode=mode, **{key: GIVEN[key]})
     read = key in TAKEN[mode] if mode in TAKEN else key != "loss_scale"
     if read:
-        refuse_unread(options)
+        options.refuse_unread()
         return
     with pytest.raises(UserError) as caught:
-        refuse_unread(options)
+        options.refuse_unread()
     (line,) = caught.value.lines
     assert line.startswith(f"{key}: mode={mode} does not read it; it ")
 
@@ -65,8 +64,8 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
-    monkeypatch.setattr(launch, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
-    assert main(load_config("vit_digits"), Options(ladder=Named(name=ladder), **given)) == 0
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
+    assert LedgerVerb(ladder=Named(name=ladder), **given)(load_config("vit_digits")) == 0
     assert asked == [expected or given["mode"]]
 
 
@@ -87,7 +86,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "dry_run": True,
         "output": str(tmp_path),
     }
-    assert main(load_config("vit_digits"), Options(**values, **more)) == 0
+    assert LedgerVerb(**values, **more)(load_config("vit_digits")) == 0
     ((settings, named),) = asked
     assert settings == LadderSettings(**values)
     assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
@@ -112,7 +111,7 @@ def test_variants_are_checked_as_what_is_trained(
     monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"runs_at_most={runs}"])
     try:
         with pytest.raises(SystemExit) as stopped:
-            command_line(main, options=Options, purpose=Purpose(trains=True))
+            launch.main(LedgerVerb.command)
     finally:
         GlobalHydra.instance().clear()
     assert stopped.value.code == 0
@@ -121,6 +120,6 @@ def test_variants_are_checked_as_what_is_trained(
 
 def test_a_question_whose_answer_is_no_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(launch, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
     with pytest.raises(UserError, match="switches: the experiment has them already"):
-        main(load_config("vit_digits"), Options(switches=("precision.fp32",)))
+        LedgerVerb(switches=("precision.fp32",))(load_config("vit_digits"))

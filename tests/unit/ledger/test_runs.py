@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.commands.runs import RunsOptions as Options
-from pycls_fast.commands.runs import runs as main
+from pycls_fast.commands.measure import RunsVerb
 from pycls_fast.config import load_config
 from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
 from pycls_fast.train.folder import RunFolder
@@ -197,7 +196,7 @@ def test_the_same_as_csv(tmp_path: Path) -> None:
     for seed in (0, 1):
         make_run(runs / f"a{seed}", f"seed={seed}", top1=(80.0 + seed,))
     make_run(runs / "b", "data.root='a, b'", ends="killed")
-    assert main(Options(folders=(str(runs),), output=str(tmp_path / "runs.csv"), sort="epoch")) == 0
+    assert RunsVerb(folders=(str(runs),), output=str(tmp_path / "runs.csv"), sort="epoch")() == 0
     killed, joined = csv.DictReader((tmp_path / "runs.csv").read_text().splitlines())
     assert (killed["data.root"], killed["state"], killed["best_top1_half"]) == ("a, b", "running or killed", "")
     assert joined["runs"] == f"{runs / 'a0'};{runs / 'a1'}"

@@ -12,7 +12,7 @@ import torch
 
 from pycls_fast import plan
 from pycls_fast.config import load_config
-from pycls_fast.config.launch import command_line
+from pycls_fast.config.launch import main
 from pycls_fast.plan.search import Layout, Search
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
@@ -76,12 +76,11 @@ def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) 
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    from pycls_fast.commands.plan import PlanOptions
-    from pycls_fast.commands.plan import plan as command
+    from pycls_fast.commands.train import PlanVerb
 
     monkeypatch.setattr("sys.argv", ["plan", "--config-name", "vit_digits", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        command_line(command.run, options=PlanOptions, needs_data=lambda options: False)
+        main(PlanVerb.command)
     return int(stopped.value.code or 0)
 
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.commands.predict import ExportOptions as Options
-from pycls_fast.commands.predict import export as main
+from pycls_fast.commands.predict import ExportVerb
 from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys
@@ -174,7 +173,7 @@ def test_mistakes_get_a_line(
     given = {argument.partition("=")[0] for argument in arguments}
     usual = [a for a in (f"weights={run_dir}", "output=net.safetensors") if a.partition("=")[0] not in given]
     with pytest.raises(UserError) as caught:
-        main(read_options([*usual, *arguments], Options))
+        read_options([*usual, *arguments], ExportVerb)()
     assert any(line in told.replace(f"{tmp_path}/", "") for told in caught.value.lines), caught.value.lines
     assert not Path("net.safetensors").exists()
 
