@@ -117,7 +117,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     architecture, arguments, state = timm_form(model)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_saved(state), folder / "model.safetensors", {"format": "pt", **about.texts()})
-    size = [len(about.mean), about.image_size, about.image_size]
+    size = [3, about.image_size, about.image_size]
     head = model.get_submodule(model.head_name)
     assert isinstance(head, nn.Linear)
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
@@ -127,7 +127,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": head.out_features,
-            **_ends(model, len(about.mean)),
+            **_ends(model),
             "input_size": size,
             "mean": list(about.mean),
             "std": list(about.std),
@@ -141,7 +141,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _ends(model: Network, channels: int) -> dict[str, Any]:
+def _ends(model: Network) -> dict[str, Any]:
     """timm's names of a model's last and first layers, by which timm knows what to drop and what to adapt."""
     if isinstance(model, TimmNetwork):
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
@@ -151,8 +151,7 @@ def _ends(model: Network, channels: int) -> dict[str, Any]:
         classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
     else:
         raise NotImplementedError(f"timm's names of the first and last layers of {type(model).__name__}")
-    # Older versions of timm assume weights for 3 channels, and would reinitialise a first layer of 4.
-    return {"classifier": classifier, "first_conv": first if channels in (1, 3) else None}
+    return {"classifier": classifier, "first_conv": first}
 
 
 def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -194,7 +193,6 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     arguments = {
         "img_size": model.image_size,
         "patch_size": state["stem.projection.weight"].shape[-1],
-        "in_chans": state["stem.projection.weight"].shape[1],
         "embed_dim": width,
         "depth": len(model.blocks),
         "num_heads": block.attention.heads,
@@ -218,7 +216,6 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
     groups = first[0] // first[1] if bottleneck else 1
     arguments: dict[str, Any] = {
         "layers": [len(stage) for stage in model.stages],  # type: ignore[arg-type]
-        "in_chans": state[f"{model.first_conv_name}.weight"].shape[1],
         "cardinality": groups,
         "base_width": first[0] // groups if bottleneck else 64,
         "avg_down": model.shortcut == "pool",
@@ -260,8 +257,7 @@ def to_program(model: Network, path: Path, about: About) -> None:
 
 
 def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
-    channels = len(about.mean)
-    images = torch.zeros(2, channels, about.image_size, about.image_size, dtype=torch.uint8)
+    images = torch.zeros(2, 3, about.image_size, about.image_size, dtype=torch.uint8)
     with torch.no_grad():
         program = torch.export.export(
             Deployable(model, about), (images,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}

@@ -93,7 +93,6 @@ class PatchStem(nn.Module):
     """Cuts images into squares and projects each to a token (Dosovitskiy et al. 2021, equation 1).
 
     Args:
-        in_channels: channels of the images.
         patch_size: side of a square in pixels.
         width: D.
         layout: layout of the output features.
@@ -103,7 +102,6 @@ class PatchStem(nn.Module):
 
     def __init__(
         self,
-        in_channels: int,
         patch_size: int,
         width: int,
         *,
@@ -114,7 +112,7 @@ class PatchStem(nn.Module):
         self.batch_dim = batch_dimension(layout)
         self.patch_size = patch_size
         self.cut = patches == "product"
-        self.projection = nn.Conv2d(in_channels, width, kernel_size=patch_size, stride=patch_size)
+        self.projection = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
 
     def reset_parameters(self) -> None:
         lecun_normal_(self.projection.weight)

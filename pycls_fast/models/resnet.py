@@ -166,23 +166,22 @@ class ConvStem(nn.Module):
     """The layers before the first stage, with 64 output channels.
 
     Args:
-        in_channels: C of the images.
         kind: "imagenet": 7x7 of stride 2, then a 3x3 max-pool of stride 2 (a quarter of the side remains). "deep":
             three 3x3 with 32, 32 and 64 channels instead of the 7x7 (He et al., Bag of Tricks, 2019, figure 2,
             ResNet-C). "small", for images up to 64 pixels: 3x3 of stride 1 and no pool (the paper's CIFAR stem, section
             4.2, 64 wide).
     """
 
-    def __init__(self, in_channels: int, kind: Stem) -> None:
+    def __init__(self, kind: Stem) -> None:
         super().__init__()
         self.deep = nn.ModuleList()
         """The deep stem's layers before the last convolution; empty for the others."""
         if kind == "deep":
-            self.deep.extend([ConvNorm(in_channels, 32, 2), ConvNorm(32, 32, 1)])
+            self.deep.extend([ConvNorm(3, 32, 2), ConvNorm(32, 32, 1)])
         self.conv = {
-            "imagenet": lambda: _conv(in_channels, 64, 7, 2),
+            "imagenet": lambda: _conv(3, 64, 7, 2),
             "deep": lambda: _conv(32, 64, 3),
-            "small": lambda: _conv(in_channels, 64, 3),
+            "small": lambda: _conv(3, 64, 3),
         }[kind]()
         self.norm = nn.BatchNorm2d(64)
         self.pool = None if kind == "small" else MaxPool2d(3, stride=2, padding=1)
@@ -201,7 +200,6 @@ class ResNet(Network):
     Args:
         depth: layers with weights, a key of `LAYOUTS`.
         num_classes: K.
-        in_channels: C of the images.
         stem: see `ConvStem`.
         shortcut: see `Shortcut`; "pool" with stem="deep" makes a ResNet-D.
         groups: those of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
@@ -223,7 +221,6 @@ class ResNet(Network):
         *,
         depth: int,
         num_classes: int,
-        in_channels: int = 3,
         stem: Stem = "imagenet",
         shortcut: ShortcutKind = "conv",
         groups: int = 1,
@@ -243,7 +240,7 @@ class ResNet(Network):
         # Built on the meta device and filled once, by `initialise`; see `vit.VisionTransformer`.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.stem = ConvStem(in_channels, stem)
+            self.stem = ConvStem(stem)
             self.stages = nn.ModuleList()
             width = 64
             for stage, count in enumerate(block_counts):

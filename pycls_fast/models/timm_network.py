@@ -1,17 +1,10 @@
-"""Any image-classification model of timm, by name, with the interface of our models.
-
-The repeated blocks are found from timm's own grouping of a model's layers (`group_matcher`, which its layer-wise
-learning rates use), else from the module tree. All of them are `layers()`; `units()` are those that take and return one
-tensor, because recomputation and compilation by blocks can handle no others.
-"""
+"""Any image-classification model of timm, by name, with the interface of our models."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,19 +12,18 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.models.complexity import meta_copy
-from pycls_fast.network import Network, Units
+from pycls_fast.models.given import WrappedNetwork, find_blocks, named_tensors, run_without_memory
 
 FusedAttention = Literal["reference", "sdpa"]
 
 
-class TimmNetwork(Network):
-    """timm's model with our interface; timm's module is `network`, so names are timm's with the prefix `network.`.
+class TimmNetwork(WrappedNetwork):
+    """timm's model with our interface.
 
     Args:
         name: timm's, with or without a tag (`resnet50`, `vit_base_patch16_224.mae`); weights are never downloaded.
         num_classes: K.
         image_size: side of the square images in pixels; models with a fixed input size are built for it.
-        in_channels: C of the images.
         drop_path: timm's `drop_path_rate`.
         options: further keyword arguments of the model, as timm names them.
         attention: "reference": written out; "sdpa": torch's fused one. No effect on models whose modules lack timm's
@@ -47,17 +39,15 @@ class TimmNetwork(Network):
         name: str,
         num_classes: int,
         image_size: int = 224,
-        in_channels: int = 3,
         drop_path: float = 0.0,
         options: Mapping[str, Any] | None = None,
         attention: FusedAttention = "sdpa",
     ) -> None:
         super().__init__()
         self.name = name
-        self.in_channels = in_channels
         self.image_size = image_size
         self.options = dict(options or {})
-        self.arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_channels, **self.options}
+        self.arguments: dict[str, Any] = {"num_classes": num_classes, **self.options}
         if drop_path:
             self.arguments["drop_path_rate"] = drop_path
         if _built_for_one_size(name):
@@ -109,43 +99,15 @@ class TimmNetwork(Network):
         """
         return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
 
-    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Every module with tensors of its own, without its children, filled with what timm's constructor draws.
-
-        That draws the whole model on the CPU, when the first module is filled. Each value is freed when it was copied.
-        """
-        drawn: dict[str, Tensor] = {}
-        for name, module in self.network.named_modules():
-            if named_tensors(module, recurse=False):
-                yield without_children(module), partial(self._fill, drawn, f"{name}." if name else "")
-
-    @torch.no_grad()
-    def _fill(self, drawn: dict[str, Tensor], prefix: str, module: nn.Module) -> None:
-        if not drawn:
-            with torch.device("cpu"):
-                drawn.update(named_tensors(self._create()))
-        for key, tensor in named_tensors(module):
-            tensor.copy_(drawn.pop(prefix + key))
-
-    def units(self) -> Units:
-        """The repeated blocks with their qualified names, in forward order; none if they take several arguments."""
-        return self._named(self._unit_names)
-
-    def layers(self) -> Units:
-        """All repeated blocks, whatever arguments they take."""
-        return self._named(self._layer_names)
-
-    def _named(self, names: Sequence[str]) -> Units:
-        return [(f"network.{name}", self.network.get_submodule(name)) for name in names]
-
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, H, W) -> logits_BK."""
-        return self.network(images_BCHW)
+    def values(self) -> dict[str, Tensor]:
+        """What timm's constructor draws, which is the whole model, on the CPU."""
+        with torch.device("cpu"):
+            return dict(named_tensors(self._create()))
 
     def takes(self, image_size: int) -> bool:
         """Whether the model accepts images of this side, in pixels, whatever size it was built for."""
         try:
-            _run_without_memory(meta_copy(self.network).eval(), image_size, self.in_channels)
+            run_without_memory(meta_copy(self.network).eval(), image_size)
         except (AssertionError, RuntimeError, ValueError):
             return False
         return True
@@ -166,7 +128,7 @@ class TimmNetwork(Network):
     def _blocks_met(self, num_classes: int) -> tuple[list[str], list[str]]:
         """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
         try:
-            return find_blocks(self.network, num_classes, self.image_size, self.in_channels)
+            return find_blocks(self.network, num_classes, self.image_size)
         except Exception as error:
             made_for = self.network.default_cfg.get("input_size", (None,))[-1]
             hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
@@ -179,21 +141,6 @@ class TimmNetwork(Network):
             keys = ["model.drop_path"]
         told = f"{type(error).__name__}: {first_line(error)}"
         return UserError(f"model.name: timm's {self.name} {what} ({told}); correct {' or '.join(keys)}")
-
-
-def named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, each under all of its names."""
-    return [
-        *module.named_parameters(recurse=recurse, remove_duplicate=False),
-        *module.named_buffers(recurse=recurse, remove_duplicate=False),
-    ]
-
-
-def without_children(module: nn.Module) -> nn.Module:
-    """A module that shares the tables of this one's own parameters and buffers: what is replaced in one is in both."""
-    own = nn.Module()
-    own._parameters, own._buffers = module._parameters, module._buffers
-    return own
 
 
 def _built_for_one_size(name: str) -> bool:
@@ -216,73 +163,3 @@ def _built_for_one_size(name: str) -> bool:
     except RuntimeError as error:
         raise UserError(f"model.name: {error}; leave out the part after the dot") from error
     return bool(config is not None and config.fixed_input_size)
-
-
-def find_blocks(network: Any, num_classes: int, image_size: int, in_channels: int) -> tuple[list[str], list[str]]:
-    """The repeated blocks of a timm model, and those that take one tensor, once, and return one.
-
-    Both in the order of a forward pass on the meta device.
-
-    Raises:
-        ValueError: the output is not one logit per class. Layers that the images do not fit raise other errors.
-    """
-    candidates = _outermost(_matched(network) or _repeated(network))
-    copy = meta_copy(network).eval()
-    is_unit: dict[str, bool] = {}
-
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            single = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor)
-            is_unit[name] = single and not kwargs and name not in is_unit
-
-        return hook
-
-    for name in candidates:
-        copy.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-    logits = _run_without_memory(copy, image_size, in_channels)
-    if logits.shape[1:] != (num_classes,):
-        raise ValueError(f"the output of an image has shape {tuple(logits.shape[1:])}, not ({num_classes},)")
-    return list(is_unit), [name for name, usable in is_unit.items() if usable]
-
-
-def _run_without_memory(copy: nn.Module, image_size: int, in_channels: int) -> Tensor:
-    """The output of a `meta_copy` for two images, on the meta device."""
-    dtype = next(copy.parameters()).dtype
-    with torch.no_grad():
-        return copy(torch.empty(2, in_channels, image_size, image_size, device="meta", dtype=dtype))
-
-
-def _matched(network: Any) -> list[str]:
-    """Modules that timm's own patterns name as layers of the trunk."""
-    matcher = network.group_matcher(coarse=False) if hasattr(network, "group_matcher") else None
-    if not isinstance(matcher, dict):
-        return []
-    # CoaT has stem1 to stem4.
-    specs: list[Any] = [spec for group, spec in matcher.items() if not group.startswith("stem")]
-    pairs = [pair for spec in specs for pair in ([(spec, None)] if isinstance(spec, str) else spec)]
-    # A pattern with a rank stands for layers between or after the blocks.
-    patterns = [re.compile(pattern) for pattern, rank in pairs if rank is None]
-    return [
-        name
-        for name, module in network.named_modules()
-        if any(pattern.fullmatch(name) for pattern in patterns) and any(True for _ in module.parameters())
-    ]
-
-
-def _repeated(network: nn.Module) -> list[str]:
-    """Children of sequential containers that have several children of the same class."""
-    found = []
-    for name, chain in network.named_modules():
-        if not isinstance(chain, nn.Sequential | nn.ModuleList):
-            continue
-        kinds = [type(child) for child in chain.children()]
-        found += [
-            f"{name}.{key}" if name else key
-            for key, child in chain.named_children()
-            if kinds.count(type(child)) > 1 and any(True for _ in child.parameters())
-        ]
-    return found
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

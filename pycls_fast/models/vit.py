@@ -102,7 +102,6 @@ class VisionTransformer(Network):
         heads: attention heads.
         mlp_width: width between the MLP's two layers.
         num_classes: K.
-        in_channels: C.
         experts: in place of the MLP of every second block, as in V-MoE; see `moe`. None for none.
         stem: "patch", or "conv": `vit_parts.TokenConvStem`, whose strides multiply to patch_size.
         stem_widths, stem_strides: those of the conv stem's 3x3 convolutions.
@@ -142,7 +141,6 @@ class VisionTransformer(Network):
         heads: int,
         mlp_width: int,
         num_classes: int,
-        in_channels: int = 3,
         experts: Experts | None = None,
         stem: Stem = "patch",
         stem_widths: Sequence[int] = (),
@@ -183,9 +181,9 @@ class VisionTransformer(Network):
         with torch.device("meta"):
             self.stem: PatchStem | TokenConvStem
             if stem == "patch":
-                self.stem = PatchStem(in_channels, patch_size, width, layout=compute.layout, patches=compute.patches)
+                self.stem = PatchStem(patch_size, width, layout=compute.layout, patches=compute.patches)
             else:
-                self.stem = TokenConvStem(in_channels, stem_widths, stem_strides, width, layout=compute.layout)
+                self.stem = TokenConvStem(stem_widths, stem_strides, width, layout=compute.layout)
             self.class_token = ClassToken(width, layout=compute.layout) if has_token else None
             self.registers = RegisterTokens(registers, width, layout=compute.layout) if registers else None
             self.positions = self._positions(positions, image_size // patch_size, width, compute.layout)

@@ -33,7 +33,6 @@ class TokenConvStem(nn.Module):
     Xiao et al., Early Convolutions Help Transformers See Better, 2021, arXiv 2106.14881, section 4 (ViT_C).
 
     Args:
-        in_channels: channels of the images.
         widths: output channels of the 3x3 convolutions.
         strides: their strides; the product is the side of the square that a token stands for.
         width: D.
@@ -42,7 +41,6 @@ class TokenConvStem(nn.Module):
 
     def __init__(
         self,
-        in_channels: int,
         widths: Sequence[int],
         strides: Sequence[int],
         width: int,
@@ -51,7 +49,7 @@ class TokenConvStem(nn.Module):
     ) -> None:
         super().__init__()
         self.batch_dim = batch_dimension(layout)
-        inputs = (in_channels, *widths[:-1])
+        inputs = (3, *widths[:-1])
         self.convs = nn.ModuleList(
             nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
             for before, after, stride in zip(inputs, widths, strides, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ MODELS = {
     "vit-before": lambda: vit(classifier="pooled", classifier_norm="before_pool", positions="sincos2d"),
     "vit-mae": lambda: vit(classifier="pooled", class_token=True),
     "vit-map": lambda: vit(classifier="map", registers=2, position_tokens="patches"),
-    "vit-norms": lambda: vit(qk_norm=True, registers=1, layout="batch_second", qkv="fused", in_channels=3),
+    "vit-norms": lambda: vit(qk_norm=True, registers=1, layout="batch_second", qkv="fused"),
     "resnet18d": lambda: resnet(stem="deep", shortcut="pool"),
     "resnext50": lambda: resnet(depth=50, groups=32, width_per_group=4),
     "regnet": lambda: randomise(TimmNetwork(name="regnety_002", num_classes=3)).float().eval(),
@@ -72,7 +71,7 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     with torch.no_grad():
         assert relative_error(theirs.double()(batch), model.double()(batch)) < 1e-9
     assert theirs.pretrained_cfg["label_names"] == list(ABOUT.classes)
-    assert theirs.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
+    assert tuple(theirs.pretrained_cfg["input_size"]) == (3, SIZE, SIZE)
     assert theirs.pretrained_cfg["crop_pct"] == 0.9
 
 
@@ -112,17 +111,6 @@ def test_timm_opens_the_folder_with_other_classes_and_channels(
     for key, value in gray.items():
         expected = whole[key].sum(1, keepdim=True) if key == f"{first}weight" else whole[key]
         torch.testing.assert_close(value, expected)
-
-
-@pytest.mark.parametrize("channels", [1, 4])
-def test_timm_opens_models_of_other_channels(tmp_path: Path, channels: int) -> None:
-    model = vit(in_channels=channels)
-    about = replace(ABOUT, mean=(0.5,) * channels, std=(0.2,) * channels)
-    export.FORMATS["timm"](model, tmp_path / "out", about)
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    batch = torch.randn(2, channels, SIZE, SIZE)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(batch), model(batch))
 
 
 @pytest.mark.slow
