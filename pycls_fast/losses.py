@@ -20,8 +20,9 @@ class Targets:
     """What each image should be classified as.
 
     Attributes:
-        labels_B: int64 class indices.
-        mixed_B: int64 class indices of the images mixed in, or None.
+        labels_B: int64 class indices; if images have several, float32 (B, K), one value per class, for the losses that
+            have a sigmoid for each.
+        mixed_B: those of the images mixed in, or None.
         lam: share of `labels_B` in [0, 1], for all images or (B,) per image; `mixed_B` has the rest. A 0-d tensor is a
             share for all images that stays on its device.
     """
@@ -108,6 +109,13 @@ class BinaryCrossEntropy:
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
+        if targets.labels_B.ndim == 2:
+            several_BK = targets.labels_B
+            if targets.mixed_B is not None:
+                lam = targets.lam[:, None] if _is_per_image(targets.lam) else targets.lam
+                several_BK = lam * several_BK + (1.0 - lam) * targets.mixed_B
+            smoothed_BK = (1.0 - self.label_smoothing) * several_BK + self.label_smoothing / like_BK.shape[1]
+            return smoothed_BK.to(like_BK.dtype)
         target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
         share = 1.0 - self.label_smoothing
         ones_B1 = target_BK.new_ones(len(target_BK), 1)
@@ -118,6 +126,35 @@ class BinaryCrossEntropy:
             lam = lam.to(target_BK.dtype)[:, None]
         target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * lam))
         return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - lam)))
+
+
+@dataclass(frozen=True)
+class AsymmetricLoss(BinaryCrossEntropy):
+    """Binary cross-entropy in which absent classes that are easily told count less (Ridnik et al., Asymmetric Loss For
+    Multi-Label Classification, 2021, equations 4 to 7), nats.
+
+    Attributes:
+        gamma_positive, gamma_negative: the exponents of the focus, for the present and the absent classes.
+        margin: absent classes of a lower probability count as 0.
+    """
+
+    reduction: str = "sum"
+    gamma_positive: float = 0.0
+    gamma_negative: float = 4.0
+    margin: float = 0.05
+
+    def _by_class(self, logits_BK: Tensor, targets: Targets) -> Tensor:
+        logits_BK = _wide(logits_BK)
+        target_BK = self.dense(targets, logits_BK)
+        # Powers below 1 have no derivative at 0.
+        absent_BK = (logits_BK.sigmoid() - self.margin).clamp(min=_TINY)
+        present_BK = (-logits_BK).sigmoid().clamp(min=_TINY)
+        missed_BK = F.softplus(-logits_BK) * present_BK**self.gamma_positive
+        wrong_BK = -(1.0 - absent_BK).clamp(min=_TINY).log() * absent_BK**self.gamma_negative
+        return target_BK * missed_BK + (1.0 - target_BK) * wrong_BK
+
+
+_TINY = 1e-8
 
 
 @dataclass(frozen=True)

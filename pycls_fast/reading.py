@@ -186,6 +186,7 @@ class _Eval(_Record):
     loss: float | None
     top1: float | None
     class_top1: float | None = None
+    map: float | None = None
 
 
 class _Event(_Record):

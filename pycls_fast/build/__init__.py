@@ -43,6 +43,7 @@ from pycls_fast.build.network import (
     ema,
     freeze,
     is_sharded,
+    label_sets,
     loss,
     loss_scaler,
     model,

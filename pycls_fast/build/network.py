@@ -51,6 +51,14 @@ def num_classes(config: RunConfig, source: Images) -> int:
     return chosen or found
 
 
+def label_sets(config: RunConfig, source: Images, device: torch.device) -> torch.Tensor | None:
+    """What the labels of images with several stand for: float32 (L, K), 1 for the classes of each set; else None."""
+    if source.label_sets is None:
+        return None
+    spare = num_classes(config, source) - len(source.classes)
+    return F.pad(torch.from_numpy(source.label_sets).to(device, torch.float32), (0, spare))
+
+
 def model(config: RunConfig, classes: int, chosen: Speed, *, empty: bool = False) -> Network:
     """The network with its initial weights, the same on every rank, on the CPU in float32; if `empty`, on meta."""
     build: Callable[..., Network] = config.model.build

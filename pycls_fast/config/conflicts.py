@@ -143,6 +143,9 @@ ERASED_ON_DEVICE = Fact(
     "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
 MIXED_BY_WORKERS = Fact("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
 EXPERTS, NO_EXPERTS = "model.experts!=0|null", "model.experts=0|null"
+SEVERAL = "data.label_separator!=null"
+ONE_LABEL = Fact("data.label_separator", lambda now: getattr(now.config.data, "label_separator", None) is None)
+SOFTMAX = Fact("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
 
 _GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"
 _NOT_GRAPHS = "speed.compile_mode=default"
@@ -308,7 +311,14 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
             ("model.init=jax", "model.init=trunc_normal"),
         )
     ),
-    ("distill.teacher!=null", "loss.name=bce", "the teacher's target is that of a softmax",
+    (SEVERAL, SOFTMAX, "an image may be of several classes", "loss=bce or loss=asymmetric"),
+    *(
+        (SEVERAL, other, "an image counts for several classes", use)
+        for other, use in (("loss.class_weights!=none", "loss.class_weights=none"),
+                           ("data.sampling!=uniform", "data.sampling=uniform"))
+    ),
+    ("schedule.best_metric=map", ONE_LABEL, "it is for images with several labels", "schedule.best_metric=top1"),
+    ("distill.teacher!=null", "loss.name=bce|asymmetric", "the teacher's target is that of a softmax",
      "loss.name=cross_entropy or distill.teacher=null"),
     ("distill.teacher!=null", "data.image_size_schedule!=[]", "the teacher is built for one size of images",
      "data.image_size_schedule=[] or distill.teacher=null"),

@@ -72,6 +72,9 @@ class Manifest(Files, name="manifest"):
     path_column: Text = "path"
     """The column of a table that holds the images' paths: absolute, or relative to root (to the table's folder if root
     is a table)."""
+    label_separator: Text | None = None
+    """Images have several labels, separated by this in their column: with ; an image of cat;dog is of both classes, and
+    one whose label is empty of none. null: one label each."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tables import open_manifest

@@ -102,6 +102,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
     Raises:
         UserError: the folder holds something else, no image can be read, or the disk is full.
     """
+    source.refuse_several("prepare pack")
     plan = _plan(source, settings)
     try:
         if is_packed(folder):

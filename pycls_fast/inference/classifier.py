@@ -55,11 +55,13 @@ class Prediction:
         image: its path, or "image 3" if it was given as pixels.
         position: index in the input.
         top: the likeliest classes, best first.
+        over: where images have several labels, all classes with a probability over 0.5, best first; else None.
     """
 
     image: str
     position: int
     top: tuple[Guess, ...]
+    over: tuple[Guess, ...] | None = None
 
     @property
     def label(self) -> int:
@@ -182,12 +184,14 @@ class Classifier:
 
     def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
         # Sorted by scores, which have fewer ties than probabilities; ties by the lowest index, as in evaluation.
-        order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+        several = self._restored.several
+        order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, : None if several else topk]
         likely_BT = self.probabilities(scores_BK).gather(1, order_BT)
         rows = zip(batch.indices_B.tolist(), order_BT.tolist(), likely_BT.tolist(), strict=True)
         for position, labels, probabilities in rows:
-            top = (Guess(k, self.class_name(k), p) for k, p in zip(labels, probabilities, strict=True))
-            yield Prediction(source.name(position), position, tuple(top))
+            top = tuple(Guess(k, self.class_name(k), p) for k, p in zip(labels, probabilities, strict=True))
+            over = tuple(guess for guess in top if guess.probability > 0.5) if several else None
+            yield Prediction(source.name(position), position, top[:topk], over)
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """The network's scores (N, K), float32, on the CPU; arguments and errors as in `stream`."""

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, printable
-from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Prediction, load
+from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.reading import cell
@@ -123,6 +123,14 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         yield stream
 
 
+def _json(guess: Guess) -> dict[str, Any]:
+    return {"label": guess.label, "class": guess.class_name, "probability": guess.probability}
+
+
+def _names(over: Sequence[Guess]) -> str:
+    return ";".join(guess.class_name for guess in over)
+
+
 def _write_json(
     stream: TextIO, classifier: Classifier, found: Sequence[Prediction], unreadable: Sequence[tuple[str, str]]
 ) -> None:
@@ -136,7 +144,8 @@ def _write_json(
                 "label": each.label,
                 "class": each.class_name,
                 "probability": each.probability,
-                "top": [{"label": g.label, "class": g.class_name, "probability": g.probability} for g in each.top],
+                "top": [_json(guess) for guess in each.top],
+                **({} if each.over is None else {"over": [_json(guess) for guess in each.over]}),
             }
             for each in found
         ],
@@ -152,9 +161,10 @@ def _write_csv(path: Path | None, predictions: Iterable[Prediction]) -> None:
         for each in predictions:
             if not width:
                 width = len(each.top)
-                table.writerow(_csv_header(width))
+                table.writerow(_csv_header(width) + ([] if each.over is None else ["over"]))
             cells = [(guess.label, cell(guess.class_name), f"{guess.probability:.6g}") for guess in each.top]
-            table.writerow([cell(each.image), *chain.from_iterable(cells)])
+            last = [] if each.over is None else [cell(_names(each.over))]
+            table.writerow([cell(each.image), *chain.from_iterable(cells), *last])
         if not width:
             table.writerow(_csv_header(1))
 
@@ -168,8 +178,11 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
     rows = []
     for each in found:
         name = each.image if len(each.image) <= _NAME else f"…{each.image[1 - _NAME :]}"
-        more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in each.top[1:])
-        rows.append((name, each.class_name, percent(each.probability), more))
+        first, then = each.top[:1], each.top[1:]
+        if each.over is not None:
+            first, then = each.over, tuple(guess for guess in each.top if guess not in each.over)
+        more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in then)
+        rows.append((name, _names(first), ", ".join(percent(guess.probability) for guess in first), more))
     console = wide_console(stream)
     origin = classifier.origin
     console.print(f"{origin.path} ({origin.kind} weights, step {origin.step})", markup=False, soft_wrap=True)

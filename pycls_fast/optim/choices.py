@@ -433,6 +433,34 @@ class SigmoidLoss(Loss, name="bce"):
         return Criterion(BinaryCrossEntropy(reduction=self.bce_reduction).each, sigmoid=True)
 
 
+class AsymmetricSigmoidLoss(Loss, name="asymmetric"):
+    """Binary cross-entropy in which absent classes that are easily told count less, for images with several labels
+    (Ridnik et al., 2021); the sum over the classes."""
+
+    gamma_positive: NonNegativeFloat = 0.0
+    """The exponent that lets present classes of a high probability count less."""
+    gamma_negative: NonNegativeFloat = 4.0
+    """The exponent that lets absent classes of a low probability count less."""
+    margin: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Absent classes of a lower probability do not count."""
+
+    def build(self, classes: int) -> BinaryCrossEntropy:
+        from pycls_fast.losses import AsymmetricLoss
+
+        return AsymmetricLoss(
+            self.label_smoothing,
+            gamma_positive=self.gamma_positive,
+            gamma_negative=self.gamma_negative,
+            margin=self.margin,
+        )
+
+    def criterion(self) -> Criterion:
+        from pycls_fast.losses import Criterion
+
+        plain = self.model_copy(update={"label_smoothing": 0.0})
+        return Criterion(plain.build(0).each, sigmoid=True)
+
+
 def _flags(implementation: str) -> dict[str, bool]:
     # Both flags are explicit: with None torch would choose by itself.
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}

@@ -40,9 +40,10 @@ class Schedule(Choice, key="schedule", default="cosine"):
     (timm; nearly pycls')."""
     early_stopping_evals: PositiveInt | None = None
     """End the run when the best evaluation is so many evaluations old; null: never."""
-    best_metric: Literal["top1", "class_top1", "loss"] = "top1"
+    best_metric: Literal["top1", "class_top1", "map", "loss"] = "top1"
     """What makes an evaluation the best one, also for checkpoints/best and summary.json: top-1, the mean of the
-    classes' accuracies, or the loss. Of equal ones it is the first."""
+    classes' accuracies, that of their average precisions (where images have several labels), or the loss. Of equal ones
+    it is the first."""
     best_tolerance: NonNegativeFloat = 0.0
     """Of evaluations whose accuracy is within so many of its standard errors of the highest, the last is the best one:
     few validation images tell good epochs from lucky ones badly."""

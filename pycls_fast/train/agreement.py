@@ -84,7 +84,11 @@ def check_same_data(sources: Mapping[str, Images], world: World) -> None:
         facts[f"{split} images"] = f"{len(source):,} in {len(source.classes):,} classes"
         names = "\0".join(source.classes).encode("utf-8", "surrogateescape")
         facts[f"checksum of the {split} class names"] = f"{zlib.crc32(names):08x}"
-        for what, integers in (("labels", source.labels), ("shards' sizes", source.block_ends)):
+        for what, integers in (
+            ("labels", source.labels),
+            ("label sets", source.label_sets),
+            ("shards' sizes", source.block_ends),
+        ):
             numbers = b"" if integers is None else np.ascontiguousarray(integers, np.int64).tobytes()
             facts[f"checksum of the {split} {what}"] = f"{zlib.crc32(numbers):08x}"
     different = _differences(facts, world)

@@ -76,8 +76,9 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     train, counts = sources["train"], None
     if config.loss.class_weights != "none":
-        counts = np.bincount(train.labels, minlength=len(train.classes))
+        counts = train.class_counts()
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
+    step.sets_LK = build.label_sets(config, train, world.device)
     step.teacher = distillation(config, train, world, switches)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 

@@ -138,9 +138,15 @@ class Display:
         self.end_features()
         by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
-            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  top-1 {record['top1']:.2f}%  "
-            f"top-5 {record['top5']:.2f}%{by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
+            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {told(record, apart='  ')}"
+            f"{'' if 'map' in record else by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
         )
+
+
+def told(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
+    """The scores of an evaluation: top-1 and top-5, or mAP and F1 where images have several labels; the first only."""
+    names = {"map": "mAP", "f1": "F1"} if record.get("map") is not None else {"top1": "top-1", "top5": "top-5"}
+    return apart.join([f"{name} {record[key]:.2f}%" for key, name in names.items()][: 1 if brief else 2])
 
 
 class _Numbers(ProgressColumn):

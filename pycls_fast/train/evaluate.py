@@ -23,7 +23,7 @@ from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
-from pycls_fast.losses import Criterion
+from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import atomic_write
@@ -40,7 +40,7 @@ class Predictions:
     predicted_N: np.ndarray
     """int64, classes with the highest score (ties: the lowest index); -1 if any score is not finite."""
     losses_N: np.ndarray
-    """float32, cross-entropy in nats; 0 without a true class."""
+    """float32, cross-entropy in nats, 0 without a true class; where images have several labels, the loss of all."""
     probabilities_N: np.ndarray
     """float32, the predicted class's probability, NaN if any score is not finite."""
 
@@ -140,6 +140,7 @@ def evaluate(
     criterion: Criterion,
     *,
     eval_set: EvalSet | None = None,
+    sets_LK: torch.Tensor | None = None,
     keep_scores: bool = False,
 ) -> Evaluation:
     """Score the model on this rank's batches and sum over the ranks.
@@ -149,8 +150,12 @@ def evaluate(
         criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
         eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
             several true classes the one with the highest score counts; images without any are left out.
+        sets_LK: what labels stand for, if images have several (`build.label_sets`): then each class is judged by its
+            sigmoid, all scores are kept, and the first is right if it is one of the image's.
         keep_scores: keep those of all classes, 4 bytes for each image and class on every rank.
     """
+    if sets_LK is not None:
+        criterion, keep_scores = Criterion(criterion.each or BinaryCrossEntropy().each, sigmoid=True), True
     among = answers_NM = None
     if eval_set is not None:
         among, answers_NM = (
@@ -162,7 +167,10 @@ def evaluate(
     outcomes: list[tuple[torch.Tensor, ...]] = []
     for batch, logits_BK in forwarded(wrapped, batches, prepare, autocast, damaged):
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
-        columns, added = _score(logits_BK.double(), answers_BM, among, criterion)
+        target_BK = None if sets_LK is None else sets_LK[batch.labels_B]
+        if target_BK is not None:
+            answers_BM = torch.where(target_BK > 0, torch.arange(target_BK.shape[1], device=target_BK.device), -1)
+        columns, added = _score(logits_BK.double(), answers_BM, among, criterion, target_BK)
         sums += added
         if keep_scores:
             scores_BK = logits_BK if criterion.sigmoid else logits_BK.log_softmax(dim=1)
@@ -236,7 +244,11 @@ def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.n
 
 
 def _score(
-    logits_BK: torch.Tensor, answers_BM: torch.Tensor, among: torch.Tensor | None, criterion: Criterion
+    logits_BK: torch.Tensor,
+    answers_BM: torch.Tensor,
+    among: torch.Tensor | None,
+    criterion: Criterion,
+    target_BK: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device.
 
@@ -266,9 +278,13 @@ def _score(
     lowest_B = torch.where(logits_BK == highest_B1, classes_K, len(classes_K)).amin(dim=1)
     predicted_B = torch.where(finite_B, lowest_B, -1)
     losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
-    if criterion.each is not None:
+    if criterion.each is not None and target_BK is None:
         own_losses_B = criterion.each(logits_BK, labels_B.clamp(min=0)).masked_fill(~counted_B, 0.0)
     first_B, first_five_B = ((place_B < n) & finite_B & counted_B for n in (1, 5))
+    if target_BK is not None and criterion.each is not None:
+        # An image without any label counts, too: for the loss, which is that of all classes.
+        losses_B = own_losses_B = criterion.each(logits_BK, target_BK)
+        counted_B = torch.ones_like(counted_B)
     sums = torch.stack([first_B.sum(), first_five_B.sum(), own_losses_B.sum(), counted_B.sum()])
     highest_B = highest_B1[:, 0]
     probabilities_B = highest_B.sigmoid() if criterion.sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()

@@ -210,6 +210,23 @@ def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int) -> Head:
     return Head(weight_KD, torch.from_numpy(bias).float() - weight_KD @ mean_D, PENALTIES[best], right[best] / tried)
 
 
+def fit_each(features_ND: Tensor, true_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """A logistic regression for each class, for images with several labels; see `fit_logistic`.
+
+    Args:
+        true_NK: 1 where a class is true of an image, else 0.
+
+    Returns:
+        float32, weights (K, D) and biases (K,).
+    """
+    weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
+    bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
+    for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
+        head = fit_logistic(features_ND, true_NK[:, k].long(), 2)
+        weight_KD[k], bias_K[k] = head.weight_KD.diff(dim=0)[0], head.bias_K.diff()[0]
+    return weight_KD, bias_K
+
+
 def _rotated(features_ND: Tensor) -> tuple[np.ndarray, Tensor]:
     """The features in a basis of as many directions as there are images, if these are fewer; and the basis.
 
@@ -280,10 +297,16 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
         train = Subset(train, np.sort(rows))
     parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch, report)
     features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
-    held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
-    head = None
-    if run.world.is_main and len(labels_N.unique()) > 1:
+    fitted, sets_LK = None, parts.step.sets_LK
+    if sets_LK is None:
+        held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
+    if run.world.is_main and sets_LK is not None:
+        fitted = fit_each(features_ND, sets_LK.cpu()[labels_N])
+        run.display.note(f"head: fitted to the features of {len(labels_N):,} images, class by class")
+        run.folder.add_record("event", 0, 0.0, event="head fitted", images=len(labels_N))
+    elif run.world.is_main and len(labels_N.unique()) > 1:
         head = fit_logistic(features_ND, labels_N, last.out_features)
+        fitted = head.weight_KD, head.bias_K
         outputs, k = last.out_features, min(_NEIGHBOURS, len(labels_N))
         place_N = neighbour_places(
             held_ND, held_N, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE
@@ -296,14 +319,14 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
         )
         numbers = {"penalty": head.penalty, "held_out_top1": held_out, "knn_top1": knn, "images": len(labels_N)}
         run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
-    head = run.world.from_main(head)
-    if head is None:
+    fitted = run.world.from_main(fitted)
+    if fitted is None:
         return
     weights, name = run.parts.step.weights, run.parts.network.head_name
     state = weights.state_dict()
     with torch.no_grad():
-        assign(state[f"{name}.weight"], head.weight_KD)
-        assign(state[f"{name}.bias"], head.bias_K)
+        for parameter, values in zip(("weight", "bias"), fitted, strict=True):
+            assign(state[f"{name}.{parameter}"], values)
         weights.load_state_dict(state)
         if run.parts.step.ema is not None:
             run.parts.step.ema.load(weights.live())

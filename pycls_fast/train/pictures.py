@@ -41,6 +41,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         _line(accuracy, chosen, "top1", f"{label} top-1", "-")
         _line(accuracy, chosen, "top5", f"{label} top-5", ":")
         _line(accuracy, chosen, "class_top1", f"{label} class top-1", "-.")
+        _line(accuracy, chosen, "map", f"{label} mAP", "-")
     _line(rate, train, "lr", "learning rate", "-", marker=None)
     _line(speed, train, "images_per_second", "images/s", "-", marker=None)
     for axes, name in (

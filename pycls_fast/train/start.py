@@ -7,7 +7,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import numpy as np
 import torch
 
 from pycls_fast import build, plan
@@ -159,9 +158,9 @@ def _notes(run: Run) -> Iterator[str]:
         )
     yield from _slow_precision(config, world)
     train = run.parts.sources["train"]
-    counts = np.bincount(train.labels, minlength=len(train.classes))
+    counts = train.class_counts()
     by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
-    if not by_class and counts.max() > _UNBALANCED * max(counts.min(), 1):
+    if not by_class and train.label_sets is None and counts.max() > _UNBALANCED * max(counts.min(), 1):
         yield (
             f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "
             "schedule.best_metric=class_top1 judges by all alike"

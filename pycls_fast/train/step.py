@@ -49,6 +49,8 @@ class Step:
     accumulation_steps: int = 1
     watchdog: Watchdog | None = None
     teacher: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    sets_LK: Tensor | None = None
+    """What labels stand for, if images have several (`build.label_sets`)."""
 
     def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         """Train on the `accumulation_steps` microbatches of one step, counted from 0.
@@ -112,9 +114,10 @@ class Step:
         mixed = batch.mixed
         if mixed is None and self.mixer is not None:
             images_BCHW, mixed = self.mixer(images_BCHW, seed)
+        labels_B = batch.labels_B if self.sets_LK is None else self.sets_LK[batch.labels_B]
         if mixed is None:
-            return images_BCHW, Targets(batch.labels_B)
-        labels_B, mixed_B, lam = mixed.labels(batch.labels_B)
+            return images_BCHW, Targets(labels_B)
+        labels_B, mixed_B, lam = mixed.labels(labels_B)
         is_mixed = isinstance(lam, Tensor) or lam < 1.0
         return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)
 

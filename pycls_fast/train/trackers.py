@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Of a training record: when it was, in place of what.
 _WHEN = {"step", "epoch", "time"}
-_EVAL = ("top1", "top5", "class_top1", "loss")
+_EVAL = ("top1", "top5", "class_top1", "map", "f1", "loss")
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 

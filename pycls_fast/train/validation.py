@@ -12,15 +12,23 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, checkpoints, step_of
 from pycls_fast.reading import read_json
 from pycls_fast.train import saving
-from pycls_fast.train.display import epochs
+from pycls_fast.train.display import epochs, told
 from pycls_fast.train.environment import device_name, versions
-from pycls_fast.train.evaluate import Evaluation, Predictions, class_scores, confusion, evaluate, with_progress
+from pycls_fast.train.evaluate import (
+    Evaluation,
+    Predictions,
+    class_scores,
+    confusion,
+    evaluate,
+    with_progress,
+)
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
 from pycls_fast.train.health import DAMAGED_IMAGE
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import draw_confusion, draw_curves
 from pycls_fast.train.run import Run
+from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.trackers import Board
 
 
@@ -35,7 +43,7 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
 
     Args:
         evaluations: records of `metrics.jsonl`.
-        metric: "top1" or "class_top1" (highest is best) or "loss" (lowest is best). NaN and null are worst.
+        metric: "top1", "class_top1" or "map" (highest is best) or "loss" (lowest is best). NaN and null are worst.
         tolerance: how far below the highest accuracy is nearly as good, in its standard errors (the one-standard-error
             rule of Breiman et al. 1984, section 3.4.3). Not for the loss.
     """
@@ -146,6 +154,7 @@ class Evaluations:
             run.parts.step.autocast,
             run.world,
             run.config.loss.criterion(),
+            sets_LK=build.label_sets(run.config, source, run.world.device),
         )
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
@@ -157,9 +166,12 @@ class Evaluations:
         # The average is evaluated last, so the file ends up with its predictions if there is one.
         with writing(run.folder.predictions):
             result.predictions.save(run.folder.predictions)
-        by_class = class_scores(result.predictions, run.classes)
+        source = run.parts.sources["val"]
+        several = source.label_sets is not None
+        by_class = set_scores(result, source) if several else class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
-        numbers = {**result.record(), "class_top1": by_class["class_top1"]}
+        names = ("class_top1", "map", "f1") if several else ("class_top1",)
+        numbers = {**result.record(), **{name: by_class[name] for name in names}}
         record = run.add_record("eval", done, split="val", weights=weights, **numbers)
         run.display.end_evaluation(record)
         self.board.add(record)
@@ -227,8 +239,7 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None:
         run.display.note(
-            f"done: top-1 {final['top1']:.2f}%, top-5 {final['top5']:.2f}%  (best, by {metric}: top-1 "
-            f"{best['top1']:.2f}% at epoch {epochs(best['epoch'])})"
+            f"done: {told(final)}  (best, by {metric}: {told(best, brief=True)} at epoch {epochs(best['epoch'])})"
         )
     checkpoint, weights = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
     # An earlier process of a finished run has written it; without a checkpoint nothing was worth saving.

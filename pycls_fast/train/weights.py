@@ -182,6 +182,8 @@ class Restored:
     origin: Origin
     world: World
     switches: Speed
+    several: bool = False
+    """Images have several labels."""
 
 
 def restore(
@@ -218,7 +220,9 @@ def restore(
             weights.fill(state)
         network = place_model(network, world, memory_format=switches.memory_format)
         build.apply_precision(config, network, world.device)
-    return Restored(config, network.eval().requires_grad_(False), classes, weights.origin, world, switches)
+    several = bool(weights.config and weights.config["data"].get("label_separator"))
+    network = network.eval().requires_grad_(False)
+    return Restored(config, network, classes, weights.origin, world, switches, several)
 
 
 def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.utils.class_weight import compute_class_weight
+from timm.loss import AsymmetricLossMultiLabel, SoftTargetCrossEntropy
 from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
-from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.losses import (
+    AsymmetricLoss,
     BinaryCrossEntropy,
     ClassWeighted,
     CrossEntropy,
@@ -258,3 +259,45 @@ def test_the_configuration_weighs() -> None:
     assert made.plain == CrossEntropy(0.1)
     assert made.weights_K.tolist() == pytest.approx([8 / 15, 8 / 6, 8 / 3, 1.0, 1.0])
     assert build.loss(load_config("vit_digits"), switches, CPU, 3, np.array([5, 2, 1])) == CrossEntropy(0.1)
+
+
+SETS_BK = (torch.arange(BATCH * CLASSES) % 7 % 3 == 0).double().reshape(BATCH, CLASSES)
+
+
+@pytest.mark.parametrize(("positive", "negative", "margin"), [(0.0, 4.0, 0.05), (1.0, 4.0, 0.0), (0.0, 0.0, 0.0)])
+def test_the_asymmetric_loss_is_timms(positive: float, negative: float, margin: float) -> None:
+    own = AsymmetricLoss(gamma_positive=positive, gamma_negative=negative, margin=margin)
+    theirs = AsymmetricLossMultiLabel(negative, positive, margin)
+    logits_BK, same_BK = logits().requires_grad_(), logits().requires_grad_()
+    loss = own(logits_BK, Targets(SETS_BK))
+    # timm computes in float32.
+    expected = theirs(same_BK, SETS_BK)
+    torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=1e-6)
+    for a, b in zip(torch.autograd.grad(loss, logits_BK), torch.autograd.grad(expected, same_BK), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own.each(logits(), SETS_BK).mean(), loss)
+
+
+def test_the_asymmetric_loss_has_finite_gradients() -> None:
+    logits_BK = torch.tensor([[-200.0, 200.0, 0.0, -200.0, 200.0]]).requires_grad_()
+    for power in (0.0, 0.5, 1.0, 4.0):
+        loss = AsymmetricLoss(gamma_positive=power, gamma_negative=power, margin=0.0)
+        value = loss(logits_BK, Targets(torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0]])))
+        assert value.isfinite()
+        assert torch.autograd.grad(value, logits_BK)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("plain", [BinaryCrossEntropy(), BinaryCrossEntropy(0.1, "sum"), AsymmetricLoss(0.1)])
+@pytest.mark.parametrize("lam", MIXES)
+def test_several_labels_are_mixed_as_their_targets(plain: BinaryCrossEntropy, lam: Share) -> None:
+    one = plain(logits(), Targets(F.one_hot(targets(None).labels_B, CLASSES).double()))
+    torch.testing.assert_close(one, plain(logits(), targets(None)))
+    if lam is None:
+        return
+    mixed = plain(logits(), Targets(SETS_BK, SETS_BK.roll(1, 0), lam))
+    share = lam[:, None] if isinstance(lam, Tensor) else lam
+    dense_BK = share * SETS_BK + (1 - share) * SETS_BK.roll(1, 0)
+    torch.testing.assert_close(mixed, plain(logits(), Targets(dense_BK)))
+    torch.testing.assert_close(
+        FusedLoss(plain, backend="eager")(logits(), Targets(SETS_BK, SETS_BK.roll(1, 0), lam)), mixed
+    )

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.errors import UserError
+
 
 def checksum(integers: Any) -> str:
     """A CRC-32 of whole numbers, as 8 hexadecimal digits."""
@@ -23,6 +25,8 @@ class Images:
     Attributes:
         classes: class names; the label is the position.
         labels: one integer per image, -1 where there is none.
+        label_sets: if images have several labels, bool (L, K): each label of `labels` is one of L sets of classes; None
+            if it is a class.
         drawn: whether a random split drew the images from a larger source.
         block_ends: int64, the end of each block of neighbouring images (a tar shard); None for a source that is
             equally fast in any order.
@@ -31,12 +35,27 @@ class Images:
 
     classes: tuple[str, ...]
     labels: np.ndarray
+    label_sets: np.ndarray | None = None
     drawn = False
     block_ends: np.ndarray | None = None
     prefers_blocks = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def class_counts(self) -> np.ndarray:
+        """The number of images of each class, (K,)."""
+        if self.label_sets is not None:
+            return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
+        return np.bincount(self.labels, minlength=len(self.classes))
+
+    def refuse_several(self, what: str) -> None:
+        """
+        Raises:
+            UserError: images have several labels, which `what` is not for.
+        """
+        if self.label_sets is not None:
+            raise UserError(f"data.label_separator: {what} is for images that have one label each")
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         """The encoded image, or a decoded `uint8` array (height, width, 3), and its label.
@@ -86,6 +105,7 @@ class Subset(Images):
         drawn: bool | None = None,
         classes: Sequence[str] | None = None,
         new_label: np.ndarray | None = None,
+        label_sets: np.ndarray | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +113,7 @@ class Subset(Images):
             drawn: whether a random split drew them; None as the source.
             classes: other class names.
             new_label: integers, the new label for each label of `source`.
+            label_sets: other ones; None as the source.
         """
         rows = np.arange(len(source)) if rows is None else rows
         self.source = source
@@ -102,6 +123,7 @@ class Subset(Images):
         self.classes = source.classes if classes is None else tuple(classes)
         labels = source.labels[self.rows]
         self.labels = labels if new_label is None else new_label[labels]
+        self.label_sets = source.label_sets if label_sets is None else label_sets
         self.prefers_blocks = source.prefers_blocks
         ends = source.block_ends
         if ends is not None and not np.any(np.diff(rows.astype(np.int64)) < 0):
@@ -134,8 +156,14 @@ def match_classes(source: Images, classes: Sequence[str]) -> tuple[Images, list[
     if source.classes == tuple(classes):
         return source, []
     # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
-    counts = np.bincount(source.labels, minlength=len(source.classes))
+    counts = source.class_counts()
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
     position = {name: label for label, name in enumerate(classes)}
+    if source.label_sets is not None:
+        moved = np.zeros((len(source.label_sets), len(classes)), dtype=bool)
+        for own, is_true_L in zip(source.classes, source.label_sets.T, strict=True):
+            if own in position:
+                moved[:, position[own]] = is_true_L
+        return Subset(source, classes=classes, label_sets=moved), unknown
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
     return Subset(source, classes=classes, new_label=new_label), unknown

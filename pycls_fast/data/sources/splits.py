@@ -60,15 +60,19 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
     With `data.folds` each class is cut into so many parts, of which `data.fold` is held out: each image in
     exactly one fold, so a class with fewer images is missing from some.
 
+    Images with several labels are split as if they were of one class.
+
     Args:
         where: what to call the dataset in messages.
 
     Raises:
         UserError: a class with a single image, or a fold without images.
     """
-    labels = np.asarray(source.labels)
-    counts = np.bincount(labels, minlength=len(source.classes))
-    alone = [name for name, count in zip(source.classes, counts, strict=True) if count == 1]
+    labels, classes = np.asarray(source.labels), source.classes
+    if source.label_sets is not None:
+        labels, classes = np.zeros_like(labels), ("images",)
+    counts = np.bincount(labels, minlength=len(classes))
+    alone = [name for name, count in zip(classes, counts, strict=True) if count == 1]
     if alone:
         raise UserError(
             f"{where}: a single image in the class {first_few(alone)}; splitting off a validation set takes two: add "
@@ -81,7 +85,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
     is_val = np.zeros(len(source), dtype=bool)
     ends = np.cumsum(counts)
     folds, fold = data.folds, data.fold
-    for name, count, end in zip(source.classes, counts.tolist(), ends.tolist(), strict=True):
+    for name, count, end in zip(classes, counts.tolist(), ends.tolist(), strict=True):
         if count == 0:
             continue
         own = slice(end - count, end) if by_class is None else by_class[end - count : end]

@@ -42,13 +42,15 @@ def open_manifest(
     val: str | None,
     path_column: str,
     label_column: str,
+    label_separator: str | None = None,
 ) -> dict[str, Images]:
     """The parts of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
     says train, val or test, else "all" of them. Test images without labels are left out. Paths in them are absolute,
     or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
-    (named by `classes.txt`, if that lies beside the table). Paths may have been written on Windows.
+    (named by `classes.txt`, if that lies beside the table), or several of them with a `label_separator` between them.
+    Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
@@ -66,6 +68,7 @@ def open_manifest(
         columns = [path_column, label_column]
         classes = None if names is None else list(names)
         stamp = {"size": status.st_size, "time": status.st_mtime_ns, "columns": columns, "classes": classes}
+        stamp |= {} if label_separator is None else {"separator": label_separator}
         index = load_or_build(
             path.absolute(),
             "manifest",
@@ -75,6 +78,7 @@ def open_manifest(
         )
         paths = Texts(index.arrays["names"], index.arrays["name_ends"])
         source = opened[split] = FileImages(base, index.more["classes"], paths, index.arrays["labels"])
+        source.label_sets = index.arrays.get("sets")
         if "splits" in index.arrays and len(files) == 1:
             rows = {name: np.flatnonzero(index.arrays["splits"] == number) for number, name in enumerate(_SPLITS)}
             opened = {name: Subset(source, own) for name, own in rows.items() if len(own)}
@@ -85,6 +89,7 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
     reader = _read_parquet if path.suffix.lower() == ".parquet" else _read_csv
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column = stamp["columns"]
+    separator = stamp.get("separator")
     if is_test and all(label in _NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}
@@ -99,10 +104,35 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
         if all(label in _NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    classes, numbers = name_classes(labels, names=names, where=str(path))
+    if separator is None or not labels:
+        classes, numbers = name_classes(labels, names=names, where=str(path))
+        sets = None
+    else:
+        classes, numbers, sets = _several(labels, separator, names, path)
     texts = Texts.of(os.fsencode(own) for own in _slashed(base, [str(own) for own in paths]))
-    arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers}
-    return Index(arrays if splits is None else {**arrays, "splits": splits}, {"classes": list(classes)}, stamp)
+    arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers, "splits": splits, "sets": sets}
+    given = {name: array for name, array in arrays.items() if array is not None}
+    return Index(given, {"classes": list(classes)}, stamp)
+
+
+def _several(
+    labels: Sequence[Any], separator: str, names: Sequence[str] | None, path: Path
+) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+    """Class names, each image's set of classes, int32, and the sets, bool (L, K)."""
+    # A column of Parquet may hold lists.
+    said = [each if isinstance(each, list) else ("" if each is None else str(each)).split(separator) for each in labels]
+    parts = [[part for part in each if str(part).strip()] for each in said]
+    flat = [part for each in parts for part in each]
+    if not flat:
+        raise UserError(f"{path}: no image has a label; choose another data.label_column")
+    classes, numbers = name_classes(flat, names=names, where=str(path))
+    ends = np.cumsum([len(each) for each in parts])
+    own = [tuple(sorted(set(found.tolist()))) for found in np.split(numbers, ends[:-1])]
+    position = {each: place for place, each in enumerate(dict.fromkeys(own))}
+    sets = np.zeros((len(position), len(classes)), dtype=bool)
+    for each, place in position.items():
+        sets[place, list(each)] = True
+    return classes, np.array([position[each] for each in own], dtype=np.int32), sets
 
 
 def _slashed(base: Path, paths: list[str]) -> list[str]:

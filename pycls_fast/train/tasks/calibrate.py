@@ -72,6 +72,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     with set_up(config, own_preprocessing=False) as setup:
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup.config, split, setup.weights, setup.world, setup.display)
+        scored.source.refuse_several("calibrate")
         setup = setup.with_data(len(scored.source))
         network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)
         sigmoid, last = setup.config.loss.criterion().sigmoid, network.last_layer()

@@ -75,6 +75,7 @@ def _classified(
 ) -> tuple[Loaded, Tensor, dict[str, int]]:
     """Where the weights came from, the `places` of the split's images, and facts about their neighbours."""
     config, world, train = setup.config, setup.world, sources["train"]
+    train.refuse_several("knn")
     with enough_to_score(config, world), setup.display:
         network, origin = load_network(config, train, world, setup.switches, for_training=True)
         wrapped, place = ParallelModel(network, network, world.device), (world, setup.switches, setup.display)

@@ -36,6 +36,7 @@ from pycls_fast.train.health import enough_to_score, report_damage
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
+from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.weights import Weights, find_weights, opened
 
 # As many as are printed.
@@ -137,7 +138,7 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
                 f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on "
                 f"{first_few(ours.classes)}); name the classes as in training, or remove these images"
             )
-    return EvalSet(source, "best of all classes")
+    return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
 
 
 def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tuple[str, ...]:
@@ -241,6 +242,7 @@ def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, 
             world,
             criterion,
             eval_set=scored,
+            sets_LK=build.label_sets(config, scored.source, world.device),
             keep_scores=not config.data.eval_set,
         )
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
@@ -289,7 +291,10 @@ def _print_result(
         ("preprocessing", build.preprocessing(setup.config) + whose),
         *rows,
     ]
-    if not setup.config.data.eval_set and by_class["class_top1"] is not None:
+    if "map" in by_class:
+        means = (("mAP", "map"), ("F1 over 0.5, mean of the classes", "f1"))
+        facts[1:1] = [(name, "none" if by_class[key] is None else f"{by_class[key]:.2f}%") for name, key in means]
+    elif not setup.config.data.eval_set and by_class["class_top1"] is not None:
         facts[3:3] = [
             ("balanced accuracy", f"{by_class['class_top1']:.2f}%"),
             ("F1, mean of the classes", f"{by_class['f1']:.2f}%"),
@@ -297,7 +302,7 @@ def _print_result(
             ("calibration error", f"{by_class['calibration_error']:.4f}"),
         ]
     display.table(scored.source.describe(), facts)
-    seen = sorted((row for row in by_class["classes"] if row["images"]), key=lambda row: row["f1"])
+    seen = sorted((row for row in by_class["classes"] if row["f1"] is not None), key=lambda row: row["f1"])
     if not setup.config.data.eval_set:
         shown = []
         for row in seen[:_CLASSES]:
@@ -309,7 +314,9 @@ def _print_result(
 
 
 def _by_class(scored: EvalSet, result: Evaluation) -> dict[str, Any]:
-    """`class_scores` with the area under the ROC curve, of each class and their mean."""
+    """`class_scores` with the area under the ROC curve, of each class and their mean; or `set_scores`."""
+    if scored.source.label_sets is not None:
+        return set_scores(result, scored.source)
     found = class_scores(result.predictions, scored.source.classes)
     areas = [] if result.scores_NK is None else roc_auc(result.predictions.labels_N, result.scores_NK)
     for row, area in zip(found["classes"], areas, strict=False):

@@ -18,6 +18,7 @@ from pycls_fast.speed import MODEL_KINDS, SWITCHES
 # A value for each condition that excludes some.
 OTHER = {
     "data.image_size_schedule": "[[2,32]]",
+    "data.label_separator": ", data.source=manifest loss=bce",
     "data.sampling": "balanced",
     "distill.teacher": "some.safetensors",
     "loss.class_weights": "balanced",
@@ -61,6 +62,8 @@ EXAMPLES = {
     conflicts.ERASED_BY_WORKERS: "speed.erase_on=cpu augment.erase_probability=0.5",
     conflicts.ERASED_ON_DEVICE: "speed.erase_on=device augment.erase_probability=0.5",
     conflicts.MIXED_BY_WORKERS: "speed.mix_on=cpu augment.mixup_alpha=0.2",
+    conflicts.ONE_LABEL: "data.source=manifest",
+    conflicts.SOFTMAX: "loss=cross_entropy",
 }
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pycls_fast.data.choices import Source
+from pycls_fast.data.sources.base import Images, match_classes
+from pycls_fast.errors import UserError
 from tests.unit.data.layouts import expected, make_content, mistake, opened, samples_of, write_manifest
 
 ROOT = Path(__file__).parents[3]
@@ -143,3 +148,48 @@ def test_every_source_has_its_row() -> None:
     table = (ROOT / "data" / "README.md").read_text().partition("| `data.source` | what |")[2].partition("\n\n")[0]
     ours = [name for name, source in Source.choices().items() if source.__module__.startswith("pycls_fast.")]
     assert [name for name in ours if f"`{name}`" not in table] == []
+
+
+def said(source: Images) -> list[set[str]]:
+    """The class names of each image."""
+    assert source.label_sets is not None
+    return [{source.classes[k] for k in np.flatnonzero(source.label_sets[label])} for label in source.labels]
+
+
+def test_images_with_several_labels(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label\na,dog; cat\nb,\nc,cat;dog\nd,cat;;cat\ne,zebra\n")
+    (tmp_path / "val.csv").write_text("path,label\nf,zebra;dog\ng,dog\n")
+    splits = opened("manifest", tmp_path, label_separator=";")
+    train, val = splits["train"], splits["val"]
+    assert train.classes == val.classes == ("cat", "dog", "zebra")
+    assert said(train) == [{"cat", "dog"}, set(), {"cat", "dog"}, {"cat"}, {"zebra"}]
+    assert train.labels[0] == train.labels[2]
+    assert train.class_counts().tolist() == [3, 2, 1]
+    # The validation table alone has other classes in other places.
+    assert said(val) == [{"dog", "zebra"}, {"dog"}]
+    with pytest.raises(UserError, match=r"^data.label_separator: knn is for images that have one label each$"):
+        val.refuse_several("knn")
+    reordered, unknown = match_classes(val, ("zebra", "horse", "dog"))
+    assert said(reordered) == said(val)
+    assert unknown == []
+    assert match_classes(val, ("zebra", "horse"))[1] == ["dog"]
+    (tmp_path / "val.csv").write_text("path,label\nf,horse;dog\n")
+    assert "no images of the class horse in train" in mistake("manifest", tmp_path, label_separator=";")
+    (tmp_path / "val.csv").write_text("path,label\nf,\n")
+    assert "val.csv: no image has a label" in mistake("manifest", tmp_path, label_separator=";")
+
+
+def test_several_labels_as_numbers_lists_and_a_random_split(tmp_path: Path) -> None:
+    # Each image has a set of its own, so that the split cannot be class by class.
+    wanted = [{f"c{k}" for k in range(4) if number >> k & 1} for number in range(10)]
+    numbers = [[str(k) for k in range(4) if number >> k & 1] for number in range(10)]
+    names = [f"{number}.jpg" for number in range(10)]
+    (tmp_path / "classes.txt").write_text("c0\nc1\nc2\nc3\n")
+    lines = [f"{name},{'|'.join(own)}" for name, own in zip(names, numbers, strict=True)]
+    (tmp_path / "all.csv").write_text("\n".join(["path,label", *lines]))
+    pq.write_table(pa.table({"path": names, "label": numbers}), tmp_path / "all.parquet")
+    for file in ("all.csv", "all.parquet"):
+        splits = opened("manifest", tmp_path / file, label_separator="|")
+        found = {source.name(index): own for source in splits.values() for index, own in enumerate(said(source))}
+        assert {Path(name).name: own for name, own in found.items()} == dict(zip(names, wanted, strict=True))
+        assert {name: len(source) for name, source in splits.items()} == {"train": 8, "val": 2}

@@ -41,6 +41,7 @@ from pycls_fast.train.evaluate import (
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import _shares, draw_confusion
+from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
 from tests.factories import save_checkpoint
@@ -73,6 +74,7 @@ def score(
     criterion: Criterion = SOFTMAX,
     *,
     keep_scores: bool = False,
+    sets_LK: Tensor | None = None,
     **rule: Tensor,
 ) -> Evaluation:
     """Score the labels, or by the `rule` of an `EvalSet`."""
@@ -81,7 +83,7 @@ def score(
     model.train()
     wrapped = ParallelModel(model, model, CPU)
     eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
-    how: dict[str, Any] = {"eval_set": eval_set, "keep_scores": keep_scores}
+    how: dict[str, Any] = {"eval_set": eval_set, "keep_scores": keep_scores, "sets_LK": sets_LK}
     result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, **how)
     assert model.training
     return result
@@ -266,6 +268,34 @@ def test_the_area_under_the_roc_curve_counts_pairs(sigmoid: bool) -> None:
         assert area == pytest.approx(float(((apart > 0) + 0.5 * (apart == 0)).mean()))
     assert absent is None
     assert len(set(found)) == 3
+
+
+def test_images_with_several_labels() -> None:
+    logits_NK = torch.tensor([[2.0, 1, -1, 0], [3, -2, -1, 9], [-1, -3, 4, 0], [5, -1, -2, 0]], dtype=torch.float64)
+    # The last output stands for no class, and the third image has no label.
+    sets_LK = torch.tensor([[1.0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
+    labels_N = torch.tensor([0, 1, 2, 0])
+    result = score(logits_NK, labels_N, [3, 1], sets_LK=sets_LK)
+    assert (result.top1, result.count) == (50.0, 4)
+    target_NK = sets_LK[labels_N].double()
+    assert result.loss == pytest.approx(F.binary_cross_entropy_with_logits(logits_NK, target_NK).item())
+    assert result.predictions.losses_N == pytest.approx(
+        F.binary_cross_entropy_with_logits(logits_NK, target_NK, reduction="none").mean(1).numpy()
+    )
+    assert result.predictions.labels_N.tolist() == [0, 1, -1, 0]
+    source: Any = SimpleNamespace(
+        labels=labels_N.numpy(), label_sets=sets_LK[:, :3].bool().numpy(), classes=("a", "b", "never")
+    )
+    found = set_scores(result, source)
+    names = ("class", "images", "right", "top1", "precision", "f1", "average_precision")
+    rows = [tuple(row[name] for name in names) for row in found["classes"]]
+    # Of a: images 0 and 3 with the scores 2 and 5, and between them 3 of image 1. Of b: 0, 1 and 3 by 1, -2 and -1.
+    assert rows[0] == ("a", 2, 2, 100.0, pytest.approx(200 / 3), 80.0, pytest.approx(100 * (1 + 2 / 3) / 2))
+    assert rows[1] == ("b", 3, 1, pytest.approx(100 / 3), 100.0, 50.0, 100.0)
+    assert rows[2] == ("never", 0, 0, None, None, None, None)
+    assert (found["f1"], found["map"]) == (65.0, pytest.approx((100 + 250 / 3) / 2))
+    broken = score(logits_NK.clone().fill_(torch.nan), labels_N, [4], sets_LK=sets_LK)
+    assert set_scores(broken, source)["map"] is None
 
 
 def test_rows_say_what_a_class_was_taken_for() -> None:

@@ -100,6 +100,7 @@ NO_PATHS = (
     "data.path_column",
     "data.image_column",
     "data.label_column",
+    "data.label_separator",
     "data.hub_config",
     "optim.trainable",
     "precision.fp8_skip",

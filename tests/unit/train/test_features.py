@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycls_fast.train.features import PENALTIES, fit_logistic
+from pycls_fast.train.features import PENALTIES, fit_each, fit_logistic
 
 
 def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,3 +52,20 @@ def test_hardly_any_images(counts: list[int]) -> None:
     head = fit_logistic(features, labels, len(counts))
     assert torch.isfinite(head.weight_KD).all()
     assert ((features @ head.weight_KD.T + head.bias_K).argmax(1) == labels).double().mean() >= 0.6
+
+
+def test_a_head_for_images_with_several_labels() -> None:
+    """Each class as scikit-learn fits it alone; classes of no image and of every one are told from the others."""
+    features, labels = clusters([30, 30, 30], 16, 1.5)
+    true_NK = torch.stack([labels == 0, labels != 1, labels < 0, labels >= 0], dim=1).float()
+    weight_KD, bias_K = fit_each(features, true_NK)
+    logits_NK = features @ weight_KD.T + bias_K
+    assert ((logits_NK > 0) == true_NK.bool()).float().mean() > 0.97
+    for k in (0, 1):
+        alone = fit_logistic(features, true_NK[:, k].long(), 2)
+        log_p_N2 = torch.log_softmax(features @ alone.weight_KD.T + alone.bias_K, dim=1)
+        torch.testing.assert_close(
+            torch.nn.functional.logsigmoid(logits_NK[:, k]), log_p_N2[:, 1], rtol=1e-3, atol=1e-4
+        )
+    assert (logits_NK[:, 2] == -20).all()
+    assert (logits_NK[:, 3] == 20).all()

@@ -1,0 +1,124 @@
+"""Images with several labels: from a table to predictions."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pycls_fast
+from pycls_fast.errors import UserError
+from pycls_fast.inference.predict import predict
+from pycls_fast.train.tasks.score import score
+from tests.factories import load_run_config
+from tests.integration.runs import TINY, command, records, run_process, under_torchrun
+
+TRAITS = {"even": "02468", "large": "56789", "round": "0689"}
+WORDS = (*TINY, "data.num_workers=0", "runtime.device=cpu", "schedule.best_metric=map")
+
+
+@pytest.fixture(scope="module")
+def table(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the digits are; 1 and 3 are nothing."""
+    file = tmp_path_factory.mktemp("several") / "labels.csv"
+    lines = [
+        f"{image},{'|'.join(name for name, those in TRAITS.items() if image.parent.name in those)}"
+        for image in sorted(digits.glob("*/*.png"))
+    ]
+    file.write_text("\n".join(["path,label", *lines]))
+    return file
+
+
+def words(table: Path, *more: str) -> list[str]:
+    return [*WORDS, "data={source: manifest}", f"data.root={table}", "data.label_separator=|",
+            *(word for word in WORDS if word.startswith("data.")), *more]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(table: Path, tmp_path_factory: pytest.TempPathFactory) -> pycls_fast.Trained:
+    where = tmp_path_factory.mktemp("run") / "run"
+    return pycls_fast.train_net(
+        "vit_digits", words(table, "loss=bce", "loss.label_smoothing=0"), optim__lr=0.004, epochs=4, run_dir=where
+    )
+
+
+def test_from_the_table_to_predictions(
+    run: pycls_fast.Trained, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluations = records(run.run_dir, "eval")
+    assert run.metrics is not None
+    assert run.metrics["map"] == max(record["map"] for record in evaluations) > 75
+    assert evaluations[0]["map"] < run.metrics["map"]
+    assert 50 < run.metrics["f1"] <= 100
+    summary = json.loads((run.run_dir / "classes.json").read_text())
+    assert [row["class"] for row in summary["classes"]] == ["even", "large", "round"]
+    output = tmp_path / "scores.json"
+    score(load_run_config(run.run_dir, [f"weights={run.run_dir}"]), "val", str(output))
+    assert json.loads(output.read_text())["map"] == pytest.approx(run.metrics["map"], abs=0.2)
+    assert "F1 over 0.5" in capsys.readouterr().out
+    images = sorted(digits.glob("[68]/*.png"))[:40]
+    assert pycls_fast.load(run.run_dir, device="cpu").predict(images, topk=1) == run.predict(images, topk=1)
+    found = pycls_fast.load(run.best, device="cpu").predict(images, topk=1)
+    over = [[guess.class_name for guess in each.over or ()] for each in found]
+    assert max(map(len, over)) == 3 > min(map(len, over))
+    for each in found:
+        assert len(each.top) == 1
+        assert all(guess.probability > 0.5 for guess in each.over or ())
+    whole = max(range(len(over)), key=lambda place: len(over[place]))
+    how: dict[str, Any] = {"which": "auto", "device": "cpu", "precision": "fp32", "batch_size": None, "num_workers": 0}
+    file = tmp_path / "predicted"
+    predict(str(run.best), list(map(str, images)), format="csv", output=str(file), topk=2, **how)
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [row["over"] for row in rows] == list(map(";".join, over))
+    predict(str(run.best), [str(images[whole])], format="json", output=str(file), topk=2, **how)
+    (one,) = json.loads(file.read_text())["images"]
+    assert len(one["top"]) == 2
+    assert [guess["class"] for guess in one["over"]] == over[whole]
+    predict(str(run.best), [str(images[whole])], format="table", output=str(file), topk=2, **how)
+    assert ";".join(over[whole]) in file.read_text()
+
+
+def test_the_head_first_and_mixing(run: pycls_fast.Trained, table: Path, tmp_path: Path) -> None:
+    """New classes on the weights of the run: the fitted head is better than chance before the first step. Two tables,
+    which have sets of labels in other orders."""
+    other = tmp_path / "tables"
+    other.mkdir()
+    header, *rows = table.read_text().replace("even", "straight").replace("round", "closed").splitlines()
+    for name, own in (("train", [row for n, row in enumerate(rows) if n % 5]), ("val", rows[::-5])):
+        (other / f"{name}.csv").write_text("\n".join([header, *own]))
+    more = [
+        "head=probe",
+        f"weights={run.best}",
+        "loss=asymmetric",
+        "augment.mixup_alpha=0.2",
+        "schedule.warmup_epochs=0",
+    ]
+    tuned = pycls_fast.train_net("vit_digits", words(other, *more), epochs=1, run_dir=tmp_path / "run")
+    first, last = records(tuned.run_dir, "eval")
+    assert first["step"] == 0
+    assert first["map"] > 70
+    assert last["map"] > 70
+    (event,) = [record for record in records(tuned.run_dir, "event") if record["event"] == "head fitted"]
+    assert event["images"] == 1_437
+
+
+def test_ranks_train_and_score_as_one_process(table: Path, tmp_path: Path) -> None:
+    arguments = [word for word in words(table, "loss=bce", "loss.label_smoothing=0") if "num_workers" not in word]
+    arguments += ["schedule.max_steps=4", "schedule.warmup_epochs=0", "precision=fp32", "model.drop_path=0",
+                  "optim.accumulation_steps=1", "augment={}"]  # fmt: skip
+    run_process(command(*arguments, f"run_dir={tmp_path / 'one'}"), cwd=tmp_path)
+    run_process(under_torchrun(command(*arguments, f"run_dir={tmp_path / 'two'}"), 2), cwd=tmp_path)
+    (one,), (two,) = (records(tmp_path / name, "eval") for name in ("one", "two"))
+    for name in ("map", "f1", "loss", "count"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3)
+
+
+def test_what_is_for_one_label_is_refused(run: pycls_fast.Trained, table: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data.label_separator: \| conflicts with loss.name=cross_entropy"):
+        pycls_fast.train_net("vit_digits", words(table), run_dir=tmp_path / "x")
+    with pytest.raises(UserError, match=r"schedule.best_metric: map conflicts with data.label_separator=null"):
+        pycls_fast.train_net("vit_digits", ["data.root=x", "schedule.best_metric=map"], run_dir=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
