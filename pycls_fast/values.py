@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,45 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _loss_scale(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == "dynamic":
-        return value
-    if is_number and 0 < value < math.inf:
-        return float(value)
-    raise PydanticCustomError("loss_scale", "must be dynamic or a number greater than 0")
+@dataclass(frozen=True)
+class WordOr:
+    """A word, in place of which the value has `meaning`, or a number: greater than 0, or 0 as well.
+
+    One line for a bad value; a union of types would give one for each type.
+    """
+
+    word: str
+    meaning: Any
+    number: type[int] | type[float]
+    zero: bool = False
+
+    @property
+    def text(self) -> str:
+        kind = "a whole number" if self.number is int else "a number"
+        return f"{self.word}, or {kind} {'of at least' if self.zero else 'greater than'} 0"
+
+    def _read(self, value: Any) -> Any:
+        if value == self.word:
+            return self.meaning
+        is_number = isinstance(value, int | self.number) and not isinstance(value, bool)
+        if is_number and (0 < value < math.inf or (value == 0 and self.zero)):
+            return _within_31_bits(value) if self.number is int else float(value)
+        raise PydanticCustomError("word_or_number", f"must be {self.text.replace(',', '')}")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        typed = core_schema.plain_serializer_function_ser_schema(lambda x: self.word if x == self.meaning else x)
+        return core_schema.no_info_plain_validator_function(self._read, serialization=typed)
 
 
-# A plain validator gives one line for a bad value; a union of types would give one for each type.
-LossScale = Annotated[
-    Literal["dynamic"] | float,
-    PlainValidator(_loss_scale),
-    Wording("dynamic, or a number greater than 0"),
-]
+AUTO = 0
+"""The value that stands for `auto` until the data and the device are known (`plan.resolve_auto`)."""
+AUTO_EPOCHS = -1.0
+"""The same for a number of epochs that may be 0."""
 
+LossScale = Annotated[Literal["dynamic"] | float, WordOr("dynamic", "dynamic", float)]
+# Typed as the number that it becomes in every run.
+PositiveIntOrAuto = Annotated[int, WordOr("auto", AUTO, int)]
+EpochsOrAuto = Annotated[float, WordOr("auto", AUTO_EPOCHS, float, zero=True)]
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -76,27 +99,6 @@ Bytes = Annotated[
     PlainValidator(_bytes),
     PlainSerializer(lambda value: f"{value / 1e9:.12g}GB"),
     Wording("an amount of memory such as 24GB or 22.5GiB"),
-]
-
-AUTO = 0
-"""The value that stands for `auto` until the data and the device are known (`plan.resolve_auto`)."""
-
-
-def _or_auto(value: Any) -> Any:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value == "auto":
-        return AUTO
-    if is_number and value > 0:
-        return _within_31_bits(value)
-    raise PydanticCustomError("or_auto", "must be auto or a whole number greater than 0")
-
-
-# Typed as the number that it becomes in every run.
-PositiveIntOrAuto = Annotated[
-    int,
-    PlainValidator(_or_auto),
-    PlainSerializer(lambda value: "auto" if value == AUTO else value),
-    Wording("auto, or a whole number greater than 0"),
 ]
 
 
@@ -121,24 +123,3 @@ def _bare_off_on(value: Any) -> Any:
 
 
 Off, OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
-
-
-AUTO_EPOCHS = -1.0
-"""The same for a number of epochs that may be 0."""
-
-
-def _epochs_or_auto(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == "auto":
-        return AUTO_EPOCHS
-    if is_number and 0 <= value < math.inf:
-        return float(value)
-    raise PydanticCustomError("or_auto", "must be auto or a number of at least 0")
-
-
-EpochsOrAuto = Annotated[
-    float,
-    PlainValidator(_epochs_or_auto),
-    PlainSerializer(lambda value: "auto" if value == AUTO_EPOCHS else value),
-    Wording("auto, or a number of at least 0"),
-]

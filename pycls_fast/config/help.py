@@ -23,7 +23,7 @@ from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
 from pycls_fast.config.presets import LADDERS, groups, options
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, one_of
-from pycls_fast.values import Wording
+from pycls_fast.values import Wording, WordOr
 
 Key = tuple[str, type[Section]]
 """A dotted key, and the section that has it."""
@@ -195,7 +195,7 @@ def _line(name: str, section: type[Section]) -> str:
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The type of a value in words, with its range."""
     for part in metadata:
-        if isinstance(part, Wording):
+        if isinstance(part, Wording | WordOr):
             return part.text
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:

@@ -17,6 +17,7 @@ from pycls_fast.models.choices import Model, ResNetModel, TimmModel, ViTModel
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
+from pycls_fast.precision import Name
 from pycls_fast.speed import Speed
 from pycls_fast.values import (
     Bytes,
@@ -38,9 +39,7 @@ class Precision(Section):
     The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
     """
 
-    name: Literal[
-        "auto", "fp32", "tf32", "amp_bf16", "amp_fp16", "fp16_master", "bf16_params", "fp16", "bf16", "fp8"
-    ] = "auto"
+    name: Name = "auto"
     """The level: the formats of weights, products and gradients (docs/speed.md)."""
     loss_scale: LossScale = "dynamic"
     """The factor on the loss: changed as gradients overflow or not, or a constant."""

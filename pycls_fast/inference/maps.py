@@ -18,9 +18,8 @@ from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
 from pycls_fast.models import maps
-from pycls_fast.train.environment import device_name
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
+from pycls_fast.train.health import enough_memory
 
 MOST_IMAGES = 200
 """Images per call: all their maps are in memory at once."""
@@ -61,11 +60,8 @@ def draw_maps(
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
-    too_many = (
-        f"images: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {min(len(source), _BATCH)} images at "
-        f"a time; give fewer{or_cpu(classifier.device, 'device')}"
-    )
-    with enough_memory(too_many):
+    too_many = f"{min(len(source), _BATCH)} images at a time; give fewer"
+    with enough_memory("images", classifier.device, too_many, cpu="device"):
         found = [
             _mapped(classifier, batch, kind)
             for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))

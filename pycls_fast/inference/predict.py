@@ -21,9 +21,8 @@ from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.reading import cell
 from pycls_fast.train.display import plain_table, wide_console
-from pycls_fast.train.environment import device_name
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, or_cpu
+from pycls_fast.train.health import enough_memory
 
 _NAME = 60
 # Classes listed below the title.
@@ -61,15 +60,12 @@ def predict(
     path = None if output is None else output_file(output)
     classifier = load(run, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
-    too_many = (
-        f"batch_size: {device_name(classifier.device)} is {OUT_OF_MEMORY} with {batch_size or BATCH_SIZE} images at a "
-        f"time; use a smaller one{or_cpu(classifier.device, 'device')}"
-    )
+    too_many = f"{batch_size or BATCH_SIZE} images at a time; use a smaller one"
     # On a terminal the rows of a CSV show how far it is.
     silent = format == "csv" and path is None and sys.stdout.isatty()
     bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
-    with enough_memory(too_many), bar as advance:
+    with enough_memory("batch_size", classifier.device, too_many, cpu="device"), bar as advance:
         settings: Any = {"topk": topk, "batch_size": batch_size, "num_workers": num_workers, "advance": advance}
         predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), **settings)
         if format == "csv":

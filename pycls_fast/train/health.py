@@ -286,8 +286,14 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 @contextmanager
-def enough_memory(mistake: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError` with this message, which contains `OUT_OF_MEMORY`.
+def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", ranks: str = "") -> Iterator[None]:
+    """Turn torch's out-of-memory error into a `UserError` of one line, which contains `OUT_OF_MEMORY`.
+
+    Args:
+        key: the key to change.
+        what: with what the device is out of memory, and the way out.
+        cpu: a key that chooses the CPU instead, if that is a way out, too.
+        ranks: "8 x " for several devices.
 
     Raises:
         UserError: out of memory.
@@ -297,7 +303,8 @@ def enough_memory(mistake: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(mistake) from error
+        other = f", or {cpu}=cpu" if cpu and device.type != "cpu" else ""
+        raise UserError(f"{key}: {ranks}{device_name(device)} is {OUT_OF_MEMORY} with {what}{other}") from error
 
 
 @contextmanager
@@ -306,13 +313,12 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
     per_rank = config.data.global_batch_size // world.data_size
     steps = next((n for n in plan.divisors(per_rank) if n > config.optim.microbatches), None)
     smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
-    mistake = (
-        f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+    what = (
         f"{config.data.global_batch_size}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller "
         "batch or model; earlier checkpoints are kept"
     )
     try:
-        with enough_memory(mistake):
+        with enough_memory("data.global_batch_size", world.device, what, ranks=f"{world.size} x "):
             yield
     except ValueError as error:
         # Whether one image is too few depends on the size of the network's smallest maps.
@@ -326,12 +332,5 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
 
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
     """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
-    return enough_memory(
-        f"data.eval_batch_size: {device_name(world.device)} is {OUT_OF_MEMORY} with {config.data.eval_batch_size} "
-        f"images at a time; use a smaller one{or_cpu(world.device, 'runtime.device')}"
-    )
-
-
-def or_cpu(device: torch.device, key: str) -> str:
-    """The end of an advice against too little memory: the CPU, which `key` chooses, unless it is the device."""
-    return "" if device.type == "cpu" else f", or {key}=cpu"
+    what = f"{config.data.eval_batch_size} images at a time; use a smaller one"
+    return enough_memory("data.eval_batch_size", world.device, what, cpu="runtime.device")

@@ -12,10 +12,10 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, one_of
 from pycls_fast.parallel import ParallelModel
-from pycls_fast.train.environment import device_name, provenance
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.features import collect_features, neighbour_places
 from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import OUT_OF_MEMORY, enough_memory, enough_to_score, or_cpu
+from pycls_fast.train.health import enough_memory, enough_to_score
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.tasks.score import Setup, set_up
 
@@ -83,10 +83,8 @@ def _classified(
             name: collect_features(config, network, wrapped, sources[name], name, *place) for name in ("train", split)
         }
     memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
-    with enough_memory(
-        f"runtime.device: {device_name(world.device)} is {OUT_OF_MEMORY} with the features of {len(labels_M):,} "
-        f"training images and their votes; use a model with fewer features{or_cpu(world.device, 'runtime.device')}"
-    ):
+    what = f"the features of {len(labels_M):,} training images and their votes; use a model with fewer features"
+    with enough_memory("runtime.device", world.device, what, cpu="runtime.device"):
         numbers = {"classes": build.num_classes(config, train), "k": min(k, len(labels_M))}
         place_N = neighbour_places(features_ND, labels_N, memory_MD, labels_M, temperature=temperature, **numbers)
     return origin, place_N, {"train_images": len(labels_M), "features": memory_MD.shape[1]}
