@@ -6,8 +6,10 @@ import errno
 import getpass
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,6 +102,35 @@ def flush(*files: IO[Any]) -> None:
     for file in files:
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    # Nobody else writes to this name, nor has put a link there.
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_text(file: Path, text: str) -> None:
+    """Write a text atomically and flush it: a power failure leaves the file as it was, or whole.
+
+    Bytes of a file name that are not UTF-8 become escapes, which JSON has too.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    with atomic_write(file) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.write(text)
+        flush(stream)
 
 
 def flush_folder(folder: Path) -> None:

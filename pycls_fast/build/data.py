@@ -133,7 +133,7 @@ def train_loader(
         start_step=start_step,
         total_steps=steps,
         accumulation_steps=config.optim.microbatches,
-        order=order_of(source, config.data, config.augment.repeats),
+        order=order_of(source, config.data, config.augment.repeats)[1],
         repeats=config.augment.repeats,
     )
     # A single image of a rare class may fill a whole epoch.

@@ -220,42 +220,28 @@ def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> 
     return np.concatenate([np.tile(images, rounds), generator.permutation(images)[:rest]])
 
 
-def order_of(source: Images, data: Source, repeats: int) -> Order | None:
-    """The order of an epoch's images as `data.shuffle` and `data.sampling` say; None for a full shuffle.
+def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order | None]:
+    """The order of an epoch's images as `data.shuffle` and `data.sampling` say, with its name; None: `epoch_order`.
+
+    A run has to keep the order, which may depend on where images are stored: the name is "full", "classes", or
+    "blocks-" and a checksum of the blocks.
+
+    Args:
+        repeats: that of the sampler.
 
     Raises:
         UserError: blocks were requested of a source without them.
     """
-    ends = source.block_ends
     if data.sampling != "uniform":
         power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
-        labels = source.labels
-        return partial(class_order, labels=labels, power=power, repeats=repeats)
-    if not _in_blocks(source, data):
-        return None
-    assert ends is not None
+        return "classes", partial(class_order, labels=source.labels, power=power, repeats=repeats)
+    ends = source.block_ends
+    if data.shuffle == "full" or (data.shuffle == "auto" and not source.prefers_blocks):
+        return "full", None
+    if ends is None:
+        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
     # The sampler repeats images of this order, a whole batch of them at a time: with lanes that divide this number, a
     # rank reads at most `augment.repeats` times its share.
     buffer, batch = data.shuffle_buffer, data.global_batch_size
     batch = batch // repeats if batch % repeats == 0 else batch
-    return partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)
-
-
-def order_name(source: Images, data: Source) -> str:
-    """Identifies the order of an epoch's images, which depends on where they are stored: a run has to keep it.
-
-    "full", "classes", or "blocks-" and a checksum of the blocks.
-    """
-    if data.sampling != "uniform":
-        return "classes"
-    if not _in_blocks(source, data):
-        return "full"
-    return f"blocks-{checksum(source.block_ends)}"
-
-
-def _in_blocks(source: Images, data: Source) -> bool:
-    """Raises a UserError for blocks of a source that has none."""
-    how = data.shuffle
-    if how == "blocks" and source.block_ends is None:
-        raise UserError("data.shuffle: blocks is for tar shards, which this source does not have; use full")
-    return how == "blocks" or (how == "auto" and source.prefers_blocks)
+    return f"blocks-{checksum(ends)}", partial(block_order, block_ends=ends, buffer=buffer, global_batch_size=batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from torch.optim import Optimizer
@@ -10,7 +11,6 @@ from torch.optim import Optimizer
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.masters import MasterWeights
@@ -22,7 +22,7 @@ from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.distill import distillation
-from pycls_fast.train.graphs import CudaRecorder, GraphedStep
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.health import Watchdog
 from pycls_fast.train.pipelined import PipelinedStep
 from pycls_fast.train.pretrained import load_weights
@@ -158,24 +158,21 @@ def make_step(
     Raises:
         UserError: the machine, or this number of ranks, cannot run the configuration.
     """
-    graphed = switches.cuda_graphs == "on"
-    if graphed and world.size > 1:
-        raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
-    if graphed:
-        # A replayed CUDA graph cannot draw on the host.
-        for module in network.modules():
-            if isinstance(module, DropPath):
-                module.draws_on_device = True
+    kind: Callable[..., Step] = Step
+    if switches.cuda_graphs == "on":
+        make_recordable(network, world)
+        kind = partial(GraphedStep, recorder=recorder or CudaRecorder(world.device))
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
     build.freeze(config, network)
     pipeline = build.cut(config, network, world)
+    kind = kind if pipeline is None else PipelinedStep
     sharded = build.is_sharded(config, world)
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     weights, optimizer = _optimized(config, network, switches, wrapped, masters, sharded=sharded)
-    step = Step(
+    return kind(
         network=network,
         wrapped=wrapped,
         weights=weights,
@@ -195,9 +192,6 @@ def make_step(
         accumulation_steps=config.optim.microbatches,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
-    if pipeline is not None:
-        return PipelinedStep.of(step)
-    return GraphedStep.of(step, recorder or CudaRecorder(world.device)) if graphed else step
 
 
 def _optimized(

@@ -6,8 +6,9 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
@@ -47,7 +48,6 @@ class Display:
             self.console.width = 160
         self._bar: Progress | None = None
         self._training: TaskID | None = None
-        self._evaluating: TaskID | None = None
         self._last_line = float("-inf")
         if speaks and (mode == "bar" or (mode == "auto" and self.console.is_terminal)):
             whole = Column(no_wrap=True)
@@ -116,26 +116,20 @@ class Display:
             place = f"step {record['step']}/{total_steps}  epoch {record['epoch']:.2f}/{epochs}"
             self.note(f"{place}  {loss}  {lr}  {rate}  left {left}")
 
-    def begin_evaluation(self, split: str, images: int) -> None:
-        """Show a second bar while a split is scored."""
-        if self._bar is not None:
-            doing = split if split.startswith("features") else f"evaluate {split}"
-            self._evaluating = self._bar.add_task(doing, total=images, numbers="")
+    @contextmanager
+    def scoring(self, doing: str, images: int) -> Iterator[Callable[[int], None]]:
+        """Show a second bar within the block; call the result with the images scored since the last call."""
+        if self._bar is None:
+            yield lambda images: None
+            return
+        task = self._bar.add_task(doing, total=images, numbers="")
+        try:
+            yield partial(self._bar.advance, task)
+        finally:
+            self._bar.remove_task(task)
 
-    def advance_evaluation(self, images: int) -> None:
-        """Advance the second bar by the images scored since the last call."""
-        if self._bar is not None and self._evaluating is not None:
-            self._bar.advance(self._evaluating, images)
-
-    def end_features(self) -> None:
-        """Remove the second bar."""
-        if self._bar is not None and self._evaluating is not None:
-            self._bar.remove_task(self._evaluating)
-            self._evaluating = None
-
-    def end_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Remove the second bar and print the result of the split."""
-        self.end_features()
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Print the result of a split."""
         by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {told(record, apart='  ')}"

@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
+from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.train.display import Display
-from pycls_fast.train.folder import atomic_write
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,7 @@ class Predictions:
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
         with atomic_write(file) as temporary, temporary.open("wb") as stream:
-            np.savez_compressed(
-                stream,
-                indices=self.indices_N,
-                labels=self.labels_N,
-                predicted=self.predicted_N,
-                losses=self.losses_N,
-                probabilities=self.probabilities_N,
-            )
+            np.savez_compressed(stream, **{name.removesuffix("_N"): array for name, array in vars(self).items()})
 
     @classmethod
     def load(cls, file: Path) -> Predictions:
@@ -65,7 +58,7 @@ class Predictions:
         """
         try:
             with np.load(file, allow_pickle=False) as stored:
-                arrays = [stored[name] for name in ("indices", "labels", "predicted", "losses", "probabilities")]
+                arrays = [stored[each.name.removesuffix("_N")] for each in fields(cls)]
             kinds = zip(arrays, ("i", "i", "i", "fi", "fi"), strict=True)
             if not all(array.dtype.kind in allowed for array, allowed in kinds):
                 raise ValueError("an array has the wrong type")
@@ -222,14 +215,20 @@ def forwarded(
 
 
 def with_progress(
-    batches: Iterable[Batch], doing: str, world: World, display: Display, after: Callable[[], None] = lambda: None
+    batches: Iterable[Batch],
+    doing: str,
+    images: int,
+    world: World,
+    display: Display,
+    after: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
-    """Yield the batches; after each, note where this rank is, advance the bar of an evaluation, and call `after`."""
-    for done, batch in enumerate(batches, start=1):
-        yield batch
-        world.at(f"{doing}: {done} batches done")
-        display.advance_evaluation(len(batch.labels_B) * world.data_size)
-        after()
+    """Yield the batches of so many images; after each, note where this rank is, advance a bar, and call `after`."""
+    with display.scoring(doing, images) as advance:
+        for done, batch in enumerate(batches, start=1):
+            yield batch
+            world.at(f"{doing}: {done} batches done")
+            advance(len(batch.labels_B) * world.data_size)
+            after()
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.ndarray]:

@@ -91,15 +91,13 @@ def collect_features(
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
     doing = f"features of {split}"
-    display.begin_evaluation(doing, len(source))
     batches = build.eval_batches(config, source, world, switches)
     with head_inputs(network) as seen:
-        shown = with_progress(batches, doing, world, display, after_batch)
+        shown = with_progress(batches, doing, len(source), world, display, after_batch)
         for batch, _ in forwarded(wrapped, shown, prepare, autocast, damaged):
             features.append(seen[-1])
             labels.append(batch.labels_B.cpu())
             seen.clear()
-    display.end_features()
     if report is None:
         report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
     else:

@@ -1,4 +1,4 @@
-"""The run folder (configuration, environment, metrics, summary), and files written atomically. Only rank 0 writes."""
+"""The run folder (configuration, environment, metrics, summary), and the files of tools. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,13 @@ from typing import Any, Self
 import yaml
 
 from pycls_fast.errors import UserError, print_lines
-from pycls_fast.files import flush, user_path
+from pycls_fast.files import atomic_text, user_path
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
 _METRICS_BYTES = 1 << 30
-
-
-@contextmanager
-def atomic_write(file: Path) -> Iterator[Path]:
-    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    # Another's link of this name must not be followed.
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def nan_to_none(value: Any) -> Any:
@@ -98,11 +81,8 @@ def write_text(file: Path, text: str, *, key: str = "output") -> None:
     Raises:
         UserError: for example, the disk is full.
     """
-    # Bytes of a file name that are not UTF-8 are written as escapes, which JSON has too.
-    encoded = text.encode(errors="backslashreplace")
     try:
-        with atomic_write(file) as temporary:
-            temporary.write_bytes(encoded)
+        atomic_text(file, text)
     except OSError as error:
         raise UserError(f"{key}: {file} could not be written ({error.strerror})") from error
 
@@ -292,11 +272,9 @@ class RunFolder:
                 os.close(file)
 
     def _write(self, name: str, text: str) -> None:
-        whole = atomic_write(self.path / name)
-        with writing(self.path / name), whole as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            # Or a power failure may leave it empty: the records decide which checkpoint is kept as the best.
-            flush(file)
+        with writing(self.path / name):
+            # Flushed: the records decide which checkpoint is kept as the best.
+            atomic_text(self.path / name, text)
 
 
 @contextmanager

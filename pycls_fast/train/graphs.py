@@ -7,15 +7,17 @@ step's images, labels, mixing share, learning rate and EMA share are written bef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
+from pycls_fast.models import DropPath
 from pycls_fast.optim.optimizers import set_lr
+from pycls_fast.parallel import World
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
@@ -68,6 +70,19 @@ class CudaRecorder:
     def replay(self) -> None:
         """Run what was recorded."""
         self._graph.replay()
+
+
+def make_recordable(network: nn.Module, world: World) -> None:
+    """Let the network draw on the device: a replayed graph cannot draw on the host.
+
+    Raises:
+        UserError: there are several ranks.
+    """
+    if world.size > 1:
+        raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
+    for module in network.modules():
+        if isinstance(module, DropPath):
+            module.draws_on_device = True
 
 
 @dataclass
@@ -132,11 +147,6 @@ class GraphedStep(Step):
 
     recorder: CudaRecorder = field(kw_only=True)
     tape: Tape | None = field(default=None, init=False)
-
-    @classmethod
-    def of(cls, step: Step, recorder: CudaRecorder) -> GraphedStep:
-        """Make a recorded step from a plain one."""
-        return cls(**{part.name: getattr(step, part.name) for part in fields(Step)}, recorder=recorder)
 
     def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         """Train on the one microbatch of a step, counted from 0."""

@@ -15,8 +15,9 @@ from jinja2 import Environment, StrictUndefined
 
 from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.sources.base import Images
+from pycls_fast.files import atomic_write
 from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion, mistakes
-from pycls_fast.train.folder import atomic_write, write_text
+from pycls_fast.train.folder import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +18,6 @@ from pycls_fast.train.step import Step
 class PipelinedStep(Step):
     """A `Step` whose microbatches travel through `parallel.pipeline.Pipeline`. Every stage prepares all of them: the
     first one needs the images, the last one the targets."""
-
-    @classmethod
-    def of(cls, step: Step) -> PipelinedStep:
-        """Make one from a plain step."""
-        return cls(**{part.name: getattr(step, part.name) for part in fields(Step)})
 
     def _add_all_gradients(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         pipeline = self.wrapped.pipeline

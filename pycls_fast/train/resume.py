@@ -16,7 +16,7 @@ from typing import Any
 from pycls_fast.config import command_alone, is_command, tasks
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sampling import order_name
+from pycls_fast.data.sampling import order_of
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
@@ -251,7 +251,7 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
             f"{state['train_images']} in {len(state['classes'])} of when {path} was saved, or in another order; use "
             f"the same files and data.source, {start_again}"
         )
-    elif "data.sampling" not in reported and ordered != (order := order_name(train, run.config.data)):
+    elif "data.sampling" not in reported and ordered != (order := order_of(train, run.config.data)[0]):
         way_out = "use data.shuffle=full" if ordered == "full" else "use the same shards and data.shuffle"
         yield (
             f"data.shuffle: the order of the images is {order} now, but {ordered} when {path} was saved; {way_out}, "

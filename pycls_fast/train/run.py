@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sampling import order_name
+from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
@@ -131,7 +131,7 @@ class Run:
             "classes": list(self.classes),
             "train_images": len(self.parts.sources["train"]),
             "train_names": self.train_names,
-            "order": order_name(self.parts.sources["train"], self.config.data),
+            "order": order_of(self.parts.sources["train"], self.config.data)[0],
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,

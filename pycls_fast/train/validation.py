@@ -145,11 +145,10 @@ class Evaluations:
     def _take(self, done: int, weights: str) -> Mapping[str, str]:
         run = self.run
         source = run.parts.sources["val"]
-        run.display.begin_evaluation("val", len(source))
         batches = build.eval_batches(run.config, source, run.world, run.parts.speed)
         result = evaluate(
             run.parts.step.wrapped,
-            with_progress(batches, f"evaluating after step {done}", run.world, run.display, self.on_batch),
+            with_progress(batches, "evaluating val", len(source), run.world, run.display, self.on_batch),
             run.parts.step.prepare,
             run.parts.step.autocast,
             run.world,
@@ -173,7 +172,7 @@ class Evaluations:
         names = ("class_top1", "map", "f1") if several else ("class_top1",)
         numbers = {**result.record(), **{name: by_class[name] for name in names}}
         record = run.add_record("eval", done, split="val", weights=weights, **numbers)
-        run.display.end_evaluation(record)
+        run.display.evaluation(record)
         self.board.add(record)
 
     def keep_if_best(self) -> None:

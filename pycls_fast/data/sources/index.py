@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.files import cache_folder, flush, user_path
+from pycls_fast.files import atomic_write, cache_folder, flush, user_path
 from pycls_fast.reading import parse_json
 
 _FORMAT = 7
@@ -106,14 +105,9 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> No
         OSError: it cannot be written.
     """
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
-    draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}.part")
-    try:
-        with draft.open("wb") as written:
-            np.savez(written, about=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
-            flush(written)
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+    with atomic_write(file) as draft, draft.open("wb") as written:
+        np.savez(written, about=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
+        flush(written)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:

@@ -19,12 +19,12 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE
-from pycls_fast.files import timestamp, user_path
+from pycls_fast.files import atomic_write, timestamp, user_path
 from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts, check_head
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.folder import atomic_write, output_file, write_json
+from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import enough_to_train, noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts

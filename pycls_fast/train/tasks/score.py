@@ -232,11 +232,10 @@ def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, 
     with enough_to_score(config, world), display:
         criterion = config.loss.criterion()
         called = FlipAveraged(network, sigmoid=criterion.sigmoid) if tta == "flip" else network
-        display.begin_evaluation(split, len(scored.source))
         batches = build.eval_batches(config, scored.source, world, switches)
         result = evaluate(
             ParallelModel(called, called, world.device),
-            with_progress(batches, f"evaluating {split}", world, display),
+            with_progress(batches, f"evaluating {split}", len(scored.source), world, display),
             build.prepare(config, world.device, switches),
             build.autocast(config, world.device),
             world,

@@ -211,9 +211,10 @@ def test_the_configuration_chooses_and_refuses() -> None:
     source = SyntheticImages(4, 8, 2, seed=0)
     source.labels = np.array([0, 1, 1, 1])
     config = load_config("vit_digits", ["data.sampling=balanced"])
-    order = order_of(source, config.data, 1)
+    name, order = order_of(source, config.data)
+    assert name == "classes"
     assert order is not None
     assert np.bincount(source.labels[order(0, 0) % 4]).tolist() == [2, 2]
-    assert order_of(source, load_config("vit_digits").data, 1) is None
+    assert order_of(source, load_config("vit_digits").data) == ("full", None)
     with pytest.raises(UserError, match=r"data.sampling: visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])

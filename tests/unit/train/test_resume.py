@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pycls_fast.config import load_config
-from pycls_fast.data.sampling import order_name
+from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
@@ -92,7 +92,7 @@ def go_on(
 def test_what_must_stay(name: str) -> None:
     override, key = CHANGES[name]
     shards = Shards(3, 7)
-    order = order_name(shards, load_config("vit_digits").data)
+    order, _ = order_of(shards, load_config("vit_digits").data)
     with pytest.raises(UserError) as caught:
         go_on(override, source=shards, order=order)
     keys = [line.partition(":")[0] for line in caught.value.lines]
@@ -140,7 +140,7 @@ def test_what_ranks_and_switches_change_is_told() -> None:
 @pytest.mark.slow
 def test_the_order_depends_on_the_storage() -> None:
     config, shards = load_config("vit_digits"), Shards(3, 7)
-    order = order_name(shards, config.data)
+    order, _ = order_of(shards, config.data)
     assert go_on(source=shards, order=order) == []
     assert go_on() == []
     for source in (Shards(4, 7), SyntheticImages(7, 8, 2, 0)):

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_an_evaluation_shows_the_mean_over_the_classes(capsys: pytest.CaptureFix
     record = {"epoch": 1, "split": "val", "weights": "model", "top1": 90.0, "top5": 99.0, "loss": 0.5, "count": 10}
     display = Display(speaks=True, mode="plain")
     for class_top1 in (75.126, None):
-        display.end_evaluation({**record, "class_top1": class_top1})
+        display.evaluation({**record, "class_top1": class_top1})
     first, second = capsys.readouterr().out.splitlines()
     assert "top-1 90.00%  top-5 99.00%  class top-1 75.13%  loss 0.5000" in first
     assert "top-5 99.00%  loss 0.5000" in second
@@ -152,14 +153,14 @@ def test_a_bar_fits_the_terminal_and_leaves_it(
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TERM", "xterm")
     record = {"step": 40, "loss": 1.2345, "lr": 0.1, "images_per_second": 12345.6, "epoch": 123.4}
-    with Display(speaks=True, mode="bar") as display:
+    with ExitStack() as interrupted, Display(speaks=True, mode="bar") as display:
         display.begin_training(0, total)
         display.training(record, total, epochs=300, seconds_left=1)
-        display.begin_evaluation("val", 50_000)
+        interrupted.enter_context(display.scoring("evaluating val", 50_000))
         said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
         display.note("run folder: here")
     rows = said.splitlines()
-    evaluating = next(row for row in rows if "evaluate val" in row)
+    evaluating = next(row for row in rows if "evaluating val" in row)
     assert " 0/50000 " in evaluating
     training = next(row for row in reversed(rows) if "epoch 123.4/300" in row)
     assert f"40/{total}" in training
