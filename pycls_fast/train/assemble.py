@@ -23,12 +23,12 @@ from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.distill import distillation
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
-from pycls_fast.train.health import Watchdog
 from pycls_fast.train.pipelined import PipelinedStep
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
 from pycls_fast.train.step import Step
+from pycls_fast.train.watchdog import Watchdog
 
 
 def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:

@@ -264,16 +264,13 @@ def _score(
     # Among true classes with equal scores the lowest index comes first, as everywhere.
     answers_BM = answers_BM.sort(dim=1).values
     scores_BM = logits_BK.gather(1, answers_BM.clamp(min=0)).masked_fill(answers_BM < 0, -torch.inf)
-    best_B1 = scores_BM.argmax(dim=1, keepdim=True)
-    right_B1, labels_B1 = scores_BM.gather(1, best_B1), answers_BM.gather(1, best_B1)
-    # Rank of the true class: how many classes score strictly higher, or equal with a lower index.
-    classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
-    ahead_BK = (logits_BK > right_B1) | ((logits_BK == right_B1) & (classes_K < labels_B1))
-    place_B, labels_B = ahead_BK.sum(dim=1), labels_B1[:, 0]
+    labels_B = answers_BM.gather(1, scores_BM.argmax(dim=1, keepdim=True))[:, 0]
+    place_B = places(logits_BK, labels_B.clamp(min=0))
     # NaN compares false, so its image would rank first; it must not count as correct.
     finite_B, counted_B = torch.isfinite(logits_BK).all(dim=1), labels_B >= 0
     # Ties go to the lowest index, as above; argmax does not guarantee that.
     highest_B1 = logits_BK.amax(dim=1, keepdim=True)
+    classes_K = torch.arange(logits_BK.shape[1], device=logits_BK.device)
     lowest_B = torch.where(logits_BK == highest_B1, classes_K, len(classes_K)).amin(dim=1)
     predicted_B = torch.where(finite_B, lowest_B, -1)
     losses_B = own_losses_B = F.cross_entropy(logits_BK, labels_B, ignore_index=-1, reduction="none")
@@ -291,6 +288,15 @@ def _score(
     if among is not None:
         labels_B, predicted_B = (torch.where(x < 0, -1, among[x.clamp(min=0)]) for x in (labels_B, predicted_B))
     return (labels_B, predicted_B, losses_B.float(), probabilities_B.float()), sums
+
+
+def places(scores_BK: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+    """How many classes rank above each image's own, (B,): a higher score, or as high and a lower index; K for minus
+    infinity."""
+    right_B1 = scores_BK.gather(1, labels_B[:, None])
+    classes_K = torch.arange(scores_BK.shape[1], device=scores_BK.device)
+    ahead_BK = (scores_BK > right_B1) | ((scores_BK == right_B1) & (classes_K < labels_B[:, None]))
+    return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), scores_BK.shape[1])
 
 
 class Confusion(NamedTuple):

@@ -31,7 +31,7 @@ from pycls_fast.optim.weights import assign
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import forwarded, with_progress
+from pycls_fast.train.evaluate import forwarded, places, with_progress
 from pycls_fast.train.health import report_damage
 from pycls_fast.train.run import Run
 
@@ -134,19 +134,6 @@ def knn_votes(
         peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
         rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
         yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
-
-
-def places(votes_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """How many classes rank above each image's own, (B,): more votes, or as many and a lower index; K without votes.
-
-    Args:
-        votes_BK: from `knn_votes`.
-        labels_B: int64.
-    """
-    right_B1 = votes_BK.gather(1, labels_B[:, None])
-    classes_K = torch.arange(votes_BK.shape[1], device=votes_BK.device)
-    ahead_BK = (votes_BK > right_B1) | ((votes_BK == right_B1) & (classes_K < labels_B[:, None]))
-    return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), votes_BK.shape[1])
 
 
 def neighbour_places(

@@ -105,11 +105,7 @@ class Loop:
             cuda=run.world.device.type == "cuda",
             display=run.display,
         )
-        self.damaged = DamagedImages(run.folder, run.world, run.display)
-        step, folder = run.parts.step, run.folder.checkpoints
-        self.divergence = DivergenceCheck(
-            run.config.precision, step.scaler, step.watchdog, run.values, run.world, folder, run.saved_step
-        )
+        self.damaged, self.divergence = DamagedImages(run), DivergenceCheck(run)
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -240,7 +236,7 @@ class Loop:
             return
         self.divergence.check_weights(done)
         run.save(done)
-        self.divergence.saved(done)
+        self.divergence.saved()
         if not run.config.runtime.checkpoint_async:
             self._finish_saving(done)
 
@@ -252,7 +248,7 @@ class Loop:
     def _report_damage(self, done: int, *, saves: bool = True) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
         run = self.run
-        self.damaged.report(done, run.epoch(done))
+        self.damaged.report(done)
         limit = run.config.data.max_damaged
         if len(self.damaged.reported) > limit:
             if saves:
@@ -307,7 +303,6 @@ class Loop:
             saved = run.finish_saving()
         except UserError as error:
             run.display.warn(f"{error}; saving step {done:,} instead")
-            run.saved_step = None
             self.divergence.check_weights(done)
             run.save(done)
             saved = run.finish_saving()

@@ -21,8 +21,8 @@ from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.seeds import microbatch_seed, seed_generators
-from pycls_fast.train.health import Watchdog
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.watchdog import Watchdog
 
 
 @dataclass

@@ -17,7 +17,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.health import DivergenceCheck, Watchdog, enough_to_train
+from pycls_fast.train.health import DivergenceCheck, enough_to_train
+from pycls_fast.train.watchdog import Watchdog
 
 NAN = float("nan")
 ALL, SOME, NONE = (2.0, 10, 10), (2.0, 9, 10), (2.0, 0, 10)
@@ -34,7 +35,16 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
         assert network is not None
         return [*network.parameters(), *ModelWeights(network).live().values()]
 
-    return DivergenceCheck(precision, scaler, None, values, ALONE, tmp_path, saved_step)
+    step, folder = SimpleNamespace(scaler=scaler, watchdog=None), SimpleNamespace(checkpoints=tmp_path)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(precision=precision),
+        parts=SimpleNamespace(step=step),
+        values=values,
+        world=ALONE,
+        folder=folder,
+        saved_step=saved_step,
+    )
+    return DivergenceCheck(run)
 
 
 @pytest.mark.slow
@@ -91,7 +101,7 @@ def test_what_is_worth_saving(
     for interval in intervals:
         check.check(10, *interval)
     assert check.not_worth_saving() == reason
-    check.saved(10)
+    check.saved()
     check.check(20, *ALL)
     assert check.not_worth_saving() is not None
 
@@ -121,7 +131,7 @@ def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
     check.check(20, NAN, 1, 10)
     assert check.not_worth_saving() == "the loss is not finite"
     assert check.not_worth_saving(evaluated=True) is None
-    check.saved(10)
+    check.saved()
     # The same weights again.
     check.check(30, NAN, 10, 10)
     assert check.not_worth_saving(evaluated=True) == "every step since the last checkpoint was skipped"
