@@ -15,10 +15,10 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.presets import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.models import pretrained
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.pretrained import load_network
+from pycls_fast.train.resolving import statistics
 from pycls_fast.train.weights import find_weights, opened
 
 
@@ -71,17 +71,11 @@ def distillation(config: RunConfig, data: Images, world: World, switches: Speed)
     settings = config.distill
     if settings.teacher is None:
         return None
-    found = find_weights(settings.teacher)
-    ours = opened(found, world)
+    ours = opened(find_weights(settings.teacher), world)
     values = config.model_dump(mode="json") | {"weights": settings.teacher, "weights_allow": []}
-    mean, std = config.data.mean, config.data.std
-    if ours is not None and ours.config is not None:
-        values["model"] = ours.config["model"]
-        mean, std = ours.config["data"]["mean"], ours.config["data"]["std"]
-    else:
-        values["model"], _ = of_weights(values, ())
-        about = pretrained.described(found, model=values["model"].get("name"), for_scoring=False)
-        mean, std = (mean, std) if about is None else (about.mean, about.std)
+    values["model"] = of_weights(values, ())[0] if ours is None or ours.config is None else ours.config["model"]
+    its_own = statistics(settings.teacher, world, model=values["model"].get("name"))
+    mean, std = its_own or (config.data.mean, config.data.std)
     # No rank has only a part of it.
     its_config = validate_saved(values | {"parallel": {"name": "single"}}, settings.teacher)
     teacher, _ = load_network(its_config, data, world, switches, for_training=False)

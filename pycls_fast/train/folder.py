@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self
 
 import yaml
@@ -123,9 +124,7 @@ class RunFolder:
         """
         with writing(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            TemporaryFile(dir=self.path).close()
 
     def keep(self) -> None:
         """Keep the folder even if no step is trained in it."""

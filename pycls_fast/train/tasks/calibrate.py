@@ -71,7 +71,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
     with set_up(config, own_preprocessing=False) as setup:
         weights = open_weights(find_weights(setup.weights))
-        scored = scored_split(setup.config, split, setup.weights, setup.world, setup.display)
+        scored = scored_split(setup, split)
         scored.source.refuse_several("calibrate")
         setup = setup.with_data(len(scored.source))
         network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)

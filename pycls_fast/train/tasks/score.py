@@ -49,11 +49,14 @@ class Setup:
 
     Attributes:
         config: the user's, with the commit of `weights`, and with the weights' own preprocessing if that is used.
+        weights: from `find_weights`.
+        ours: the same, opened, if they are of a run or a file of ours.
         preprocessing: the weights' own, if it is used.
     """
 
     config: RunConfig
     weights: Path | str
+    ours: Weights | None
     preprocessing: pretrained.Preprocessing | None
     world: World
     switches: Speed
@@ -99,21 +102,19 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         switches = build.switches(config, world.device)
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        yield Setup(config, found, about, world, switches, display)
+        yield Setup(config, found, ours, about, world, switches, display)
 
 
-def scored_split(config: RunConfig, split: str, found: Path | str, world: World, display: Display) -> EvalSet:
-    """The split, or the set that `data.eval_set` names.
+def scored_split(setup: Setup, split: str) -> EvalSet:
+    """The split, or the set that `data.eval_set` names; notes a random split that is not the weights' own.
 
     Args:
         split: "train", "val", or "test" if the data has one; "all" for data that has only one split.
-        found: the weights, from `find_weights`.
-        display: reports a random split that is not the one that the weights were trained on.
 
     Raises:
         UserError: no such split or set, or a class that the weights were not trained on.
     """
-    ours, data = opened(found, world), config.data
+    config, data, world, ours = setup.config, setup.config.data, setup.world, setup.ours
     if data.eval_set is not None:
         if split != "val":
             raise UserError(f"split: data.eval_set={data.eval_set} has none; leave split={split} out")
@@ -121,40 +122,39 @@ def scored_split(config: RunConfig, split: str, found: Path | str, world: World,
         return open_eval_set(
             data.eval_set,
             user_path(data.eval_root),
-            classes=_classes(config, found, ours),
+            classes=_classes(setup),
             wnids=None if data.wnids is None else user_path(data.wnids),
             val=build.sources(config, world)["val"] if data.eval_set == "real" else None,
         )
     sources = build.sources(config, world, whole=split == "all")
     one_of("split", split, [*sources, *(["all"] if any(source.drawn for source in sources.values()) else [])])
-    note = _other_split(config, sources, split, found, ours)
+    note = _other_split(setup, sources, split)
     if note is not None:
-        display.note(note)
+        setup.display.note(note)
     source = sources[split]
     if ours is not None and ours.classes is not None:
         source, unknown = match_classes(source, ours.classes)
         if unknown:
             raise UserError(
-                f"data.root: {found} was not trained on the class {first_few(unknown)} (it was on "
+                f"data.root: {setup.weights} was not trained on the class {first_few(unknown)} (it was on "
                 f"{first_few(ours.classes)}); name the classes as in training, or remove these images"
             )
     return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
 
 
-def _classes(config: RunConfig, found: Path | str, ours: Weights | None) -> tuple[str, ...]:
+def _classes(setup: Setup) -> tuple[str, ...]:
     """Class names of the outputs, by which evaluation sets are matched."""
-    if ours is not None and ours.classes is not None:
-        return ours.classes
+    if setup.ours is not None and setup.ours.classes is not None:
+        return setup.ours.classes
     # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
-    if config.model.num_classes in (None, 1000):
+    if setup.config.model.num_classes in (None, 1000):
         return imagenet_wnids()
-    raise UserError(f"weights: {found} does not name its classes, which data.eval_set needs")
+    raise UserError(f"weights: {setup.weights} does not name its classes, which data.eval_set needs")
 
 
-def _other_split(
-    config: RunConfig, sources: dict[str, Images], split: str, found: Path | str, ours: Weights | None
-) -> str | None:
+def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | None:
     """What to say of a random split that is not the one that the weights were trained on."""
+    config, found, ours = setup.config, setup.weights, setup.ours
     root = None if ours is None or ours.config is None else ours.config["data"].get("root")
     is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
     if split == "all" and is_own:
@@ -206,7 +206,7 @@ def score(
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
-        scored = scored_split(setup.config, split, setup.weights, world, setup.display)
+        scored = scored_split(setup, split)
         source, split = scored.source, setup.config.data.eval_set or split
         setup = setup.with_data(len(source))
         network, origin = load_network(setup.config, source, world, setup.switches, for_training=False)

@@ -69,7 +69,7 @@ def soup(
         for each in found[1:]:
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.origin.path} has other tensors or classes than {found[0].origin.path}")
-        scored = scored_split(setup.config, split, setup.weights, setup.world, setup.display)
+        scored = scored_split(setup, split)
         setup = setup.with_data(len(scored.source))
         network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)
 
