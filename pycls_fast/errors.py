@@ -84,6 +84,36 @@ class UserError(Exception):
         return type(self), self.lines
 
 
+def refuse(lines: Iterable[str]) -> None:
+    """Raise a `UserError` of these lines, if there are any."""
+    found = tuple(lines)
+    if found:
+        raise UserError(*found)
+
+
+@contextmanager
+def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None]:
+    """Within the block, an error of these kinds (else an `OSError`) is a mistake: `what (the reason); use`.
+
+    Raises:
+        UserError: this line.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds if kinds else OSError as error:  # noqa: B030  # a tuple of classes
+        # The system's message, without its number and a path that the line has.
+        if isinstance(error, OSError) and error.strerror and str(error.filename or "") in what:
+            reason = error.strerror
+        else:
+            reason = " ".join(first_line(error).split())
+            # The text of the others says little without the name of their class.
+            if not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+                reason = f"{type(error).__name__}: {reason}"
+        raise UserError(f"{what} ({reason}){f'; {use}' if use else ''}") from error
+
+
 def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
     """Check that a value is one of the allowed ones.
 

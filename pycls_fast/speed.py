@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from pycls_fast.choice import Section
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.values import Off, OffOn
 
@@ -346,8 +346,7 @@ def resolve(
     resolved = asked.replace(**values)
     if optimizer is not None and not problems:
         resolved = _fit_optimizer(resolved, device, optimizer, by_hand="optimizer" in by_hand, sharded=sharded)
-    if problems:
-        raise UserError(*problems)
+    refuse(problems)
     return resolved
 
 

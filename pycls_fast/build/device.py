@@ -23,7 +23,7 @@ from pycls_fast.config.compose import import_modules
 from pycls_fast.config.conflicts import switch_problems
 from pycls_fast.config.run import RunConfig, ViTModel
 from pycls_fast.data import native
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import Device, Speed
 from pycls_fast.strategies import strategy_of
@@ -210,9 +210,7 @@ def switches(config: RunConfig, device: torch.device) -> Speed:
     if "gelu" not in config.speed.by_hand and resolved.compile == "off":
         # The polynomial is for compiled code: the start table would name a switch that does nothing.
         resolved = resolved.replace(gelu="torch")
-    lines = [f"{key}: {message}" for key, message in switch_problems(config, resolved, kind)]
-    if lines:
-        raise UserError(*lines)
+    refuse(f"{key}: {message}" for key, message in switch_problems(config, resolved, kind))
     return resolved
 
 

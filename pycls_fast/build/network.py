@@ -15,7 +15,7 @@ from pycls_fast import parallel
 from pycls_fast.build.device import DTYPES, level, need_compiler, strategy
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models import TimmNetwork
 from pycls_fast.network import Network
@@ -98,8 +98,7 @@ def _check_timm(config: RunConfig, network: TimmNetwork) -> None:
             f"{', '.join(map(str, refused))}; use data.image_size_schedule=[], or a network for all sizes "
             "(model=resnet50)"
         )
-    if wrong:
-        raise UserError(*wrong)
+    refuse(wrong)
 
 
 def counted_model(config: RunConfig, classes: int) -> Network:

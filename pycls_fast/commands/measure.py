@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from pycls_fast.config import Purpose, RunConfig, Section, Verb, variant
 from pycls_fast.config.ladder import LadderSettings, Repeats, ladder_of, read_ladder
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate
 
@@ -216,9 +216,7 @@ class LedgerVerb(
             unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
         else:
             unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
-        if unread:
-            lines = (f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
-            raise UserError(*lines)
+        refuse(f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
 
     def __call__(self, config: RunConfig) -> int:
         self.refuse_unread()

@@ -27,7 +27,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.presets import LADDERS, OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.precision import LEVELS
 
@@ -149,9 +149,7 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
     values["config_name"] = composed.config_name
     config = validate(RunConfig, values, composed.where, options.model_fields)
-    found = [f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose)]
-    if found:
-        raise UserError(*found)
+    refuse(f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose))
     return config
 
 
@@ -194,12 +192,12 @@ def validate(
     Raises:
         UserError: one line per bad value.
     """
+    with refusing("a value is not plain data", TypeError):
+        text = json.dumps(values)
     try:
-        return schema.model_validate_json(json.dumps(values))
+        return schema.model_validate_json(text)
     except ValidationError as error:
         raise UserError(*messages.lines(error, schema, where, also)) from error
-    except TypeError as error:
-        raise UserError(f"a value is not plain data ({error})") from error
 
 
 def load_config(

@@ -22,7 +22,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
 from pycls_fast.config.presets import LADDERS, groups, options
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError, one_of, refuse
 from pycls_fast.values import Wording, WordOr
 
 Key = tuple[str, type[Section]]
@@ -60,8 +60,7 @@ def help_text(
             texts.append(_header(experiments[word]) if word in experiments else help_of_key(word, own, width))
         except UserError as error:
             mistakes += error.lines
-    if mistakes:
-        raise UserError(*mistakes)
+    refuse(mistakes)
     if not set(words) <= experiments.keys():
         texts.append("key=default, which experiments and groups may change: --cfg job prints their values")
     return "\n\n".join(texts)

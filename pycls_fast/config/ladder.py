@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from pycls_fast import speed
 from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.files import user_path
+from pycls_fast.reading import read_yaml
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 Overrides = tuple[Text, ...]
@@ -109,13 +109,13 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
     if not file.is_file():
         raise UserError(f"ladder: there is no file {file}")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    with refusing(f"ladder: {file} cannot be read", OSError, ValueError, TypeError):
+        values = read_yaml(file)
         if isinstance(values, dict) and values.get("variants") == "switches":
             values["variants"] = [_of_switch(rung) for rung in speed.rungs()]
-        ladder = Ladder.model_validate_json(json.dumps(values))
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
-        raise UserError(f"ladder: {file} cannot be read ({' '.join(str(error).split())})") from error
+        text = json.dumps(values)
+    try:
+        ladder = Ladder.model_validate_json(text)
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors())
         raise UserError(*(f"ladder: {file}: {line}" for line in lines)) from error
@@ -123,14 +123,12 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"ladder: {file}: more than one variant is called {', '.join(twice)}; give each its own name")
-    wrong = [
+    refuse(
         f"ladder: {file}: '{variant.name}' is against {variant.against}, which is not another variant"
         f"{did_you_mean(variant.against, names[1:])}; give the name of one, or leave it out for the baseline"
         for variant in ladder.variants
         if variant.against is not None and variant.against not in set(names[1:]) - {variant.name}
-    ]
-    if wrong:
-        raise UserError(*wrong)
+    )
     return ladder
 
 

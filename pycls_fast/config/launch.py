@@ -46,7 +46,7 @@ from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import COMPOSE_ERRORS, explain, unreadable
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
-from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, reporting
+from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,12 +242,13 @@ def _checked(composed: Composed, command: Command) -> tuple[RunConfig, Any]:
         purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and command.needs_data(options))
     except UserError as error:
         mistakes += error.lines
+    config = None
     try:
         config = check(composed, purpose, command.options)
     except UserError as error:
-        raise UserError(*mistakes, *error.lines) from error
-    if mistakes:
-        raise UserError(*mistakes)
+        mistakes += error.lines
+    refuse(mistakes)
+    assert config is not None
     return config, options
 
 

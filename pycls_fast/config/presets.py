@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import Parallel, Precision
-from pycls_fast.errors import UserError
+from pycls_fast.errors import refusing
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import read_yaml
 
@@ -94,11 +94,10 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
         preset = MODELS.get(_TORCHVISION.get(name, name))
         found = None if preset is None else dict(preset)
     elif weights and (Path(weights) / "config.yaml").is_file():
-        try:
+        unreadable = f"weights: {weights}/config.yaml cannot be read"
+        with refusing(unreadable, OSError, ValueError, LookupError, TypeError, use="give its checkpoint"):
             run = read_yaml(Path(weights) / "config.yaml")
             found, size = {**run["model"], "num_classes": None}, int(run["data"]["image_size"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"weights: {weights}/config.yaml cannot be read ({error}); give its checkpoint") from error
     elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
         import timm
 

@@ -15,7 +15,7 @@ from pycls_fast.config.compose import import_modules_of, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.presets import groups
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
 from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, interpolation, parse_json, read_json, read_yaml
 
@@ -88,12 +88,10 @@ def _in_header(file: Path) -> dict[str, Any] | None:
 
 
 def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
-    try:
+    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
         values = read(file)
         check(SavedConfiguration, values)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file}: is not a run's configuration ({error})") from error
-    return dict(values)
+        return dict(values)
 
 
 def saved_in_run(run_dir: Path) -> SavedConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import refusing
 from pycls_fast.train.pictures import font_families
 
 PAGE = 120
@@ -52,10 +52,8 @@ def write_sheets(
     for number, start in enumerate(range(0, len(cells), page), start=1):
         file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
         sheet = draw_sheet(cells[start : start + page], columns=columns, side=side)
-        try:
+        with refusing(f"output: {file} cannot be written", OSError, ValueError, use=f"call it {file.stem}.png"):
             sheet.save(file)
-        except (OSError, ValueError) as error:
-            raise UserError(f"output: {file} cannot be written ({error}); call it {file.stem}.png") from error
         written.append(file)
     return written
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pycls_fast.data.decode import as_rgb
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
@@ -142,8 +142,7 @@ def find_images(words: Iterable[str]) -> list[Path]:
         found += here
         if not here:
             mistakes.append(f"images: {word} {problem}")
-    if mistakes:
-        raise UserError(*mistakes)
+    refuse(mistakes)
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.models.pretrained import to_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
@@ -86,14 +86,10 @@ class OnnxNetwork(nn.Module):
 
     def __init__(self, path: Path, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        try:
+        with refusing("exported: needs onnxruntime", ImportError, use="pip install -e '.[onnx]'"):
             import onnxruntime
-
+        with refusing(f"exported: {path} is no ONNX file that can be read", Exception):
             self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        except ImportError as error:
-            raise UserError("exported: needs onnxruntime; pip install -e '.[onnx]'") from error
-        except Exception as error:
-            raise UserError(f"exported: {path} is no ONNX file that can be read ({first_line(error)})") from error
         self._mean_C11, self._std_C11 = (torch.tensor(each)[:, None, None] for each in (mean, std))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -232,10 +228,8 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
     Raises:
         UserError: onnxscript is missing.
     """
-    try:
+    with refusing("format: onnx needs onnxscript", ImportError, use="pip install -e '.[onnx]'"):
         import onnxscript  # noqa: F401  # torch's exporter uses it
-    except ImportError as error:
-        raise UserError("format: onnx needs onnxscript; pip install -e '.[onnx]'") from error
     program = torch.onnx.export(
         _exported(model, about),
         dynamo=True,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import refusing
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.network import Network, Units
 
@@ -76,13 +76,10 @@ class GivenNetwork(WrappedNetwork):
         super().__init__()
         self._given = dict(named_tensors(module))
         self.network = copy.deepcopy(module).to(torch.get_default_device())
-        try:
+        what = f"does not classify {classes} classes of {image_size} px images by a last linear layer"
+        with refusing(f"model: the given {type(module).__name__} {what}", Exception):
             self._layer_names, self._unit_names = find_blocks(self.network, classes, image_size)
             self.last_layer()
-        except Exception as error:
-            told = f"{type(error).__name__}: {first_line(error)}"
-            what = f"does not classify {classes} classes of {image_size} px images by a last linear layer"
-            raise UserError(f"model: the given {type(module).__name__} {what} ({told})") from error
 
     def values(self) -> dict[str, Tensor]:
         """The module's."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, refusing
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.models.given import WrappedNetwork, find_blocks, named_tensors, run_without_memory
 
@@ -158,8 +158,6 @@ def _built_for_one_size(name: str) -> bool:
             f"model.name: timm {timm.__version__} has no model {name}; {hint}; if it is your own, name the module that "
             "registers it: imports=[MODULE] (in Python: import it first)"
         )
-    try:
+    with refusing(f"model.name: {name} has a tag that timm does not know", RuntimeError, use="leave out the tag"):
         config = timm.get_pretrained_cfg(name)
-    except RuntimeError as error:
-        raise UserError(f"model.name: {error}; leave out the part after the dot") from error
     return bool(config is not None and config.fixed_input_size)

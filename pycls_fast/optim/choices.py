@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Choice
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.values import (
     Betas,
     ModuleNames,
@@ -353,12 +353,8 @@ class AdamW8bit(Optimizer, name="adamw8bit"):
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         # Blocks of 256 numbers; tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao
         # compiles each parameter's update, on a CPU with the machine's C++ compiler.
-        try:
+        with refusing("optim.name: adamw8bit needs torchao", ImportError, use="pip install -e '.[torchao]'"):
             from torchao.optim import AdamW8bit
-        except ImportError as error:
-            raise UserError(
-                "optim.name: adamw8bit needs torchao, which is not installed; pip install -e '.[torchao]'"
-            ) from error
         return AdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 
 

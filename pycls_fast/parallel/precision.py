@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
 
 # Overloads of `precision.KEPT_IN_FLOAT32` that torch's CPU list leaves in the half format (torch 2.11 and 2.15).
@@ -88,10 +88,8 @@ def use_float8(
     """
     if not emulate:
         _check_hardware(device)
-    try:
+    with refusing("precision: fp8 needs torchao", ImportError, use="pip install -e '.[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UserError("precision: fp8 needs torchao; pip install -e '.[torchao]'") from error
     skipped: list[str] = []
     for pattern in skip:
         parts = named_parts(network, pattern, head=head)

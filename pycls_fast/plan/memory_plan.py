@@ -16,7 +16,7 @@ from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, stra
 from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
@@ -122,13 +122,9 @@ class MemoryPlan:
     def _peak(self, accumulation: int) -> float:
         config, copies, chosen = self.config, self.copies(accumulation), self.switches
         images, size = self.per_rank // accumulation, max(config.data.training_image_sizes.values())
-        try:
+        what = "optim.accumulation_steps: auto cannot measure this network without running it"
+        with refusing(what, RuntimeError, TypeError, use="give a number"):
             activations = self.activations(images, size, gradients_exist=copies.gradients_exist)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise UserError(
-                "optim.accumulation_steps: auto cannot measure this network without running it "
-                f"({type(error).__name__}); give a number"
-            ) from error
         on_host = prepare_on_host(config, chosen) is not None
         batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
         return peak(

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from pycls_fast.errors import UserError, first_line, one_of, reporting
+from pycls_fast.errors import UserError, first_line, one_of, refuse, refusing, reporting
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -74,3 +74,24 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
 def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert reporting(lambda: len(torch.empty(2**60))) == 2
     assert capsys.readouterr().err.startswith("error: the device is out of memory (can't allocate memory")
+
+
+def test_an_error_within_a_block_is_a_line() -> None:
+    def line(error: Exception, *kinds: type[Exception], use: str = "") -> str:
+        with pytest.raises(UserError) as caught, refusing("file: /a cannot be read", *kinds, use=use):
+            raise error
+        return str(caught.value)
+
+    missing = FileNotFoundError(2, "No such file", "/a")
+    assert line(missing, use="give another") == "file: /a cannot be read (No such file); give another"
+    assert line(KeyError("b"), LookupError) == "file: /a cannot be read (KeyError: 'b')"
+    assert line(UserError("it"), Exception) == "it"
+    with pytest.raises(ZeroDivisionError), refusing("file: /a cannot be read"):
+        raise ZeroDivisionError
+
+
+def test_lines_are_refused_if_there_are_any() -> None:
+    refuse(())
+    with pytest.raises(UserError) as caught:
+        refuse(line for line in ("a: 1", "b: 2"))
+    assert caught.value.lines == ("a: 1", "b: 2")

@@ -12,7 +12,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.models.pretrained.preprocessing import torchvision_weights
 from pycls_fast.models.pretrained.traits import Traits, timm_traits, torchvision_vit_traits
 
@@ -121,11 +121,9 @@ def _reachable() -> bool:
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
-    try:
+    file = f"{source.partition(':')[2]}.safetensors"
+    way_out = f"without a network, put the file into this folder as {file}, or give its path"
+    # Hubs and their libraries raise dozens of kinds.
+    with refusing(f"weights: {source} could not be downloaded", Exception, use=way_out):
         _reachable()
         return fetch()
-    except Exception as error:  # hubs and their libraries raise dozens of kinds
-        raise UserError(
-            f"weights: {source} could not be downloaded ({first_line(error)}); without a network, put "
-            f"the file into this folder as {source.partition(':')[2]}.safetensors, or give its path"
-        ) from error

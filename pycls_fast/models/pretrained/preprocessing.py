@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_json
 
@@ -72,12 +72,11 @@ def _beside(path: Path) -> Preprocessing | None:
     about = path.parent / "config.json"
     if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
         return None
-    try:
+    what = f"weights: {about} is not timm's description of a model"
+    with refusing(what, OSError, ValueError, TypeError, use="correct it"):
         config = read_json(about)
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
         return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"weights: {about} is not timm's description of a model ({error}); correct it") from error
 
 
 def _of_timm_model(name: str) -> Preprocessing | None:
@@ -130,10 +129,8 @@ def torchvision_weights(name: str) -> tuple[str, Any]:
     import torchvision
 
     model, _, tag = name.partition(".")
-    try:
+    with refusing(f"weights: torchvision {torchvision.__version__} has no weights {name}", KeyError, ValueError):
         return model, torchvision.models.get_model_weights(model)[tag or "DEFAULT"]
-    except (KeyError, ValueError) as error:
-        raise UserError(f"weights: torchvision {torchvision.__version__} has no weights {name} ({error})") from error
 
 
 def _of_torchvision(name: str) -> Preprocessing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.models.pretrained.names import jax_heads
 from pycls_fast.models.resnet import ResNet, ShortcutKind
 from pycls_fast.models.timm_network import TimmNetwork
@@ -140,14 +140,12 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
         found += [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
         if with_head:
             found.append(("classifier", traits.classifier, network.classifier))
-    lines = [
+    refuse(
         f"weights: {source} was trained with model.{key}={_text(theirs)} and the model has {_text(ours)}, which "
         f"computes something else with the same tensors; use model.{key}={_text(theirs)}"
         for key, theirs, ours in found
         if theirs not in (None, ours)
-    ]
-    if lines:
-        raise UserError(*lines)
+    )
 
 
 def _text(value: object) -> str:

@@ -132,7 +132,7 @@ def test_attention_is_a_choice_where_timm_has_one() -> None:
     ("name", "kwargs", "line"),
     [
         ("resnet51x", {}, r"model.name: timm .* has no model resnet51x; did you mean "),
-        ("resnet18.nowhere", {}, r"model.name: Invalid pretrained tag .*; leave out the part after the dot"),
+        ("resnet18.nowhere", {}, r"model.name: .* \(Invalid pretrained tag .*\); leave out the tag"),
         ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
         ("vgg11", {"drop_path": 0.1}, r"timm's vgg11 refuses .*'drop_path_rate'\); correct model\.drop_path$"),
         ("resnet18", {"options": {"depth": 3}}, r"'depth'\); correct model\.options\.depth or data\.image_size$"),
