@@ -280,7 +280,7 @@ class RunsVerb(Verb, default=None, words=("folders",)):
 
     folders: Annotated[tuple[str, ...], Field(min_length=1)]
     """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
-    sort: Literal["best_top1", "final_top1", "class_top1", "images_per_second", "hours", "epoch"] = "best_top1"
+    sort: Literal["best_top1", "final_top1", "class_top1", "map", "images_per_second", "hours", "epoch"] = "best_top1"
     """By what the rows are sorted, largest first."""
     output: Annotated[str, Field(pattern=r"\.(csv|json)$")] | None = None
     """A .csv or .json file: the same rows, with every setting that differs."""

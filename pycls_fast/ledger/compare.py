@@ -160,7 +160,8 @@ def _are_those(source: Images, predictions: Predictions) -> bool:
     indices_N = predictions.indices_N
     if len(indices_N) and indices_N.max() >= len(source):
         return False
-    return not (source.labels[indices_N] != predictions.labels_N).any()
+    # Of several labels the predictions have one.
+    return source.label_sets is not None or not (source.labels[indices_N] != predictions.labels_N).any()
 
 
 def _images(config: Mapping[str, Any], where: str) -> tuple[Images | None, str | None]:
@@ -193,7 +194,7 @@ def _run(run: RunFiles) -> Record:
         "steps": summary.get("steps", newest.get("step")),
         "epochs": summary.get("epochs", newest.get("epoch")),
         "weights": last.get("weights"),
-        **{key: last.get(key) for key in ("top1", "top5", "loss", "count")},
+        **{key: last.get(key) for key in ("top1", "top5", "map", "loss", "count")},
         "best_top1": max((r["top1"] for r in evaluations), default=None),
         **{key: summary.get(key, newest.get(key)) for key in ("images_per_second", "memory_peak_bytes")},
         **{key: summary.get(key) for key in _OF_THE_END},
@@ -248,6 +249,8 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
         others = sorted({*a.classes} ^ {*b.classes})
         return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)} ({', '.join(others[:3])})"
+    if any(run.source is not None and run.source.label_sets is not None for run in (a, b)):
+        return "their images have several labels"
     if a.source is not None and b.source is not None:
         names, others = _names(a.source), _names(b.source)
         if len(names) != len(others):

@@ -35,11 +35,13 @@ SEED, FOLD = "seed", "data.fold"
 Values = Mapping[str, Any]
 State = Literal["finished", "stopped", "failed", "running or killed"]
 
-# Key -> its column, and its text. Accuracies are in percent; `class_top1` is the mean over classes, of the best one.
+# Key -> its column, and its text. Accuracies are in percent; `class_top1` and `map` are means over classes, of the best
+# one.
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "best_top1": ("best\ntop-1, %", "{:.2f}".format),
     "final_top1": ("final\ntop-1, %", "{:.2f}".format),
     "class_top1": ("class\ntop-1, %", "{:.2f}".format),
+    "map": ("mAP, %", "{:.2f}".format),
     "images_per_second": ("images/s", "{:,.0f}".format),
     "hours": ("time", lambda hours: duration(3600 * hours)),
     "epoch": ("epoch", "{:.1f}".format),
@@ -206,8 +208,9 @@ def _so_far(saved: Values | None, records: Sequence[Values], schedule: Values) -
 
 
 def _accuracies(best: Values | None, final: Values | None) -> dict[str, float | None]:
-    found = {"best_top1": (best, "top1"), "final_top1": (final, "top1"), "class_top1": (best, "class_top1")}
-    return {key: None if values is None else values[name] for key, (values, name) in found.items()}
+    found = {"best_top1": (best, "top1"), "final_top1": (final, "top1")}
+    found |= {name: (best, name) for name in ("class_top1", "map")}
+    return {key: None if values is None else values.get(name) for key, (values, name) in found.items()}
 
 
 @dataclass(frozen=True)
@@ -342,7 +345,7 @@ def _number(row: Row, key: str) -> str:
     value, half = row.numbers[key], row.halves[key]
     if value is None:
         return "-"
-    return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith("top1") else "")
+    return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith(("top1", "map")) else "")
 
 
 def _name(row: Row, folder: Path) -> str:

@@ -119,7 +119,8 @@ class FlipAveraged(nn.Module):
         both_2BK = torch.stack([self.network(images_BCHW), self.network(images_BCHW.flip(3))])
         both_2BK = both_2BK.to(torch.promote_types(both_2BK.dtype, torch.float32))
         if self.sigmoid:
-            return both_2BK.sigmoid().mean(0).logit()
+            # That of the mean of the probabilities, which round to 1 long before the logits are infinite.
+            return F.logsigmoid(both_2BK).logsumexp(0) - F.logsigmoid(-both_2BK).logsumexp(0)
         return both_2BK.log_softmax(2).logsumexp(0) - math.log(2)
 
 
@@ -247,7 +248,7 @@ def _score(
     answers_BM: torch.Tensor,
     among: torch.Tensor | None,
     criterion: Criterion,
-    target_BK: torch.Tensor | None,
+    target_BK: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device.
 

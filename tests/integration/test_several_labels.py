@@ -12,7 +12,10 @@ import pytest
 import pycls_fast
 from pycls_fast.errors import UserError
 from pycls_fast.inference.predict import predict
+from pycls_fast.ledger.compare import read_run_files, why_not_paired
+from pycls_fast.ledger.runs import list_runs
 from pycls_fast.train.tasks.score import score
+from pycls_fast.train.tasks.soup import soup
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
@@ -103,6 +106,22 @@ def test_the_head_first_and_mixing(run: pycls_fast.Trained, table: Path, tmp_pat
     assert last["map"] > 70
     (event,) = [record for record in records(tuned.run_dir, "event") if record["event"] == "head fitted"]
     assert event["images"] == 1_437
+
+
+def test_runs_are_compared_and_averaged_by_what_they_are_judged_by(
+    run: pycls_fast.Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.metrics is not None
+    one = read_run_files(str(run.run_dir))
+    assert why_not_paired(one, one) == "their images have several labels"
+    list_runs([str(run.run_dir.parent)], sort="map", output=str(tmp_path / "runs.json"))
+    (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert row["map"] == run.metrics["map"]
+    capsys.readouterr()
+    config = load_run_config(run.run_dir, [f"weights={run.run_dir}"])
+    soup(config, [str(run.best)], str(tmp_path / "soup.safetensors"), method="greedy", split="val", which="auto",
+         overwrite=False)  # fmt: skip
+    assert f"mAP {run.metrics['map']:.1f}" in capsys.readouterr().out
 
 
 def test_ranks_train_and_score_as_one_process(table: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.export import checked, write_weights
 from pycls_fast.train.pretrained import load_network
+from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import Weights, find_weights, open_weights
 
@@ -56,7 +57,7 @@ def soup(
     """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights.
 
     Args:
-        method: "uniform", the mean of all, or "greedy", by the top-1 accuracy on `split`.
+        method: "uniform", the mean of all, or "greedy", by the top-1 accuracy (or mAP) on `split`.
         which: see `open_weights`.
         overwrite: an existing file may be replaced.
 
@@ -75,8 +76,11 @@ def soup(
 
         def top1(chosen: Sequence[Weights]) -> float:
             network.load_state_dict(mean_weights(chosen))
-            reached = evaluated(setup, split, scored, network).top1
-            setup.display.note(f"top-1 {reached:.2f}%: {' + '.join(str(each.origin.path) for each in chosen)}")
+            result, name = evaluated(setup, split, scored, network), "top-1"
+            reached = result.top1
+            if scored.source.label_sets is not None:
+                name, reached = "mAP", set_scores(result, scored.source)["map"] or 0.0
+            setup.display.note(f"{name} {reached:.2f}%: {' + '.join(str(each.origin.path) for each in chosen)}")
             return reached
 
         kept = greedy(found, top1) if method == "greedy" else found

@@ -133,6 +133,9 @@ def test_mirror_images_are_averaged(sigmoid: bool) -> None:
     found = FlipAveraged(network, sigmoid=sigmoid)(images_BCHW)
     both = [probabilities(network(images)) for images in (images_BCHW, images_BCHW.flip(3))]
     torch.testing.assert_close(probabilities(found), (both[0] + both[1]) / 2)
+    # Probabilities that round to 1 or 0 have finite logits.
+    network[1].weight.data *= 1e3
+    assert FlipAveraged(network, sigmoid=sigmoid)(images_BCHW).isfinite().all()
 
 
 def test_the_interval_is_that_of_the_paper() -> None:
