@@ -103,14 +103,15 @@ def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None
     except UserError:
         raise
     except kinds if kinds else OSError as error:  # noqa: B030  # a tuple of classes
-        # The system's message, without its number and a path that the line has.
-        if isinstance(error, OSError) and error.strerror and str(error.filename or "") in what:
-            reason = error.strerror
-        else:
-            reason = " ".join(first_line(error).split())
+        reason = " ".join(first_line(error).split())
+        if isinstance(error, OSError) and error.strerror:
+            # Without its number and a path that the line has; hidden files are our own, beside that.
+            place = str(error.filename or "")
+            known = place in what or Path(place).name.startswith(".")
+            reason = error.strerror if known else f"{place}: {error.strerror}"
+        elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
             # The text of the others says little without the name of their class.
-            if not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
-                reason = f"{type(error).__name__}: {reason}"
+            reason = f"{type(error).__name__}: {reason}"
         raise UserError(f"{what} ({reason}){f'; {use}' if use else ''}") from error
 
 

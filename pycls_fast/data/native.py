@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from pycls_fast.data.decode import Crop
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import cache_folder
 
 _SOURCE = Path(__file__).with_name("jpeg_region.c")
@@ -35,7 +35,12 @@ def library() -> ctypes.CDLL:
     Raises:
         UserError: it cannot be compiled here; says what is missing.
     """
-    try:
+    way_out = (
+        "install a C compiler and libjpeg-turbo's header (Debian, Ubuntu: libjpeg62-turbo-dev or libjpeg-turbo8-dev), "
+        "or use speed.decode=simplejpeg"
+    )
+    what = "speed.decode: region cannot be compiled here"
+    with refusing(what, OSError, subprocess.SubprocessError, use=way_out):
         path = _path()
         if not path.exists():
             _compile(path)
@@ -43,11 +48,6 @@ def library() -> ctypes.CDLL:
             # A user without a home has the cache in the working folder, where others may write.
             raise OSError(f"{path} belongs to another user, whose code is not run; remove it, or set XDG_CACHE_HOME")
         loaded = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(
-            f"speed.decode: region cannot be compiled here ({error}); install a C compiler and libjpeg-turbo's header "
-            "(Debian, Ubuntu: libjpeg62-turbo-dev or libjpeg-turbo8-dev), or use speed.decode=simplejpeg"
-        ) from error
     loaded.jpeg_size.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     loaded.jpeg_region.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     loaded.array_region.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)

@@ -31,7 +31,7 @@ from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
 
 R = TypeVar("R")
@@ -104,7 +104,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
     """
     source.refuse_several("prepare pack")
     plan = _plan(source, settings)
-    try:
+    with refusing(f"output: {folder} cannot be written", use="run the same command again to resume"):
         if is_packed(folder):
             packed = PackedImages(folder)
             _check_plan(folder, packed.about["plan"], plan)
@@ -119,10 +119,6 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
             for count in in_processes(work, source, left, workers):
                 advance(count)
         return _finish(source, folder, plan, settings, len(shards))
-    except OSError as error:
-        raise UserError(
-            f"output: {folder} cannot be written ({error.strerror or error}); run the same command again to resume"
-        ) from error
 
 
 def verify(source: Images, *, workers: int, title: str) -> Iterator[Damaged]:

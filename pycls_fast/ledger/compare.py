@@ -21,7 +21,7 @@ from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
 from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison, shown_images
 from pycls_fast.ledger.report.statistics import pair_images
@@ -49,13 +49,11 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
     a, b = read_run_files(run_a), read_run_files(run_b)
     folder = user_path(output) if output else _default_folder(a.path, b.path)
     record = comparison(a, b, images)
-    try:
+    with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", record)
         html = comparison_page(record, _pictures(a, b, record)).html()
         (folder / "index.html").write_text(html, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written to ({error.strerror}); give another") from error
     print_comparison(record)
     print(f"page: {folder / 'index.html'}")
     return DONE

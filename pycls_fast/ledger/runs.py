@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.saved import saved_in_run
-from pycls_fast.errors import DONE, MISTAKE, UserError
+from pycls_fast.errors import DONE, MISTAKE, UserError, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
 from pycls_fast.ledger.report.text import duration
@@ -164,10 +164,8 @@ def read_values(file: Path) -> dict[str, Any] | None:
     Raises:
         UserError: it cannot be read, or holds something else.
     """
-    try:
+    with refusing(f"{file}: cannot be read", ValueError, TypeError):
         return dict(read_json(file)) if file.is_file() else None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from error
 
 
 def _state(path: Path, summary: Values | None, records: Sequence[Values]) -> State:

@@ -14,7 +14,7 @@ from pycls_fast import __version__
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.parallel import World
 
 T = TypeVar("T")
@@ -52,8 +52,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
         except UserError as error:
             found = None, error.lines
     result, lines = world.from_main(found)
-    if lines:
-        raise UserError(*lines)
+    refuse(lines)
     return cast(T, result)
 
 
@@ -65,9 +64,8 @@ def check_same_settings(config: RunConfig, world: World) -> None:
     """
     settings = {key: as_typed(value) for key, value in flat(config.model_dump(mode="json")).items() if key not in _OWN}
     settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
-    different = _differences(settings, world)
-    if different:
-        raise UserError(*(f"{line}; start all ranks with the same command and versions" for line in different[:_MOST]))
+    different = _differences(settings, world)[:_MOST]
+    refuse(f"{line}; start all ranks with the same command and versions" for line in different)
 
 
 def check_same_data(sources: Mapping[str, Images], world: World) -> None:

@@ -10,14 +10,14 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
 import yaml
 
-from pycls_fast.errors import UserError, print_lines
+from pycls_fast.errors import UserError, print_lines, refusing
 from pycls_fast.files import atomic_text, user_path
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
@@ -51,7 +51,7 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
         file = Path(os.path.realpath(file))
 
     def check() -> None:
-        try:
+        with refusing(f"{key}: {file} cannot be written", use="give another path"):
             if file.exists() and not file.is_file():
                 raise UserError(
                     f"{key}: {file} is {'a folder' if file.is_dir() else 'no ordinary file'}; give the path of a file"
@@ -60,8 +60,6 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
             probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
             probe.touch()
             probe.unlink()
-        except OSError as error:
-            raise UserError(f"{key}: {file} cannot be written ({error.strerror}); give another path") from error
 
     on_main(world, check)
     return file
@@ -82,10 +80,8 @@ def write_text(file: Path, text: str, *, key: str = "output") -> None:
     Raises:
         UserError: for example, the disk is full.
     """
-    try:
+    with refusing(f"{key}: {file} could not be written"):
         atomic_text(file, text)
-    except OSError as error:
-        raise UserError(f"{key}: {file} could not be written ({error.strerror})") from error
 
 
 class RunFolder:
@@ -234,10 +230,8 @@ class RunFolder:
             return
         # `kind` comes first; other kinds are not parsed.
         start = "" if kind is None else f'{{"kind": {json.dumps(kind)},'
-        try:
+        with refusing(f"{self.metrics}: cannot be read", OSError, UnicodeDecodeError, use="repair or remove it"):
             lines = read_bytes(self.metrics, _METRICS_BYTES).decode().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.metrics}: cannot be read ({error}); repair or remove it") from error
         for line in lines:
             record = parse_record(line) if line.startswith(start) else None
             if record is not None:
@@ -276,20 +270,14 @@ class RunFolder:
             atomic_text(self.path / name, text)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> AbstractContextManager[None]:
     """Turn the system's errors while writing a file of the run folder into a `UserError`.
 
     Raises:
         UserError: the disk is full, or any other `OSError`.
     """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run_dir: {path} cannot be written ({error.strerror or error}); fix this, then the same command resumes "
-            "from the newest checkpoint, or give another run_dir"
-        ) from error
+    way_out = "fix this, then the same command resumes from the newest checkpoint, or give another run_dir"
+    return refusing(f"run_dir: {path} cannot be written", use=way_out)
 
 
 def _same_file(path: Path, descriptor: int) -> bool:

@@ -18,7 +18,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import model_overrides
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.network import Network
@@ -256,10 +256,8 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
     Raises:
         UserError: a line for each setting that differs.
     """
-    try:
+    with refusing(f"weights: {source}: the model it was trained as cannot be read", LookupError, TypeError, ValueError):
         before, now = (_computing(section, fresh_head=fresh_head) for section in (trained, model))
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"weights: {source}: the model it was trained as cannot be read ({error})") from error
     different = [key for key in now if key in before and before[key] != now[key]]
     wrong = [
         f"weights: {source} was trained with model.{key}={as_typed(before[key])}; with {as_typed(now[key])}, as here, "
@@ -269,8 +267,7 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
     if wrong and any(key in trained and trained[key] != model.get(key) for key in ("depth", "width", "stem")):
         # The tensors differ, too.
         wrong = belongs_to(trained, source) or wrong
-    if wrong:
-        raise UserError(*wrong)
+    refuse(wrong)
 
 
 def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:

@@ -17,7 +17,7 @@ from pycls_fast.config import command_alone, is_command, tasks
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, refuse
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.parallel import World, first_of_launch
 from pycls_fast.reading import SavedState
@@ -229,8 +229,7 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
             f"{'run_dir' if _named(run.config) is None else 'resume'}: {path} is of the experiment {was}, and this is "
             f"{name}, which differs in {differs}; use --config-name {was}, or another run_dir"
         ]
-    if wrong:
-        raise UserError(*wrong)
+    refuse(wrong)
     return {key: pair for key, pair in changed.items() if not _under(key, _FREE_ON_RESUME) or key in _AFFECTS_RESULT}
 
 

@@ -16,7 +16,7 @@ from pycls_fast import build
 from pycls_fast.config import validate_saved
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.source import Source
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.files import best_first, user_path, weights_file
 from pycls_fast.models import pretrained
 from pycls_fast.network import Network
@@ -145,13 +145,11 @@ def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) 
 
 
 def _from_safetensors(path: Path, kind: str) -> Weights:
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
-            specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
-    except (SafetensorError, OSError, KeyError) as error:
-        raise UserError(f"weights: {path} cannot be read ({error})") from error
+    what = f"weights: {path} cannot be read"
+    with refusing(what, SafetensorError, OSError, KeyError), safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
+        specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
     saved = about.get("weights", "model")
     if kind not in ("auto", saved):
         raise UserError(f"{path}: holds the weights of the {saved}, not of the {kind}")

@@ -84,6 +84,7 @@ def test_an_error_within_a_block_is_a_line() -> None:
 
     missing = FileNotFoundError(2, "No such file", "/a")
     assert line(missing, use="give another") == "file: /a cannot be read (No such file); give another"
+    assert line(FileNotFoundError(2, "No such file", "/b")) == "file: /a cannot be read (/b: No such file)"
     assert line(KeyError("b"), LookupError) == "file: /a cannot be read (KeyError: 'b')"
     assert line(UserError("it"), Exception) == "it"
     with pytest.raises(ZeroDivisionError), refusing("file: /a cannot be read"):

@@ -16,7 +16,7 @@ from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import read_lines
 from pycls_fast.data.sources.folders import VAL_NUMBER, scan_classes, subfolders
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, refusing
 from pycls_fast.reading import read_json
 
 _WNID = re.compile(r"n\d{8}")
@@ -80,7 +80,8 @@ def open_eval_set(
 def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, val: Images) -> EvalSet:
     file = root / "real.json" if root.is_dir() else root
     order = _standard_order(classes, ids)
-    try:
+    what = f"data.eval_root: {file} cannot be read as ReaL's labels, lists of the model's classes"
+    with refusing(what, OSError, ValueError, TypeError, IndexError):
         answers = dict(enumerate((order[np.array(own, dtype=np.int64)] for own in read_json(file)), start=1))
         answers_NM = np.full((len(val), max(map(len, answers.values()), default=1) or 1), -1, dtype=np.int64)
         for index in range(len(val)):
@@ -89,10 +90,6 @@ def _open_real(root: Path, classes: Sequence[str], ids: Sequence[str] | None, va
                 raise ValueError(f"it has labels for ILSVRC2012_val_00000001 and so on, none for {val.name(index)}")
             own = answers[int(match[1])]
             answers_NM[index, : len(own)] = own
-    except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UserError(
-            f"data.eval_root: {file} cannot be read as ReaL's labels, lists of the model's classes ({error})"
-        ) from error
     return EvalSet(val, "best class is any of the image's ReaL labels", answers_NM=answers_NM)
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import OpenFiles
 from pycls_fast.data.sources.index import Texts, read_arrays
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.reading import check
 
 VERSION = 4
@@ -72,7 +72,8 @@ class PackedImages(Images):
             UserError: files that are missing, of another version, or cut off.
         """
         self.folder = folder
-        try:
+        what, again = f"{folder} is not a complete packed split", "copy or pack it again"
+        with refusing(what, OSError, ValueError, LookupError, use=again):
             arrays, self.about = read_arrays(folder / INDEX)
             check(_About, self.about)
             self._table = table = arrays["table"]
@@ -89,8 +90,6 @@ class PackedImages(Images):
                 needed = int(last["offset"]) + int(last["size"]) if self.about["shards"][number] else 0
                 if file.stat().st_size != needed:
                     raise ValueError(f"{file.name} should have {needed:,} bytes")
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise UserError(f"{folder} is not a complete packed split ({error}); copy or pack it again") from error
         self.classes: tuple[str, ...] = tuple(self.about["classes"])
         self.labels = np.array(table["label"])
         self._is_raw = self.about["store"] == RAW

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
 
 _ATTEMPTS = 4
@@ -42,10 +42,8 @@ def file_system(address: str) -> tuple[Any, str]:
     """fsspec's file system for an address (one for each process and thread), and the path on it."""
     import fsspec
 
-    try:
+    with refusing(f"{address}: fsspec cannot read it", ImportError, ValueError):
         files, path = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{address}: fsspec cannot read it ({error})") from error
     return files, path
 
 
@@ -133,12 +131,10 @@ class ShardCache:
         self.folder = folder / _FOLDER
         self.limit = limit
         self.processes = processes
-        try:
+        with refusing(f"data.shard_cache: {self.folder} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._lock():
                 pass
-        except OSError as error:
-            raise UserError(f"data.shard_cache: {self.folder} cannot be written ({error.strerror or error})") from error
 
     def place(self, address: str, version: str) -> Path:
         """The path of a file's copy, whether it exists or not; each version has its own."""

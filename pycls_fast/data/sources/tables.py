@@ -25,7 +25,7 @@ from pycls_fast.data.sources.files import (
     read_class_list,
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, refusing
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
@@ -155,16 +155,14 @@ def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    try:
-        with path.open(newline="", encoding=ENCODING) as file:
-            # Headers like "path, label" exist too.
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
-            header = next(reader, [])
-            rows = [row for row in reader if row]
-            columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
-            return {name.strip(): list(column) for name, column in zip(header, columns, strict=True)}
-    except (ValueError, csv.Error) as error:
-        raise UserError(f"{path} is no table in UTF-8 with as many values in each line as columns ({error})") from error
+    what = f"{path} is no table in UTF-8 with as many values in each line as columns"
+    with refusing(what, ValueError, csv.Error), path.open(newline="", encoding=ENCODING) as file:
+        # Headers like "path, label" exist too.
+        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
+        header = next(reader, [])
+        rows = [row for row in reader if row]
+        columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
+        return {name.strip(): list(column) for name, column in zip(header, columns, strict=True)}
 
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:

@@ -21,7 +21,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.presets import groups
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.ledger.ladder.plan import readable, slug
 from pycls_fast.train.environment import environment, versions
 from pycls_fast.train.folder import write_json
@@ -69,7 +69,7 @@ class LedgerFolder:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
         with ExitStack() as stack:
-            try:
+            with refusing(f"output: {self.path} cannot be written to", use="give another"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.inherited = (stack.enter_context(locked(self.path, self._say)),)
                 self.check(plan)
@@ -81,8 +81,6 @@ class LedgerFolder:
                 self._started = time.monotonic()
                 # Saved before any timing, so that each round can be assigned to its start.
                 self.lap()
-            except OSError as error:
-                raise UserError(f"output: {self.path} cannot be written to ({error.strerror}); give another") from error
             stack.callback(self.lap)
             yield
 
@@ -96,12 +94,9 @@ class LedgerFolder:
         if not self._plan_file.is_file():
             self.codes = [self._code()]
             return
-        try:
+        way_out = "choose another folder, or remove it"
+        with refusing(f"output: {self._plan_file} cannot be read", OSError, ValueError, use=way_out):
             before = json.loads(self._plan_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"output: {self._plan_file} cannot be read ({error}); choose another folder, or remove it"
-            ) from error
         # More trainings or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
         other = changed(before, asked)
@@ -183,10 +178,8 @@ def read_measurement(file: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged, for example by a power failure.
     """
-    try:
+    with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
         record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"output: {file} is damaged ({error}); remove it, and it is measured again") from error
     if not isinstance(record, dict):
         raise UserError(f"output: {file} is damaged (not an object); remove it, and it is measured again")
     return record

@@ -11,7 +11,7 @@ from pathlib import Path
 from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.config.messages import did_you_mean
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.ladder.processes import ProcessResult
 
@@ -51,13 +51,11 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     # A switch may be named without its section: "compile" for speed.compile.
     words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
     known = set().union(*words.values())
-    wrong = [
+    refuse(
         f"switches: no variant is called {name} or sets it{did_you_mean(name, known)}; there are {', '.join(words)}"
         for name in names
         if name not in known
-    ]
-    if wrong:
-        raise UserError(*wrong)
+    )
     picked = closed(ladder, [name for name in variants if words[name] & set(names)])
     return ladder.model_copy(update={"variants": tuple(v for v in ladder.variants if v.name in picked)})
 

@@ -22,7 +22,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
-from pycls_fast.errors import DONE, STOPPED, UserError
+from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
 from pycls_fast.ledger.ladder.plan import pick, tree_path
@@ -165,8 +165,7 @@ def _trees(ladder: Ladder) -> list[Path]:
         if why is not None:
             wrong.append(f"ladder: '{variant.name}': {why}; give the folder of a checkout as its tree")
         found.append(tree)
-    if wrong:
-        raise UserError(*wrong)
+    refuse(wrong)
     return found
 
 

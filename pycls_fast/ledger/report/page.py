@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
@@ -140,11 +140,9 @@ def redraw(ledger: str, output: str | None) -> int:
     """
     file = user_path(ledger)
     record, folder = read_record(file), file.parent if output is None else user_path(output)
-    try:
+    with refusing(f"output: {folder} cannot be written", use="choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_page(record, folder)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written ({error.strerror}); choose another folder") from error
     print_table(record)
     print(f"report: {folder / 'index.html'}")
     return DONE
