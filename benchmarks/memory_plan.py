@@ -52,7 +52,7 @@ def paper() -> Iterator[str]:
     for name in PAPER:
         for ranks in RANKS:
             config = load_config(name, ["data=synthetic", "precision=amp_bf16"])
-            made = plan.MemoryPlan(config, torch.device("cuda"), ranks)
+            made = plan.MemoryPlan.imagined(config, torch.device("cuda"), ranks)
             for gigabytes in GIGABYTES:
                 steps = made.fitting(gigabytes * 1e9)
                 chosen = "-" if steps is None else f"{steps} x {made.per_rank // steps}"
@@ -92,7 +92,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
     config = load_config(model, [*common, "speed.allocator=default", "schedule.warmup_epochs=0", *overrides])
     with build.world(config) as world:
         switches = build.switches(config, world.device)
-        planned = plan.MemoryPlan(config, world.device, world.size).peak(1)
+        planned = plan.MemoryPlan(config, world).peak(1)
         # Libraries take their memory.
         layer = torch.nn.Conv2d(3, 8, 3)
         layer(torch.randn(2, 3, 32, 32)).sum().backward()

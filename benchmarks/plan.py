@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pycls_fast import plan
 from pycls_fast.config import load_config
 from pycls_fast.parallel import keep_in_float32
-from pycls_fast.plan.activations import fake_memory
+from pycls_fast.plan.activations import materialise
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory_plan import USABLE
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
@@ -90,7 +91,8 @@ def passes(row: Row, images: int, *, trains: bool, half: bool) -> tuple[int, lis
         network = timm.create_model(row.model, num_classes=1000)
     network.train(trains)
     casts = torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
-    with fake_memory(network):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(network.modules(), False)
         images_BCHW = torch.empty(images, 3, row.size, row.size)
         known = [*network.parameters(), *network.buffers()]
         with LiveMemory(known) as memory, CountWork() as work, torch.set_grad_enabled(trains):

@@ -407,7 +407,8 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
-    yield from _divided("optim.accumulation_steps", parts, stages, f"parallel.pipeline_degree={stages}")
+    if config.optim.accumulation_steps != AUTO:
+        yield from _divided("optim.accumulation_steps", parts, stages, f"parallel.pipeline_degree={stages}")
     yield from _divided("data.global_batch_size", batch, parts, f"optim.accumulation_steps={parts}")
     # On any number of ranks; `build.check_mixing` knows how many there are.
     if augment.mixes and batch == parts:

@@ -39,6 +39,32 @@ def owners(schedule: ScheduleName, ranks: int) -> list[int]:
     return [rank for turn in range(turns) for rank in (reversed(range(ranks)) if back and turn else range(ranks))]
 
 
+def division(schedule: ScheduleName, ranks: int, units: int) -> list[tuple[int, range]]:
+    """Each stage's rank and blocks. They are divided evenly: what is around them is a hundredth of their work."""
+    found = owners(schedule, ranks)
+    bounds = [round(index * units / len(found)) for index in range(len(found) + 1)]
+    return [(owner, range(bounds[index], bounds[index + 1])) for index, owner in enumerate(found)]
+
+
+def orders(schedule: ScheduleName, group: dist.ProcessGroup, microbatches: int) -> Mapping[int, Sequence[Any]]:
+    """Each rank's actions of a step in order, without exchanges, as torch's schedules have them."""
+    rank, found = dist.get_rank(group), owners(schedule, group.size())
+    stages = [
+        PipelineStage(nn.Identity(), index, len(found), torch.device("cpu"), group=group)
+        for index, owner in enumerate(found)
+        if owner == rank
+    ]
+    order: Mapping[int, Sequence[Any]] = _engine(schedule, stages, microbatches).pipeline_order
+    return order
+
+
+def _engine(schedule: ScheduleName, stages: list[PipelineStage], microbatches: int, loss_of: Any = None) -> Any:
+    name, turns = _SCHEDULES[schedule]
+    make: Any = get_schedule_class(name)
+    # Not scaled: the loss is that of a microbatch's share of the batch.
+    return make(stages if turns > 1 else stages[0], microbatches, loss_fn=loss_of, scale_grads=False)
+
+
 # The time of each part of a microbatch's passes through a stage; the backward pass takes twice the forward one's.
 _SLOTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
 
@@ -119,23 +145,18 @@ class Stage(nn.Module):
 def cut(network: Network, world: World, schedule: ScheduleName, *, averages: bool) -> Pipeline:
     """Leave only this rank's blocks in the network, in place; returns its stages, connected with those of the others.
 
-    Blocks are divided evenly: what is before and after them is a hundredth of their work.
-
     Args:
         averages: the ranks with the same blocks average their gradients after a step's backward passes.
     """
     assert world.mesh is not None
     units, draws, classes = network.units(), network.draws(), network.last_layer().out_features
-    owner_of = owners(schedule, world.pipeline)
-    count = len(owner_of)
-    bounds = [round(index * len(units) / count) for index in range(count + 1)]
+    parts = division(schedule, world.pipeline, len(units))
     stages = []
-    for index, owner in enumerate(owner_of):
-        own = units[bounds[index] : bounds[index + 1]]
+    for index, (owner, own) in enumerate(parts):
         if owner == world.stage:
-            before = sum(draws[: bounds[index]])
-            modules = [unit for _, unit in own]
-            stages.append(Stage(network, modules, before, first=index == 0, last=index == count - 1))
+            modules = [units[place][1] for place in own]
+            before = sum(draws[: own.start])
+            stages.append(Stage(network, modules, before, first=index == 0, last=index == len(parts) - 1))
     kept = {module for stage in stages for module in (*stage.units, *stage.ends)}
     first, last = network.ends()
     for name in [*first, *last, *(name for name, _ in units)]:
@@ -205,27 +226,20 @@ class Pipeline:
 
     def bubble(self, microbatches: int) -> float:
         """This rank's idle time in a step as a share of its work, by the function of this name."""
-        return bubble(self._new_engine(microbatches).pipeline_order, len(self._owners))
+        return bubble(orders(self._schedule, self.group, microbatches), len(self._owners))
 
     def _engine(self, shape: torch.Size, count: int) -> Any:
-        # Each has memory for what it receives, of one shape.
-        if (shape, count) not in self._engines:
-            self._engines[shape, count] = self._new_engine(count)
-        return self._engines[shape, count]
-
-    def _new_engine(self, count: int) -> Any:
-        stages = [
-            PipelineStage(stage, index, len(self._owners), self._world.device, group=self.group)
-            for index, stage in zip(self._mine, self.stages, strict=True)
-        ]
-        name, turns = _SCHEDULES[self._schedule]
-        make: Any = get_schedule_class(name)
-
         def loss_of(logits: Tensor, position: Tensor) -> Tensor:
             return self._loss_of(logits, int(position))
 
-        # Not scaled: the loss is that of a microbatch's share of the batch.
-        return make(stages if turns > 1 else stages[0], count, loss_fn=loss_of, scale_grads=False)
+        # Each has memory for what it receives, of one shape.
+        if (shape, count) not in self._engines:
+            stages = [
+                PipelineStage(stage, index, len(self._owners), self._world.device, group=self.group)
+                for index, stage in zip(self._mine, self.stages, strict=True)
+            ]
+            self._engines[shape, count] = _engine(self._schedule, stages, count, loss_of)
+        return self._engines[shape, count]
 
     def _average(self) -> None:
         """Average the gradients over the replicas."""

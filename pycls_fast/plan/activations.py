@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from pycls_fast.network import Network
+from pycls_fast.optim.weights import local
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.work import CountWork, Work
 
@@ -53,6 +55,11 @@ class BlockMemory:
     gradients: int
     kernels: Passes = ((), ())
 
+    @property
+    def products(self) -> float:
+        """Bytes of what the matrix products of the forward pass compute."""
+        return sum(work.count * work.m * work.n * work.itemsize for work in self.kernels[0] if work.kind == "product")
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -83,6 +90,8 @@ class Activations:
     """Whether others than the blocks keep the first block's input, the second's, ..., and the last one's output."""
     around: Passes = ((), ())
     """The kernels outside the blocks."""
+    ends: int = 0
+    """Bytes that are kept outside the blocks from the forward to the backward pass."""
 
     def offloaded(self) -> Activations:
         """The same with all that blocks hold on the host: it returns for a block's own backward pass."""
@@ -102,6 +111,32 @@ class Activations:
         blocks = tuple(map(mixed, self.blocks, other.blocks))
         moments = tuple(map(mixed, self.moments, other.moments))
         return replace(mixed(self, other), blocks=blocks, moments=moments)
+
+    def stage(self, units: range) -> Activations:
+        """What a rank has that computes only some neighbouring blocks, with what is before the first or after the last.
+
+        A stage keeps its first block's input and its last block's output.
+        """
+        first, last = units.start == 0, units.stop == len(self.blocks)
+        begins = next(moment for moment in self.moments if moment.begins == 0)
+        before = begins.outside - self.blocks[0].input
+        received = 0 if first else self.blocks[units.start].input
+        sent = 0 if last else self.blocks[units.stop - 1].output
+        moments = []
+        for moment in self.moments:
+            at, done = moment.begins, moment.done
+            if at not in units if at is not None else not ((first and done == 0) or (last and done == units.stop)):
+                continue
+            extra = 0 if first else received * (moment.backward or at != units.start) - before
+            extra += sent * moment.backward
+            here = None if at is None else at - units.start
+            moments.append(replace(moment, outside=moment.outside + extra, done=done - units.start, begins=here))
+        outside = list(self.outside[units.start : units.stop + 1])
+        outside[0] |= not first
+        outside[-1] |= not last
+        ends = (before if first else received) + (self.ends - before if last else sent)
+        blocks = self.blocks[units.start : units.stop]
+        return Activations(self.input, blocks, tuple(moments), tuple(outside), self.around, ends)
 
     def held(self, count: int) -> int:
         """Bytes that the first `count` blocks hold together."""
@@ -132,40 +167,40 @@ def measure(
         autocast: the context of the forward pass, for the CPU.
         gradients_exist: gradients are added to those of an earlier microbatch.
     """
-    with fake_memory(network):
-        for parameter in network.parameters() if gradients_exist else ():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        known = [*network.parameters(), *network.buffers()]
-        known += [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-        with LiveMemory(known) as memory, CountWork() as work:
-            return _Passes(network, memory, work).run(loss, images, autocast)
-
-
-@contextmanager
-def fake_memory(network: nn.Module) -> Iterator[None]:
-    """A context of fake tensors, in which a network from the meta device has parameters and buffers."""
+    # Of blocks that are alike one runs, and only that one needs memory.
+    firsts: dict[str, nn.Module] = {}
+    for _, unit in network.units():
+        firsts.setdefault(_structure(unit), unit)
+    others = {module for _, unit in network.units() if unit not in firsts.values() for module in unit.modules()}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _materialise(network)
-        yield
+        known = materialise([module for module in network.modules() if module not in others], gradients_exist)
+        with LiveMemory(known) as memory, CountWork() as work:
+            return _Passes(network, memory, work, firsts).run(loss, images, autocast)
 
 
-def _materialise(network: nn.Module) -> None:
-    """Give every parameter and buffer fake memory on the CPU, shared ones once."""
+def materialise(modules: Iterable[nn.Module], gradients_exist: bool) -> list[Tensor]:
+    """Give parameters and buffers fake memory on the CPU, shared ones once; this rank's parts are returned."""
     made: dict[int, Any] = {}
 
     def like(value: Tensor) -> Any:
-        if id(value) not in made:
-            empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            is_parameter = isinstance(value, nn.Parameter)
-            made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
-        return made[id(value)]
+        own = local(value)
+        empty: Tensor = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="cpu")
+        if isinstance(value, DTensor):
+            empty = DTensor.from_local(empty, value.device_mesh, value.placements, run_check=False)
+        return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
-    for module in network.modules():
+    for module in modules:
         for values in (module._parameters, module._buffers):
             for name, value in values.items():
                 if value is not None:
-                    values[name] = like(value)
+                    if id(value) not in made:
+                        made[id(value)] = like(value)
+                    values[name] = made[id(value)]
+    found = list(made.values())
+    for value in found if gradients_exist else ():
+        if value.requires_grad:
+            value.grad = torch.empty_like(value)
+    return [local(each) for each in (*found, *(value.grad for value in found if value.grad is not None))]
 
 
 @dataclass
@@ -175,6 +210,7 @@ class _Passes:
     network: Network
     memory: LiveMemory
     work: CountWork
+    firsts: Mapping[str, nn.Module]
     kinds: dict[Any, tuple[BlockMemory, Callable[[], Tensor]]] = field(default_factory=dict)
     blocks: list[BlockMemory] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
@@ -185,8 +221,11 @@ class _Passes:
         images: Callable[[], Tensor],
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> Activations:
+        inners: dict[str, Callable[[Tensor], Tensor]] = {}
         for _, unit in self.network.units():
-            unit.forward = _StandIn(self, unit)
+            structure = _structure(unit)
+            inner = inners.setdefault(structure, unit.forward)
+            unit.forward = _StandIn(self, structure, inner)
         input_BCHW = images()
         with autocast():
             logits_BK = self.network(input_BCHW)
@@ -195,13 +234,13 @@ class _Passes:
         del logits_BK
         done = len(self.blocks)
         outside = tuple(reference() is not None for reference in self.between)
-        forward = self.work.taken()
+        forward, ends = self.work.taken(), self.memory.live
         if total.requires_grad:
             self.note(done, backward=False)
             total.backward()
         self.note(self.left(done), backward=total.requires_grad)
         around = (forward, self.work.taken())
-        return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside, around)
+        return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside, around, ends)
 
     between: list[weakref.ref[Any]] = field(default_factory=list)
     """The storages of the blocks' inputs, and of the last one's output."""
@@ -218,11 +257,14 @@ class _Passes:
             self.moments.append(Moment(self.memory.live, done, backward, begins))
         self.memory.peak = self.memory.live
 
-    def stand_in(self, unit: nn.Module, inner: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
-        index = len(self.blocks)
+    def stand_in(self, structure: str, inner: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+        index, unit = len(self.blocks), self.firsts[structure]
         self.note(index, backward=False, begins=index)
-        key = _kind(unit, inner, features)
+        key = (structure, features.shape, features.stride(), features.dtype, features.requires_grad)
         if key not in self.kinds:
+            if any(isinstance(parameter, DTensor) for parameter in unit.parameters()):
+                # The first time DTensor computes layouts, with tensors of its own.
+                self._alone(unit, inner, features)
             self.kinds[key] = self._alone(unit, inner, features)
         block, output = self.kinds[key]
         self.blocks.append(block)
@@ -272,15 +314,15 @@ class _Passes:
         gradients = 0
         for parameter in unit.parameters():
             if parameter.grad is not None:
-                gradients += parameter.grad.nbytes
+                gradients += local(parameter.grad).nbytes
                 if id(parameter) not in existed:
                     parameter.grad = None
         if memory.live != base:
             gc.collect()
         block = BlockMemory(
             held, keeps_input, keeps_output, input_bytes, output_bytes, forward, backward,
-            sum(p.numel() for p in unit.parameters()),
-            sum(p.numel() for p in unit.parameters() if p.requires_grad),
+            sum(local(p).numel() for p in unit.parameters()),
+            sum(local(p).numel() for p in unit.parameters() if p.requires_grad),
             gradients,
             (forward_kernels, self.work.taken()),
         )  # fmt: skip
@@ -288,32 +330,31 @@ class _Passes:
         return block, lambda: torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
-def _kind(unit: nn.Module, inner: Any, features: Tensor) -> Any:
-    """What a block's memory depends on: its modules and their settings, its parameters, its input."""
+def _settings(owner: Any) -> Any:
+    # Of rates and the like only whether they are 0.
+    return [
+        (name, value != 0 if isinstance(value, float) else value)
+        for name, value in sorted(vars(owner).items())
+        if isinstance(value, (bool, int, float, str, tuple, torch.dtype))
+    ]
 
-    def settings(owner: Any) -> Any:
-        # Of rates and the like only whether they are 0.
-        return [
-            (name, value != 0 if isinstance(value, float) else value)
-            for name, value in sorted(vars(owner).items())
-            if isinstance(value, (bool, int, float, str, tuple, torch.dtype))
-        ]
 
-    modules = [(type(module), settings(module)) for module in unit.modules()]
+def _structure(unit: nn.Module) -> str:
+    """What a block is: its modules and their settings, its parameters, how its forward pass is wrapped."""
+    modules = [(type(module), _settings(module)) for module in unit.modules()]
     tensors = [(p.shape, p.dtype, p.requires_grad) for p in unit.parameters()]
-    wrapper = (type(inner), settings(inner) if hasattr(inner, "__dict__") else None)
-    about = (features.shape, features.stride(), features.dtype, features.requires_grad)
-    return repr((modules, tensors, wrapper, about))
+    wrapper = (type(unit.forward), _settings(unit.forward) if hasattr(unit.forward, "__dict__") else None)
+    return repr((modules, tensors, wrapper))
 
 
 class _StandIn:
     """A block's `forward` while everything around the blocks is measured."""
 
-    def __init__(self, passes: _Passes, unit: nn.Module) -> None:
-        self.passes, self.unit, self.inner = passes, unit, unit.forward
+    def __init__(self, passes: _Passes, structure: str, inner: Callable[[Tensor], Tensor]) -> None:
+        self.passes, self.structure, self.inner = passes, structure, inner
 
     def __call__(self, features: Tensor) -> Tensor:
-        return self.passes.stand_in(self.unit, self.inner, features)
+        return self.passes.stand_in(self.structure, self.inner, features)
 
 
 class _Instead(torch.autograd.Function):

@@ -65,6 +65,13 @@ class Cluster:
         """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered."""
         return 2.0 * self.gather(size, members, apart=apart)
 
+    def send(self, size: float, *, apart: int) -> float:
+        """Seconds in which a rank sends `size` bytes to one so far away."""
+        crosses = apart >= self.per_node
+        # All ranks of a node send at once.
+        bandwidth = min(self.inside, self.network / self.per_node) if crosses else self.inside
+        return size / bandwidth + self.latency[crosses]
+
     def efficiency(self) -> float:
         """What jitter leaves of the speed."""
         return 1.0 - self.jitter * math.log2(self.nodes)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +31,8 @@ class LiveMemory(TorchDispatchMode):
         self._sizes: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in known}
 
     def __enter__(self) -> Any:
+        # Tensors of another mode than this are DTensor's, which thinks about layouts.
+        self._fake_mode = detect_fake_mode()
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -44,6 +48,9 @@ class LiveMemory(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            # It comes again, with the local parts.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -52,11 +59,10 @@ class LiveMemory(TorchDispatchMode):
 
     def _add_parts(self, tensor: Any) -> None:
         if is_traceable_wrapper_subclass(tensor):
-            # A DTensor, say, has the size of the whole and only the memory of its local part.
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             for part in (part for part in parts if isinstance(part, Tensor)):
                 self._add_parts(part)
-        elif tensor.device.type != "meta":
+        elif tensor.device.type != "meta" and getattr(tensor, "fake_mode", None) is self._fake_mode:
             self._add(tensor.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:

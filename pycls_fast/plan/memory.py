@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from pycls_fast.optim.weights import local
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.strategies import STRATEGIES
@@ -78,6 +80,27 @@ class Sizes:
     largest_unit: int
     largest_tensor: int = 0
     buffer_bytes: int = 0
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Sizes:
+        """Of parameters and buffers, this rank's parts of them, as one unit."""
+        own = [(local(tensor), isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors]
+        trained = [part.numel() for part, _, is_trained in own if is_trained]
+        total = sum(part.numel() for part, is_parameter, _ in own if is_parameter)
+        buffers = sum(part.nbytes for part, is_parameter, _ in own if not is_parameter)
+        return cls(total, sum(trained), total, max(trained, default=0), buffers)
+
+    @classmethod
+    def together(cls, units: Sequence[Sizes], ends: Sequence[Sizes]) -> Sizes:
+        """Of units and what is around them, which is none."""
+        parts = [*units, *ends]
+        return cls(
+            sum(part.parameters for part in parts),
+            sum(part.trained for part in parts),
+            max((unit.parameters for unit in units), default=0),
+            max((part.largest_tensor for part in parts), default=0),
+            sum(part.buffer_bytes for part in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -159,27 +182,89 @@ def peak(
         update: see `update_transient`.
     """
     held = state(sizes, copies)
+    most = max(passes(activations, sizes, copies, held.grows))
+    updating = max(held.taking, _updating(held, sizes, copies, update))
+    return inputs + max(held.kept + held.accumulated + most, updating + activations.input)
+
+
+def pipelined_peak(
+    stages: Mapping[int, Activations],
+    order: Iterable[Any],
+    sizes: Sizes,
+    copies: Copies,
+    *,
+    inputs: float = 0.0,
+    update: tuple[float, float] = (0.0, 0.0),
+) -> float:
+    """The same for a rank of a pipeline.
+
+    Args:
+        stages: of this rank, a microbatch's (`Activations.stage`).
+        order: its actions (`parallel.pipeline.orders`).
+        sizes: of its stages together.
+        inputs: bytes of batches and images of all microbatches.
+    """
+    held = state(sizes, copies)
+    kept = held.kept
+    if copies.shards == "weights":
+        # FSDP in a stage keeps whole weights, and adds up whole gradients until the last microbatch.
+        kept += copies.compute_bytes * sizes.parameters + 4.0 * sizes.trained
+    else:
+        kept += held.accumulated
+    # Whole weights are there already.
+    plain = replace(copies, degree=1)
+    most = {index: passes(stage, sizes, plain, grows=0.0) for index, stage in stages.items()}
+    waits = {index: stage.held(len(stage.blocks)) + stage.ends for index, stage in stages.items()}
+    # Between the halves of a backward pass the gradients of the products' outputs are kept, too.
+    halves = {index: sum(block.products for block in stage.blocks) for index, stage in stages.items()}
+    others, highest = 0.0, 0.0
+    for action in order:
+        kind, index = (action.computation_type.name, action.stage_index) if action else ("", 0)
+        if kind == "FORWARD":
+            highest = max(highest, others + most[index][0])
+            others += waits[index]
+        elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
+            others -= waits[index]
+            highest = max(highest, others + most[index][1])
+            others += (waits[index] + halves[index]) * (kind == "BACKWARD_INPUT")
+        elif kind == "BACKWARD_WEIGHT":
+            highest = max(highest, others)
+            others -= waits[index] + halves[index]
+    updating = max(held.taking, _updating(held, sizes, copies, update))
+    return inputs + max(kept + highest, updating)
+
+
+def _updating(held: State, sizes: Sizes, copies: Copies, update: tuple[float, float]) -> float:
+    """Bytes during the update, with the optimizer's temporaries."""
+    whole = 1 if copies.shards != "weights" else copies.degree
+    per_byte, per_tensor = update
+    transient = 4.0 * (per_byte * sizes.trained + per_tensor * sizes.largest_tensor) / whole
+    return held.updating + (0.0 if copies.on_host else transient)
+
+
+def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float) -> tuple[float, float]:
+    """The most bytes in a microbatch's forward pass and in its backward pass, besides what a rank keeps.
+
+    Args:
+        grows: see `State`.
+    """
     blocks = activations.blocks
     # The gradients of the blocks from the i-th on.
     gradients = [*accumulate((block.gradients for block in reversed(blocks)), initial=0)][::-1]
     # Blocks are frozen from the first on, if any are.
     kept = [activations.held(count) for count in range(len(blocks) + 1)]
-    most = 0.0
+    most = [0.0, 0.0]
     for moment in activations.moments:
         index, during = moment.begins, 0.0
         bytes_: float = moment.outside + kept[moment.done]
         if moment.backward:
-            bytes_ += held.grows * gradients[moment.done]
+            bytes_ += grows * gradients[moment.done]
         if index is not None:
             block = blocks[index]
             during = block.backward - block.held if moment.backward else block.forward
-        most = max(most, bytes_ + during + gathered(activations, sizes, copies, moment.backward, index, moment.done))
-    passes = held.kept + held.accumulated + most
-    whole = 1 if copies.shards != "weights" else copies.degree
-    per_byte, per_tensor = update
-    transient = 4.0 * (per_byte * sizes.trained + per_tensor * sizes.largest_tensor) / whole
-    updating = held.updating + (0.0 if copies.on_host else transient)
-    return inputs + max(passes, max(held.taking, updating) + activations.input)
+        bytes_ += during + gathered(activations, sizes, copies, moment.backward, index, moment.done)
+        most[moment.backward] = max(most[moment.backward], bytes_)
+    return most[0], most[1]
 
 
 def gathered(

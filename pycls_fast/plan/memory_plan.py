@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name, switches
@@ -20,9 +27,12 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel import World
+from pycls_fast.parallel.experts import divide_experts
 from pycls_fast.parallel.launch import degrees
+from pycls_fast.parallel.pipeline import ScheduleName, division, orders
+from pycls_fast.parallel.tensor import divide
 from pycls_fast.plan.activations import Activations, measure
-from pycls_fast.plan.memory import Copies, Sizes, divisors, peak, state, update_transient
+from pycls_fast.plan.memory import Copies, Sizes, divisors, peak, pipelined_peak, state, update_transient
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 from pycls_fast.values import AUTO
@@ -49,47 +59,90 @@ class MemoryPlan:
 
     Attributes:
         config: with a precision and a global batch; `optim.accumulation_steps` may be `auto`.
-        device: what it runs on, "cpu" or "cuda"; none of the kind has to be there.
-        ranks: their number.
+        world: the ranks, divided as the configuration says; without process groups, none has to be there.
         classes: outputs, if `model.num_classes` does not say.
     """
 
     config: RunConfig
-    device: torch.device
-    ranks: int
+    world: World
     classes: int = 1000
+
+    @classmethod
+    def imagined(cls, config: RunConfig, device: torch.device, ranks: int = 1, classes: int = 1000) -> MemoryPlan:
+        """The plan of ranks that are not there."""
+        parallel = config.parallel
+        world = World(0, ranks, device, tensor=parallel.tensor_degree, pipeline=parallel.pipeline_degree)
+        return cls(config, world, classes)
 
     @cached_property
     def switches(self) -> Speed:
         """The run's, as far as a CPU with fake tensors can follow."""
-        chosen = switches(self.config, self.device)
+        chosen = switches(self.config, self.world.device)
         return chosen.replace(**{name: _INSTEAD.get((name, value), value) for name, value in chosen.values().items()})
 
     @property
     def per_rank(self) -> int:
         """Images of a step on each rank."""
-        return self.config.data.global_batch_size // self.ranks
+        return self.config.data.global_batch_size // self.world.data_size
 
     @cached_property
-    def sizes(self) -> Sizes:
-        """The network's."""
-        network = self._network()
-        freeze(self.config, network)
-        parameters = list(network.parameters())
-        trained = [p.numel() for p in parameters if p.requires_grad]
-        return Sizes(
-            parameters=sum(p.numel() for p in parameters),
-            trained=sum(trained),
-            largest_unit=max((sum(p.numel() for p in unit.parameters()) for _, unit in network.units()), default=0),
-            largest_tensor=max(trained, default=0),
-            buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
-        )
+    def sizes(self) -> tuple[Sizes, ...]:
+        """Of each rank of a pipeline; without one, of the network."""
+        before, units, after = self.unit_sizes
+        ranks = []
+        for stages in self.stages(len(units)):
+            own = [index for each in stages.values() for index in each]
+            ends = [before] * (0 in own or not units) + [after] * (len(units) - 1 in own or not units)
+            ranks.append(Sizes.together([units[index] for index in own], ends))
+        return tuple(ranks)
+
+    @property
+    def unit_sizes(self) -> tuple[Sizes, list[Sizes], Sizes]:
+        """Of what is before the blocks, of each block, and of the rest: this rank's parts of them."""
+        config = self.config
+        model = (config.model.model_dump_json(), config.data.image_size, self.classes, str(config.optim.trainable))
+        key = (*model, self.world.tensor)
+        if key not in _sizes:
+            network = self._network()
+            freeze(config, network)
+            # Experts, which shards divide further, count as whole ones.
+            with self._divided(network, "tensor"):
+                places = [*network.ends()[0], *(name for name, _ in network.units())]
+                found: dict[str, list[Tensor]] = {}
+                for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+                    place = next((each for each in places if name.startswith(f"{each}.")), "")
+                    found.setdefault(place, []).append(tensor)
+                before = [tensor for name in network.ends()[0] for tensor in found.get(name, [])]
+                units = [Sizes.of(found.get(name, [])) for name, _ in network.units()]
+                _sizes[key] = (Sizes.of(before), units, Sizes.of(found.get("", [])))
+        return _sizes[key]
+
+    def stages(self, units: int) -> list[dict[int, range]]:
+        """The blocks of each stage of each rank of a pipeline; without one, of one rank with one stage."""
+        if self.world.pipeline == 1:
+            return [{0: range(units)}]
+        ranks: list[dict[int, range]] = [{} for _ in range(self.world.pipeline)]
+        schedule = self.config.parallel.pipeline_schedule
+        for index, (owner, own) in enumerate(division(schedule, len(ranks), units)):
+            ranks[owner][index] = own
+        return ranks
+
+    def order(self, accumulation: int) -> Mapping[int, Sequence[Any]]:
+        """Each rank's actions of a step of a pipeline."""
+        key = (self.config.parallel.pipeline_schedule, self.world.pipeline, accumulation)
+        if key not in _orders:
+            with group("pipeline", self.world.pipeline, self.world.mesh) as mesh:
+                _orders[key] = orders(key[0], mesh.get_group(), accumulation)
+        return _orders[key]
 
     def copies(self, accumulation: int) -> Copies:
         """What a rank holds of weights, gradients and state."""
         config, precision = self.config, level(self.config)
         is_half = precision.weights != "float32"
-        name = strategy_name(config, self.ranks)
+        name = strategy_name(config, self.world.size)
+        if self.world.pipeline > 1 and STRATEGIES[name].replicates:
+            # Stages exchange gradients when all are there, without buckets.
+            name = "single"
         # fsdp and hsdp gather weights in autocast's format.
         narrow = is_half or (STRATEGIES[name].has_dtensors and precision.autocast is not None and not precision.float8)
         return Copies(
@@ -101,12 +154,13 @@ class MemoryPlan:
             masters_kept=precision.masters == "kept" or not is_half,
             accumulates=accumulation > 1,
             averaged=config.optim.ema_decay is not None,
-            on_host=self.switches.param_offload == "cpu" and self.device.type != "cpu",
+            on_host=self.switches.param_offload == "cpu" and self.world.device.type != "cpu",
         )
 
     def state(self, accumulation: int) -> float:
         """Bytes of weights, gradients, optimizer state and average, without activations."""
-        return state(self.sizes, self.copies(accumulation)).updating
+        copies = self.copies(accumulation)
+        return max(state(sizes, copies).updating for sizes in self.sizes)
 
     def peak(self, accumulation: int) -> float:
         """The most bytes of a rank in a step with so many microbatches.
@@ -114,25 +168,42 @@ class MemoryPlan:
         Raises:
             UserError: the network cannot be measured.
         """
-        key = (self.config.model_dump_json(exclude=_NOT_MEASURED), self.device.type, self.ranks, self.classes)
+        world = self.world
+        key = (self.config.model_dump_json(exclude=_NOT_MEASURED), world.device.type, world.size, self.classes)
         if (key, accumulation) not in _peaks:
             _peaks[key, accumulation] = self._peak(accumulation)
         return _peaks[key, accumulation]
 
     def _peak(self, accumulation: int) -> float:
-        config, copies, chosen = self.config, self.copies(accumulation), self.switches
-        images, size = self.per_rank // accumulation, max(config.data.training_image_sizes.values())
+        copies, size = self.copies(accumulation), max(self.config.data.training_image_sizes.values())
+        images = self.per_rank // accumulation
         what = "optim.accumulation_steps: auto cannot measure this network without running it"
         with refusing(what, RuntimeError, TypeError, use="give a number"):
             activations = self.activations(images, size, gradients_exist=copies.gradients_exist)
-        on_host = prepare_on_host(config, chosen) is not None
+        return self.peak_with(activations, accumulation)
+
+    def peak_with(self, activations: Activations, accumulation: int) -> float:
+        """The same, with activations that are known."""
+        config, copies, chosen, world = self.config, self.copies(accumulation), self.switches, self.world
+        images, size = self.per_rank // accumulation, max(config.data.training_image_sizes.values())
         batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
-        return peak(
-            activations,
-            self.sizes,
-            copies,
-            inputs=float(batches * images * size * size * 3 * (4 if on_host else 1)),
-            update=self.update,
+        on_host = prepare_on_host(config, chosen) is not None
+        inputs = float(batches * images * size * size * 3 * (4 if on_host else 1))
+        if world.pipeline == 1:
+            return peak(activations, self.sizes[0], copies, inputs=inputs, update=self.update)
+        # All microbatches are there from the beginning, those of the moment apart.
+        inputs += accumulation * activations.input
+        order = self.order(accumulation)
+        return max(
+            pipelined_peak(
+                {index: activations.stage(own) for index, own in stages.items()},
+                order[rank],
+                self.sizes[rank],
+                copies,
+                inputs=inputs,
+                update=self.update,
+            )
+            for rank, stages in enumerate(self.stages(len(activations.blocks)))
         )
 
     def activations(self, images: int, size: int, *, gradients_exist: bool) -> Activations:
@@ -156,16 +227,30 @@ class MemoryPlan:
             mixes = config.augment.mixes
             return of_logits(logits_BK, Targets(labels_B, labels_B if mixes else None, 0.5 if mixes else 1.0))
 
-        activations = measure(
-            network,
-            whole_loss,
-            images=lambda: torch.empty(
-                (images, 3, size, size), dtype=dtype, memory_format=formats[chosen.memory_format]
-            ),
-            autocast=autocast(config, _CPU),
-            gradients_exist=gradients_exist,
-        )
-        return activations.offloaded() if offloads and self.device.type != "cpu" else activations
+        with self._divided(network, "tensor", "expert"):
+            activations = measure(
+                network,
+                whole_loss,
+                images=lambda: torch.empty(
+                    (images, 3, size, size), dtype=dtype, memory_format=formats[chosen.memory_format]
+                ),
+                autocast=autocast(config, _CPU),
+                gradients_exist=gradients_exist,
+            )
+        return activations.offloaded() if offloads and self.world.device.type != "cpu" else activations
+
+    @contextmanager
+    def _divided(self, network: Network, *names: str) -> Iterator[None]:
+        """This rank's part of a network, in place, for as long as the context."""
+        parallel, world = self.config.parallel, self.world
+        with ExitStack() as meshes:
+            if "tensor" in names and world.tensor > 1:
+                mesh = meshes.enter_context(group("tensor", world.tensor, world.mesh))
+                divide([unit for _, unit in network.units()], network.divisions(), mesh)
+            if "expert" in names and parallel.expert_degree > 1:
+                mesh = meshes.enter_context(group("expert", parallel.expert_degree, world.experts))
+                divide_experts(network, mesh, compute_dtype(self.config))
+            yield
 
     def _network(self) -> Network:
         # Building may seed torch's generator.
@@ -191,18 +276,24 @@ class MemoryPlan:
         if STRATEGIES[strategy].shards == "nothing":
             return 1
         if not STRATEGIES[strategy].has_groups:
-            return self.ranks
-        settings, here = self.config.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", str(self.ranks)))
+            return self.world.data_size
+        settings, world = self.config.parallel, self.world
+        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(world.stage_size))) // world.tensor, 1)
         return degrees(
-            self.ranks, shard=settings.shard_degree, replicate=settings.replicate_degree, ranks_per_node=here
+            world.data_size, shard=settings.shard_degree, replicate=settings.replicate_degree, ranks_per_node=here
         )[1]
 
     def parts(self) -> list[int]:
-        """The numbers of microbatches that leave each the images that mixing needs, from the most to the fewest."""
-        augment = self.config.augment
+        """The numbers of microbatches that leave each the images that mixing needs, from the most to the fewest.
+
+        Stages of a pipeline take turns with four each, or with as many as there can be.
+        """
+        augment, stages = self.config.augment, self.world.pipeline
         least = 2 if augment.mixes else 1
         pairs = 2 if augment.mixes and augment.mix_mode == "pair" else 1
-        return [self.per_rank // n for n in divisors(self.per_rank) if n >= least and n % pairs == 0]
+        found = [self.per_rank // n for n in divisors(self.per_rank) if n >= least and n % pairs == 0]
+        found = [parts for parts in found if parts % stages == 0]
+        return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 
     def fitting(self, memory: float) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
@@ -214,19 +305,41 @@ class MemoryPlan:
     def elsewhere(self, memory: float) -> str:
         """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
         config, whole = self.config, level(self.config)
-        can_shard = config.optim.shardable and (whole.weights == "float32" or whole.masters == "kept")
+        can_shard = (
+            self.world.size == self.world.data_size
+            and config.optim.shardable
+            and (whole.weights == "float32" or whole.masters == "kept")
+        )
         for ranks in _RANKS if can_shard else ():
-            if ranks < self.ranks or config.data.global_batch_size % ranks:
+            if ranks < self.world.size or config.data.global_batch_size % ranks:
                 continue
-            sharded = replace(self, config=config.with_values(parallel={"name": "fsdp"}), ranks=ranks)
+            sharded = MemoryPlan.imagined(
+                config.with_values(parallel={"name": "fsdp"}), self.world.device, ranks, self.classes
+            )
             if sharded.fitting(memory) is not None:
                 return f"fits with parallel=fsdp on {ranks}"
         recomputing = replace(self, config=config.with_values(speed={"recompute": "full", **_ONLY_RECOMPUTED}))
         return "fits with speed.recompute=full" if recomputing.fitting(memory) is not None else ""
 
 
-# Peaks of this process's plans: a plan is asked again for the start table.
+@contextmanager
+def group(name: str, ranks: int, mesh: DeviceMesh | None) -> Iterator[DeviceMesh]:
+    """A mesh of one dimension on the CPU, for fake tensors: over an existing one's ranks, or over imagined ones."""
+    if mesh is not None:
+        # Nothing is exchanged: fake tensors only take note of it.
+        yield DeviceMesh.from_group(mesh.get_group(name), "cpu", mesh_dim_names=(name,))
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+    finally:
+        dist.destroy_process_group()
+
+
+# Of this process's plans: one is asked again for the start table, and a search compares hundreds.
 _peaks: dict[tuple[object, int], float] = {}
+_orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
+_sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
 _NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule"}
 
 
@@ -253,9 +366,16 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
     """
     if config.optim.accumulation_steps != AUTO:
         return config
-    memory, steps = device_memory(config, world), 1
+    memory, made = device_memory(config, world), MemoryPlan(config, world, classes or 1000)
+    steps = 1
+    if world.pipeline > 1:
+        steps = min(made.parts(), default=0)
+        if not steps:
+            raise UserError(
+                f"data.global_batch_size: {config.data.global_batch_size} cannot be divided into microbatches for "
+                f"parallel.pipeline_degree={world.pipeline}; use a multiple of {world.data_size * world.pipeline}"
+            )
     if memory is not None:
-        made = MemoryPlan(config, world.device, world.data_size, classes or 1000)
         found = made.fitting(memory)
         if found is None:
             way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
@@ -277,7 +397,7 @@ def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | No
     parts = config.optim.microbatches
     while memory is not None and batch % (2 * world.data_size * parts) == 0:
         tried = config.with_values(data={"global_batch_size": batch})
-        if MemoryPlan(tried, world.device, world.data_size, classes or 1000).peak(parts) <= USABLE * memory:
+        if MemoryPlan(tried, world, classes or 1000).peak(parts) <= USABLE * memory:
             break
         batch //= 2
     return batch

@@ -48,7 +48,7 @@ class Report:
                 "images/s (90%)": f"{speed:,.0f} ({speed / high:,.0f}-{speed / low:,.0f})",
                 "hours": f"{self.hours(each):.3g}",
                 "of peak": f"{each.share_of_peak:.1%}",
-                "waits": f"{each.exchange / each.step:.1%}",
+                "waits": f"{(each.exchange + each.bubble) / each.step:.1%}",
             }
             if cost is not None:
                 cells["cost"] = f"{cost:,.0f}"
@@ -83,7 +83,7 @@ class Report:
                 "images_per_second": each.images_per_second,
                 "images_per_second_interval": [each.images_per_second / high, each.images_per_second / low],
                 "step_seconds": each.step,
-                "seconds": {name: getattr(each, name) for name in ("compute", "update", "exchange")},
+                "seconds": {name: getattr(each, name) for name in ("compute", "bubble", "update", "exchange")},
                 "share_of_peak": each.share_of_peak,
                 "hours": self.hours(each),
                 "cost": self.cost(each),

@@ -5,6 +5,7 @@ Networks run on fake tensors only, once for each way of recomputing, with two nu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,12 +17,12 @@ from torch import nn
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.parallel.pipeline import ScheduleName, bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster
-from pycls_fast.plan.memory import peak, state
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.time import Kernels
-from pycls_fast.plan.work import CountWork
+from pycls_fast.plan.work import EXCHANGES, CountWork
 from pycls_fast.values import AUTO
 
 # Images of the two measurements.
@@ -30,15 +31,24 @@ _FEW, _MANY = 8, 64
 _OVERLAP = 0.92
 # DDP's default; the last one of a step is never hidden.
 _BUCKET = 25 * 2**20
+_DEGREES = (1, 2, 4, 8)
+# Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
+_MOST = 8
+# gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
+_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b", "zbv")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a step: replicate x shard x tensor of them, in this order from far to near."""
+    """How ranks share a step: pipeline x replicate x shard x tensor of them, in this order from far to near; of the
+    shards, `expert` neighbours divide the experts."""
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    schedule: ScheduleName = "1f1b"
     accumulation: int = 1
     recompute: str = "off"
     precision: str = "amp_bf16"
@@ -49,6 +59,11 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def is_divided(self) -> bool:
+        """Whether no rank computes the whole network."""
+        return self.tensor > 1 or self.expert > 1 or self.pipeline > 1
+
+    @property
     def values(self) -> dict[str, dict[str, object]]:
         """The settings of the run."""
         parallel: dict[str, object] = {"name": "auto"}
@@ -56,8 +71,11 @@ class Layout:
             parallel = {"name": "fsdp"}
             if self.replicate > 1:
                 parallel = {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
-        if self.tensor > 1:
-            parallel["tensor_degree"] = self.tensor
+        for name in ("tensor", "expert", "pipeline"):
+            if getattr(self, name) > 1:
+                parallel[f"{name}_degree"] = getattr(self, name)
+        if self.pipeline > 1:
+            parallel["pipeline_schedule"] = self.schedule
         return {
             "parallel": parallel,
             "optim": {"accumulation_steps": self.accumulation},
@@ -75,8 +93,9 @@ class Layout:
         ]
 
     def __str__(self) -> str:
-        degrees = {name: getattr(self, name) for name in ("replicate", "shard", "tensor")}
-        return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
+        degrees = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor", "expert")}
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
+        return text if self.pipeline == 1 else f"{text} ({self.schedule})"
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,7 @@ class Outcome:
     Attributes:
         memory: peak bytes of a rank; `state`: weights, gradients, optimizer state and averages among them.
         compute, update, exchange: seconds of a step: kernels of the passes, the optimizer, visible exchanges.
+        bubble: seconds in which a stage waits for others.
         step: their sum, with the jitter of many nodes, or longer if images come later.
         images: of a step, on all ranks.
         flops: of a step on all ranks, without recomputation; peak_flops: a second's most.
@@ -98,6 +118,7 @@ class Outcome:
     compute: float
     update: float
     exchange: float
+    bubble: float
     step: float
     images: int
     flops: float
@@ -121,6 +142,7 @@ class Outcome:
             return "does not fit"
         costs = {
             "exchange": self.exchange - best.exchange,
+            "bubble": self.bubble - best.bubble,
             "optimizer": self.update - best.update,
             "recomputation" if self.layout.recompute != best.layout.recompute else "smaller kernels": self.compute
             - best.compute,
@@ -139,8 +161,18 @@ class _Traced:
     def tables(self) -> tuple[Kernels, Kernels, Kernels, Kernels]:
         """Kernels of the blocks forwards and backwards, and of all else forwards and backwards."""
         found = self.activations
-        blocks = [Kernels.of([work for block in found.blocks for work in block.kernels[at]]) for at in (0, 1)]
-        return blocks[0], blocks[1], Kernels.of(found.around[0]), Kernels.of(found.around[1])
+        blocks = [[work for block in found.blocks for work in block.kernels[at]] for at in (0, 1)]
+        forward, backward, *ends = (
+            Kernels.of([work for work in works if work.kind not in EXCHANGES]) for works in (*blocks, *found.around)
+        )
+        return forward, backward, ends[0], ends[1]
+
+    @cached_property
+    def exchanges(self) -> list[list[tuple[str, float]]]:
+        """What each block, and at last what is around them, exchanges in both passes: collectives and their bytes."""
+        passes = [*(block.kernels for block in self.activations.blocks), self.activations.around]
+        blocks = [[*forward, *backward] for forward, backward in passes]
+        return [[(work.kind, work.bytes) for work in works if work.kind in EXCHANGES] for works in blocks]
 
 
 class Search:
@@ -163,36 +195,52 @@ class Search:
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name
         self.one = self._plan(Layout(precision=self.precision))
-        self._known: dict[tuple[str, str, int], _Traced] = {}
+        self._known: dict[tuple[object, ...], _Traced] = {}
 
     def layouts(self) -> Iterator[Layout]:
         """All that the configuration and the code allow, whether they fit or not."""
-        ranks, per_node = self.cluster.ranks, self.cluster.per_node
-        heads = getattr(self.config.model, "heads", 1)
         blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
-        for tensor in (1, 2, 4, 8):
-            if heads % tensor or ranks % tensor or tensor > per_node:
+        # What the run itself lacks, such as data, refuses no layout.
+        known = set(problems(self.config, Purpose()))
+        for layout in self._degrees(len(blocks)):
+            if layout.is_divided and set(problems(self.config.with_values(**layout.values), Purpose())) - known:
                 continue
-            data = ranks // tensor
+            for parts, recompute in product(self._plan(layout).parts(), ("off", "full") if blocks else ("off",)):
+                if layout.pipeline > 1 and parts > _MOST * layout.pipeline:
+                    continue
+                if not (layout.schedule == "zbv" and recompute != "off"):
+                    yield replace(layout, accumulation=parts, recompute=recompute)
+
+    def _degrees(self, blocks: int) -> Iterator[Layout]:
+        """How ranks can be divided, with as many microbatches as stages."""
+        ranks, per_node, model = self.cluster.ranks, self.cluster.per_node, self.config.model
+        heads, experts = getattr(model, "heads", 1), getattr(model, "experts", 0)
+        stages: list[tuple[int, ScheduleName]] = [(1, "1f1b"), *product(_DEGREES[1:], _SCHEDULES)]
+        for tensor, (pipeline, schedule), expert in product(_DEGREES, stages, _DEGREES):
+            together = tensor * pipeline
+            if ranks % together or heads % tensor or tensor > per_node or len(owners(schedule, pipeline)) > blocks:
+                continue
+            data = ranks // together
             shards = {1, data, max(per_node // tensor, 1)} if self.config.optim.shardable else {1}
             if tensor > 1:
                 # Such copies are FSDP's.
                 shards -= {1} - {data}
             for shard in sorted(shard for shard in shards if data % shard == 0):
-                layout = Layout(data // shard, shard, tensor, precision=self.precision)
-                refused = tensor > 1 and any(problems(self.config.with_values(**layout.values), Purpose()))
-                if self.batch % data or refused:
+                if self.batch % (data * pipeline) or (
+                    expert > 1 and (shard % expert or experts % expert or not experts)
+                ):
                     continue
-                for parts, recompute in product(self._plan(layout).parts(), ("off", "full") if blocks else ("off",)):
-                    yield replace(layout, accumulation=parts, recompute=recompute)
+                yield Layout(
+                    data // shard, shard, tensor, expert, pipeline, schedule,
+                    accumulation=pipeline, precision=self.precision,
+                )  # fmt: skip
 
     def _plan(self, layout: Layout) -> MemoryPlan:
-        # Whole blocks are measured, and divided by `outcome`.
-        config = self.config.with_values(**replace(layout, tensor=1).values)
-        return MemoryPlan(config, self.device, layout.data, self.classes)
+        config, ranks = self.config.with_values(**layout.values), layout.data * layout.tensor * layout.pipeline
+        return MemoryPlan.imagined(config, self.device, ranks, self.classes)
 
     def _trace(self, layout: Layout, images: int) -> _Traced:
-        key = (layout.recompute, layout.precision, images)
+        key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
         if key not in self._known:
             # With gradients that exist a rank needs less, at most by those of one block.
             found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
@@ -222,57 +270,105 @@ class Search:
         activations = few.activations.between(many.activations, share)
         tables = [one.between(other, share) for one, other in zip(few.tables, many.tables, strict=True)]
         compiled = plan.switches.compile != "off"
-        divided = [table.divided(layout.tensor) for table in tables[:2]] + tables[2:]
         # Ranks of a CPU compute with one core each, or share it.
         late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
-        forward, backward, *ends = (late * device.seconds(table, compiled=compiled) for table in divided)
-        compute = parts * (forward + backward + sum(ends))
-        owned = 4.0 * self.one.sizes.trained / (layout.shard * layout.tensor)
+        forward, backward, *ends = (late * device.seconds(table, compiled=compiled) for table in tables)
+        stages = max(plan.stages(len(activations.blocks)), key=lambda stages: sum(map(len, stages.values())))
+        own = sum(map(len, stages.values())) / max(len(activations.blocks), 1)
+        compute = parts * (own * (forward + backward) + sum(ends))
+        waits = 0.0
+        if layout.pipeline > 1:
+            waits = compute * bubble(plan.order(parts), len(owners(layout.schedule, layout.pipeline)))
+        owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = self.exchange(layout, activations, forward, backward)
-        step = (compute + update + exchange) / cluster.efficiency()
+        exchange = self.exchange(layout, images, own * forward, own * backward)
+        step = (compute + waits + update + exchange) / cluster.efficiency()
         loader = None
         if self.config.data.source != "synthetic":
             loader = cluster.cores * cluster.ranks / cluster.per_node * device.images_per_core
             step = max(step, self.batch / loader)
-        memory, held = self.memory(layout, activations)
+        memory, held = plan.peak_with(activations, parts), plan.state(parts)
         itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
-        plain = self._trace(replace(layout, recompute="off"), _FEW)
+        plain = self._trace(Layout(precision=layout.precision), _FEW)
         flops = sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
-            layout, memory, held, compute, update, exchange, step, self.batch, flops,
+            layout, memory, held, compute, update, exchange, waits, step, self.batch, flops,
             device.flops[itemsize] * cluster.ranks, loader, memory <= USABLE * device.memory,
         )  # fmt: skip
 
-    def memory(self, layout: Layout, activations: Activations) -> tuple[float, float]:
-        """Peak bytes of a rank, and those of weights, gradients and state."""
-        plan = self._plan(layout)
-        copies, images = plan.copies(layout.accumulation), self.batch // (layout.data * layout.accumulation)
-        # Two more batches are on their way to a GPU, in bytes; see `MemoryPlan`.
-        waiting = (3.0 if plan.switches.input_copy == "prefetch" else 1.0) * images * self.image_size**2 * 3
-        whole = peak(activations, self.one.sizes, copies, inputs=waiting, update=self.one.update)
-        return whole / layout.tensor, state(self.one.sizes, copies).updating / layout.tensor
-
     def exchanged(self, layout: Layout) -> dict[str, float]:
-        """Bytes of a step's exchanges of weights and gradients, whole ones, by the collective's name."""
-        copies, sizes, parts = self._plan(layout).copies(layout.accumulation), self.one.sizes, layout.accumulation
-        trained, found = sizes.trained / layout.tensor, {}
+        """Bytes that the first rank exchanges in a step, whole ones, by the collective's name."""
+        images = self.batch // (layout.data * layout.accumulation)
+        found = defaultdict(float, self._weights(layout))
+        for kind, size in self._features(layout, images):
+            found[kind] += layout.accumulation * size
+        return dict(found)
+
+    def _weights(self, layout: Layout) -> dict[str, float]:
+        """Bytes of weights and gradients among them."""
+        plan, parts = self._plan(layout), layout.accumulation
+        copies, blocks = plan.copies(parts), self._trace(layout, _FEW).activations.blocks
+        before, units, after = plan.unit_sizes
+        ends = [before, after] if layout.pipeline == 1 or layout.schedule == "zbv" else [before]
+        # A rank's experts: `units` have all of them.
+        experts = [
+            (unit.parameters - block.parameters) // max(layout.expert - 1, 1)
+            for unit, block in zip(units, blocks, strict=True)
+        ]
+        found: dict[str, float] = {}
         if layout.shard > 1:
-            blocks = sum(block.parameters for block in self._trace(layout, _FEW).activations.blocks)
-            # What surrounds the blocks is kept from its forward to its backward pass.
-            gathers = sizes.parameters - blocks + blocks * (2 if copies.reshard_after_forward else 1)
-            found["all_gather"] = copies.compute_bytes * gathers * parts / layout.tensor
-            found["reduce_scatter"] = 4.0 * trained * parts
+            # The last block of a stage, and what surrounds blocks, stay from the forward to the backward pass.
+            once, again, gradients = sum(end.parameters for end in ends), 0, sum(end.trained for end in ends)
+            for own in plan.stages(len(blocks))[0].values():
+                for index in own:
+                    rest = blocks[index].parameters - experts[index]
+                    apart = experts[index] * (layout.shard > layout.expert)
+                    once += rest + apart
+                    again += rest * (copies.reshard_after_forward and index != own[-1]) + apart
+                    gradients += blocks[index].trained - experts[index] + apart
+            gathers = parts * (once + again)
+            if layout.pipeline > 1:
+                # Gathered blocks stay from backward pass to backward pass, and a forward pass between them frees them.
+                gathers = once + parts * again
+            found["all_gather"] = float(copies.compute_bytes * gathers)
+            found["reduce_scatter"] = 4.0 * gradients * (parts if layout.pipeline == 1 else 1)
         if layout.replicate > 1:
-            own = copies.compute_bytes if copies.has_buckets else 4
-            found["all_reduce"] = own * trained / layout.shard * (parts if layout.shard > 1 else 1)
+            itemsize = copies.compute_bytes if copies.has_buckets else 4
+            found["all_reduce"] = itemsize * plan.sizes[0].trained / layout.shard
         return found
 
-    def exchange(self, layout: Layout, activations: Activations, forward: float, backward: float) -> float:
-        """Seconds of exchanges that no arithmetic hides, of a step."""
+    def _features(self, layout: Layout, images: int) -> list[tuple[str, float]]:
+        """A microbatch's other exchanges of the first rank: those within blocks, and between stages."""
+        few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
+        share = (images - _FEW) / (_MANY - _FEW)
+        blocks = few.activations.between(many.activations, share).blocks
+        stages, count = self._plan(layout).stages(len(blocks))[0], len(owners(layout.schedule, layout.pipeline))
+        # The last place of `exchanges` is around blocks: each stage divides features and puts them together.
+        found = [
+            (kind, least + share * (most - least))
+            for own in stages.values()
+            for index in (*own, -1)
+            for (kind, least), (_, most) in zip(few.exchanges[index], many.exchanges[index], strict=True)
+        ]
+        # Features to the stage after, gradients to the one before.
+        found += [
+            ("send", float(blocks[0].output * layout.tensor))
+            for index in stages
+            for end in (0, count - 1)
+            if index != end
+        ]
+        return found
+
+    def exchange(self, layout: Layout, images: int, forward: float, backward: float) -> float:
+        """Seconds of exchanges that no arithmetic hides, of a step.
+
+        Args:
+            images: of a microbatch.
+            forward, backward: seconds of its passes through the blocks of a rank.
+        """
         cluster, parts, near = self.cluster, layout.accumulation, layout.tensor
-        found, blocks = self.exchanged(layout), activations.blocks
-        count, exposed = max(len(blocks), 1), 0.0
+        found, blocks = self._weights(layout), self._trace(layout, _FEW).activations.blocks
+        count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
             passes = 2 if self.config.parallel.reshard_after_forward else 1
@@ -287,10 +383,18 @@ class Search:
         elif layout.replicate > 1:
             whole = cluster.reduce(found["all_reduce"], layout.replicate, apart=near)
             last = cluster.reduce(min(_BUCKET, found["all_reduce"]), layout.replicate, apart=near)
-            exposed += max(last, whole - _OVERLAP * backward)
-        if layout.tensor > 1:
-            # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
-            exposed += parts * 8 * count * cluster.gather(blocks[0].output, layout.tensor)
+            # A pipeline averages gradients when all are there.
+            exposed += whole if layout.pipeline > 1 else max(last, whole - _OVERLAP * backward)
+        for kind, size in self._features(layout, images):
+            if kind == "send":
+                exposed += parts * cluster.send(size, apart=cluster.ranks // layout.pipeline)
+            elif layout.expert > 1:
+                # An all-to-all, for which gloo gathers.
+                local = size / layout.expert if kind == "all_gather" else size
+                exposed += parts * cluster.gather(local, layout.expert)
+            else:
+                # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
+                exposed += parts * cluster.gather(size, layout.tensor) * (2 if kind == "all_reduce" else 1)
         return exposed
 
     def outcomes(self) -> list[Outcome]:

@@ -47,17 +47,6 @@ class Kernels:
         """The same kernels for another number of images: each number is affine in it; 0 is these, 1 the other ones."""
         return replace(self, numbers=self.numbers + share * (other.numbers - self.numbers))
 
-    def divided(self, parts: int) -> Kernels:
-        """A rank's share of the kernels of a block whose heads and channels are divided (tensor parallelism)."""
-        numbers = self.numbers / np.array([parts, 1, 1, 1, 1])[:, None]
-        # Of a product the wider side, of the heads their number.
-        is_many = numbers[1] >= parts
-        numbers[1] = np.where(is_many, numbers[1] / parts, numbers[1])
-        for row, other in ((3, 4), (4, 3)):
-            is_wider = ~is_many & (self.numbers[row] >= self.numbers[other] + (row == 4))
-            numbers[row] = np.where(is_wider, numbers[row] / parts, numbers[row])
-        return replace(self, numbers=numbers)
-
     @property
     def flops(self) -> float:
         """Floating-point operations of all products, 2 for a multiply-add."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,8 +19,8 @@ class Work:
 
     Attributes:
         kind: "product", "convolution", "grouped" (a convolution with few channels in each group), "depthwise",
-            "attention", or "pass": limited by memory.
-        bytes: read and written.
+            "attention", or "pass": limited by memory; or one of `EXCHANGES` between ranks.
+        bytes: read and written, or what is exchanged: the whole of which ranks have parts.
         count: products of one shape that the kernel computes: heads, groups, samples.
         m, n, k: rows, columns and the summed dimension; a convolution's as the product of its patches. 0 for a pass.
         itemsize: bytes of an element of its first input.
@@ -52,12 +53,34 @@ class CountWork(TorchDispatchMode):
         return tuple(found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            # It comes again, with the local parts.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":
+        name = func._overloadpacket.__name__
+        if func.namespace == "aten" or name in _EXCHANGES:
             inputs = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
             outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self.found += _work(func, args, inputs, outputs)
+            if name in _EXCHANGES:
+                whole = max(map(_nbytes, (*inputs, *outputs)))
+                self.found.append(Work(_EXCHANGES[name], float(whole), itemsize=inputs[0].itemsize))
+            else:
+                self.found += _work(func, args, inputs, outputs)
         return out
+
+
+# Collectives of torch.distributed and of DTensor.
+_EXCHANGES = {
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "shard_dim_alltoall": "all_to_all",
+    "send": "send",
+}
+EXCHANGES = frozenset(_EXCHANGES.values())
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -12,7 +12,6 @@ import torch
 from pycls_fast import build, plan
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.optim.weights import local
 from pycls_fast.parallel import World
 from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
@@ -202,10 +201,7 @@ def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
 def _memory(run: Run) -> str:
     """What a rank's device has to hold, by the memory plan."""
     steps = run.config.optim.microbatches
-    if run.world.size > run.world.data_size or run.world.experts is not None:
-        weights = sum(local(parameter).nbytes for parameter in run.parts.network.parameters())
-        return f"{human(weights, 'B')} for weights here; the rest is not planned for divided models"
-    made = plan.MemoryPlan(run.config, run.world.device, run.world.data_size, len(run.classes))
+    made = plan.MemoryPlan(run.config, run.world, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
     memory = plan.device_memory(run.config, run.world)
     if memory is None:

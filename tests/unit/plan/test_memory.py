@@ -35,7 +35,7 @@ RESNET = ("resnet_digits", "data.image_size=32", *COMMON)
 
 def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) -> RunConfig:
     """A configuration with so many images in a rank's microbatch."""
-    parts = 2 if "optim.accumulation_steps=2" in overrides else 1
+    parts = next((int(each[-1]) for each in overrides if each.startswith("optim.accumulation_steps=")), 1)
     batch = f"data.global_batch_size={images * ranks * parts}"
     return load_config(base[0], [*base[1:], f"optim.accumulation_steps={parts}", batch, *overrides])
 
@@ -43,15 +43,16 @@ def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) 
 def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
     """The step of a rank, and its batch."""
     switches = build.switches(config, CPU)
-    network = build.model(config, 10, switches, empty=build.is_sharded(config, world))
-    network = place_model(network, world, memory_format=switches.memory_format)
+    sharded = build.is_sharded(config, world)
+    network = build.model(config, 10, switches, empty=sharded and world.pipeline == 1)
+    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     batch = synthetic_batch(images, config.data.image_size, 10, erase_probability=0.0, seed=0, device=CPU)
     return make_step(config, network, world, switches, steps_per_epoch=4), batch
 
 
 def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: int = 8, within: float = 0.05) -> None:
     """The peak over whole steps is the plan's."""
-    config = configured(base, images, world.size, *overrides)
+    config = configured(base, images, world.data_size, *overrides)
     metrics = TrainMetrics(CPU)
     with LiveMemory() as memory:
         step, batch = stepping(config, world, images)
@@ -59,7 +60,7 @@ def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: in
         for index in range(2):
             memory.peak = memory.live
             step(index, [batch] * config.optim.microbatches, metrics)
-    made = plan.MemoryPlan(config, CPU, world.size, 10)
+    made = plan.MemoryPlan(config, world, 10)
     assert made.peak(config.optim.microbatches) == pytest.approx(memory.peak, rel=within)
 
 
@@ -82,7 +83,7 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
     with tracker:
         step(1, [batch], metrics)
     counted = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert plan.MemoryPlan(config, CPU, 1, 10).peak(1) == pytest.approx(counted, rel=0.05)
+    assert plan.MemoryPlan(config, ALONE, 10).peak(1) == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,15 @@ def test_a_rank_of_fsdp_holds_what_the_plan_says(
     assert_held(eight, base, *overrides, images=16, within=0.1)
 
 
+def test_a_rank_that_computes_half_of_each_block(eight: World) -> None:
+    # A process has these meshes once: DTensor remembers them. Pipelines need ranks that answer: test_plan_ranks.py.
+    mesh = make_mesh("cpu", None, 4, datetime.timedelta(seconds=60), tensor=2)
+    world = World(rank=0, size=8, device=CPU, mesh=mesh, tensor=2)
+    for recompute in ("off", "full"):
+        keys = ("parallel=fsdp", "parallel.tensor_degree=2", f"speed.recompute={recompute}")
+        assert_held(world, VIT, *keys, images=16, within=0.05)
+
+
 def test_the_state_of_each_strategy() -> None:
     def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> plan.State:
         return plan.state(plan.Sizes(1000, trained, 100), plan.Copies(strategy, degree, 2, **keys))
@@ -190,7 +200,7 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
     assert resolved().optim.accumulation_steps == 1
     config = resolved("runtime.device_memory=1GB")
     assert config.optim.accumulation_steps == 1
-    made = plan.MemoryPlan(config, CPU, 1, 10)
+    made = plan.MemoryPlan(config, ALONE, 10)
     memory = made.peak(8) / 0.92
     config = resolved(f"runtime.device_memory={memory / 1e6 + 0.01}MB")
     assert config.optim.accumulation_steps == 8
@@ -204,7 +214,7 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
 def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given() -> None:
     full = resolved("data.global_batch_size=auto", "optim.accumulation_steps=1")
     assert full.data.global_batch_size == 64
-    memory = plan.MemoryPlan(full, CPU, 1, 10).peak(1) / 2
+    memory = plan.MemoryPlan(full, ALONE, 10).peak(1) / 2
     config = resolved(
         "data.global_batch_size=auto", "optim.accumulation_steps=1", f"runtime.device_memory={memory / 1e6}MB"
     )
@@ -219,14 +229,27 @@ def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
 def test_mixing_gets_two_images() -> None:
     mixes = ("augment.mixup_alpha=0.8", "augment.mix_mode=pair", "data.global_batch_size=12")
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
-    assert plan.MemoryPlan(config, CPU, 1, 10).parts() == [6, 3, 2, 1]
+    assert plan.MemoryPlan(config, ALONE, 10).parts() == [6, 3, 2, 1]
+
+
+def test_stages_take_turns_with_four_microbatches_each() -> None:
+    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "parallel.pipeline_degree=2", "augment=none"])
+
+    def chosen(batch: int, ranks: int = 4) -> RunConfig:
+        world = World(rank=0, size=ranks, device=CPU, pipeline=2)
+        return plan.resolve_auto(config.with_values(data={"global_batch_size": batch}), 1_000, world, classes=10)
+
+    assert chosen(64).optim.accumulation_steps == 8
+    assert chosen(12).optim.accumulation_steps == 6
+    with pytest.raises(UserError, match=r"^data.global_batch_size: 6 cannot be divided .*; use a multiple of 4"):
+        chosen(6)
 
 
 def test_the_time_does_not_grow_with_the_depth() -> None:
     counts = []
     for depth in (2, 12):
         config = configured(VIT, 4, 1, f"model.depth={depth}", "model.drop_path=0.1")
-        made = plan.MemoryPlan(config, CPU, 1, 10)
+        made = plan.MemoryPlan(config, ALONE, 10)
         activations = made.activations(4, 64, gradients_exist=False)
         assert len(activations.blocks) == depth
         # The first block drops nothing.
@@ -243,7 +266,7 @@ def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
         for index in range(3):
             with memory.counting(step.held):
                 step(index, [batch], metrics)
-        assert memory.bytes() == pytest.approx(plan.MemoryPlan(config, CPU, 1, 10).peak(1), rel=0.05)
+        assert memory.bytes() == pytest.approx(plan.MemoryPlan(config, ALONE, 10).peak(1), rel=0.05)
         peaks.append(memory.bytes())
     assert peaks[1] < 0.7 * peaks[0]
     assert StepMemory(ALONE, compiled=True).counted is None

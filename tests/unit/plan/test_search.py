@@ -35,15 +35,20 @@ def search() -> Search:
 )
 def test_memory_is_the_memory_plan_of_that_run(search: Search, layout: Layout) -> None:
     config = search.config.with_values(**layout.values)
-    whole = plan.MemoryPlan(config, torch.device("cuda"), 16, 10).peak(layout.accumulation)
+    whole = plan.MemoryPlan.imagined(config, torch.device("cuda"), 16, 10).peak(layout.accumulation)
     assert search.outcome(layout).memory == pytest.approx(whole, rel=0.05)
 
 
 def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     found = list(search.layouts())
-    assert {each.replicate * each.shard * each.tensor for each in found} == {16}
-    assert {each.shard for each in found if each.tensor == 1} == {1, 8, 16}
+    assert {each.replicate * each.shard * each.tensor * each.pipeline for each in found} == {16}
+    assert {each.shard for each in found if not each.is_divided} == {1, 8, 16}
     assert {each.tensor for each in found} == {1, 2, 4}
+    # Four blocks.
+    assert {(each.pipeline, each.schedule) for each in found if each.pipeline > 1} == {
+        (2, "1f1b"), (4, "1f1b"), (2, "interleaved_1f1b"), (2, "zbv"),
+    }  # fmt: skip
+    assert {each.expert for each in found} == {1}
     assert {each.accumulation for each in found if each.shard == 16} == {1, 2, 4}
 
 
@@ -58,7 +63,8 @@ def test_more_of_anything_that_is_waited_for_takes_longer(search: Search) -> Non
 
 
 def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(search: Search) -> None:
-    weights = search.one.sizes.trained
+    (sizes,) = search.one.sizes
+    weights = sizes.trained
     assert search.exchanged(Layout(16)) == {"all_reduce": 4.0 * weights}
     found = search.exchanged(Layout(2, 8))
     assert found["reduce_scatter"] == 4.0 * weights

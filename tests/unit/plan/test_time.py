@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast import plan
 from pycls_fast.config import load_config
+from pycls_fast.parallel import ALONE
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 
@@ -21,7 +22,7 @@ DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units
 def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
     """FLOPs of the forward and of the backward pass of a configuration."""
     config = load_config("vit_digits", ["data=synthetic", "precision=fp32", *overrides])
-    made = plan.MemoryPlan(config, CPU, 1, 10)
+    made = plan.MemoryPlan(config, ALONE, 10)
     found = made.activations(images, config.data.image_size, gradients_exist=False)
     forward, backward = (
         [*found.around[at], *(work for block in found.blocks for work in block.kernels[at])] for at in (0, 1)
