@@ -83,7 +83,7 @@ class Sizes:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Sizes:
-        """Of parameters and buffers, this rank's parts of them, as one unit."""
+        """The sizes of parameters and buffers, this rank's parts of them, as one unit."""
         own = [(local(tensor), isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors]
         trained = [part.numel() for part, _, is_trained in own if is_trained]
         total = sum(part.numel() for part, is_parameter, _ in own if is_parameter)
@@ -92,7 +92,7 @@ class Sizes:
 
     @classmethod
     def together(cls, units: Sequence[Sizes], ends: Sequence[Sizes]) -> Sizes:
-        """Of units and what is around them, which is none."""
+        """The sizes of units and of what is around them, which is none."""
         parts = [*units, *ends]
         return cls(
             sum(part.parameters for part in parts),

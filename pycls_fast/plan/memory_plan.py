@@ -87,7 +87,7 @@ class MemoryPlan:
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
-        """Of each rank of a pipeline; without one, of the network."""
+        """Those of each rank of a pipeline; without one, those of the network."""
         before, units, after = self.unit_sizes
         ranks = []
         for stages in self.stages(len(units)):
@@ -98,7 +98,7 @@ class MemoryPlan:
 
     @property
     def unit_sizes(self) -> tuple[Sizes, list[Sizes], Sizes]:
-        """Of what is before the blocks, of each block, and of the rest: this rank's parts of them."""
+        """Those of what is before the blocks, of each block, and of the rest: this rank's parts."""
         config = self.config
         model = (config.model.model_dump_json(), config.data.image_size, self.classes, str(config.optim.trainable))
         key = (*model, self.world.tensor)
