@@ -1,12 +1,11 @@
 """The command `pycls-fast VERB ...`; `python -m pycls_fast VERB ...` and the files of `tools/` are the same."""
 
-import difflib
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from pycls_fast import __version__
-from pycls_fast.errors import DONE, MISTAKE, end_imports_at_ctrl_c
+from pycls_fast.errors import DONE, MISTAKE, did_you_mean, end_imports_at_ctrl_c
 
 if TYPE_CHECKING:
     from pycls_fast.config import Command
@@ -64,7 +63,6 @@ def _first_word() -> str:
             print(f"{each:9} {find_command(each).about.partition(':')[0]}\n          $ pycls-fast {each} {words}")
         print("\npycls-fast VERB --help says more.")
         raise SystemExit(DONE)
-    near = difflib.get_close_matches(word, VERBS, n=1)
-    way_out = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}"
-    print(f"error: {word}: no such verb; {way_out}", file=sys.stderr)
+    way_out = did_you_mean(word, VERBS) or f"; the verbs are {', '.join(VERBS)}"
+    print(f"error: {word}: no such verb{way_out}", file=sys.stderr)
     raise SystemExit(MISTAKE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import re
@@ -115,15 +116,42 @@ def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None
         raise UserError(f"{what} ({reason}){f'; {use}' if use else ''}") from error
 
 
-def one_of(key: str, value: object, allowed: Iterable[object]) -> None:
+_USUAL_WORDS = {"gpu": "cuda", "ce": "cross_entropy", "float32": "fp32"}
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The word that was probably meant: by its usual name, by its parts in a different order, or by spelling."""
+    known = sorted(words)
+    if _USUAL_WORDS.get(word) in known:
+        return _USUAL_WORDS[word]
+    reordered = next((other for other in known if _parts(other) == _parts(word)), None)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return reordered or next(iter(near), None)
+
+
+def _parts(word: str) -> list[str]:
+    return sorted(re.split(r"[_-]", word.lower()))
+
+
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean X?` for the nearest of the words, or "" if none is near."""
+    near = nearest(word, words, cutoff)
+    return f"; did you mean {near}?" if near is not None else ""
+
+
+def one_of(key: str, value: object, allowed: Iterable[object], *, more: str = "") -> None:
     """Check that a value is one of the allowed ones.
+
+    Args:
+        more: what else may be given, for the message.
 
     Raises:
         UserError: it is not.
     """
     names = list(allowed)
     if value not in names:
-        raise UserError(f"{key}: must be one of {', '.join(map(str, names))}; got {value}")
+        shown = first_few(list(map(str, names)), 50)
+        raise UserError(f"{key}: must be one of {shown}{more}; got {value}{did_you_mean(str(value), map(str, names))}")
 
 
 def reporting(action: Callable[[], int]) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, did_you_mean
 
 Units = Sequence[tuple[str, nn.Module]]
 Division = Literal["tokens", "heads", "branch", "outputs", "inputs"]
@@ -145,9 +144,9 @@ def unknown_part(key: str, pattern: str, network: nn.Module, *, what: str, words
         words: what the key takes besides names.
     """
     names = [name for name, _ in network.named_modules() if name]
-    near = difflib.get_close_matches(pattern, [*words, *names], n=1, cutoff=0.5)
+    near = did_you_mean(pattern, [*words, *names], cutoff=0.5)
     top = ", ".join(name for name, _ in network.named_children())
     return UserError(
-        f"{key}: {pattern} names {what}{f'; did you mean {near[0]}?' if near else ''}; use {', '.join(words)}, or "
-        f"names of its parts ({top}), with * for any part of a name"
+        f"{key}: {pattern} names {what}{near}; use {', '.join(words)}, or names of its parts ({top}), with * for any "
+        "part of a name"
     )

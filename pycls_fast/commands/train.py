@@ -41,8 +41,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
     """pack: the filter that scales images down."""
 
     def __call__(self, config: RunConfig) -> int:
-        if self.mode is None:
-            raise UserError("mode: not given; the command is pycls-fast prepare pack|verify|index data.root=PATH")
+        one_of("mode", self.mode, ("pack", "verify", "index"))
         if self.mode == "pack" and self.output is None:
             raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
         from pycls_fast import build

@@ -27,7 +27,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.presets import LADDERS, OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, first_line, refuse, refusing
+from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.precision import LEVELS
 
@@ -296,7 +296,7 @@ def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
     named = options(key, folders)
     if key not in FAMILIES or not named or name in named or not name.isidentifier() or name.lower() in _VALUES:
         return [override]
-    if not set(named) <= FAMILIES[key].choices().keys() and messages.did_you_mean(name, named):
+    if not set(named) <= FAMILIES[key].choices().keys() and did_you_mean(name, named):
         # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
     return [f"~{key}", f"{key}={{{FAMILIES[key].tag}: {name}}}"]

@@ -19,10 +19,10 @@ from pydantic.fields import FieldInfo
 
 from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.messages import USUAL_KEYS, did_you_mean, section_keys
+from pycls_fast.config.messages import USUAL_KEYS, section_keys
 from pycls_fast.config.presets import LADDERS, groups, options
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, one_of, refuse
+from pycls_fast.errors import UserError, did_you_mean, one_of, refuse
 from pycls_fast.values import Wording, WordOr
 
 Key = tuple[str, type[Section]]

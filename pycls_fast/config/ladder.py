@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from pycls_fast import speed
-from pycls_fast.config.messages import did_you_mean
 from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
-from pycls_fast.errors import UserError, refuse, refusing
+from pycls_fast.errors import UserError, did_you_mean, one_of, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_yaml
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
@@ -188,9 +187,5 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
 
 def _find(name: str, folders: Sequence[Path]) -> Path:
     there = {file.stem: file for folder in reversed(folders) for file in sorted((folder / LADDERS).glob("*.yaml"))}
-    if name not in there:
-        raise UserError(
-            f"ladder: there is no {name}{did_you_mean(name, there)}; there are {', '.join(sorted(there))}, or give the "
-            "path of a YAML file"
-        )
+    one_of("ladder", name, sorted(there), more=", or the path of a YAML file")
     return there[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import types
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.keys import shown_path
 from pycls_fast.config.presets import options
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, did_you_mean, nearest
 
 # Raised by composing when a file or an override is wrong.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -49,27 +48,6 @@ USUAL_KEYS = {
     "checkpoint": "weights",
     "output_dir": "run_dir",
 }
-_USUAL_WORDS = {"gpu": "cuda", "ce": "cross_entropy", "float32": "fp32"}
-
-
-def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The word that was probably meant: by its usual name, by its parts in a different order, or by spelling."""
-    known = sorted(words)
-    if _USUAL_WORDS.get(word) in known:
-        return _USUAL_WORDS[word]
-    reordered = next((other for other in known if _parts(other) == _parts(word)), None)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return reordered or next(iter(near), None)
-
-
-def _parts(word: str) -> list[str]:
-    return sorted(re.split(r"[_-]", word.lower()))
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest of the words, or "" if none is near."""
-    near = nearest(word, words)
-    return f"; did you mean {near}?" if near is not None else ""
 
 
 def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
@@ -148,10 +126,8 @@ def _available(group: str, folders: Sequence[Path]) -> list[str]:
 
 def _near(name: str, group: str, folders: Sequence[Path]) -> str:
     available = _available(group, folders)
-    near = nearest(Path(name).stem, available, cutoff=0.5)
-    if near is not None:
-        return f"; did you mean {near}?"
-    return f"; there is {', '.join(available)}" if available else ""
+    there = f"; there is {', '.join(available)}" if available else ""
+    return did_you_mean(Path(name).stem, available, cutoff=0.5) or there
 
 
 def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:

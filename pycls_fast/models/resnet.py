@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError
 from pycls_fast.models.cpu_kernels import CONVOLUTION, ConvolutionName, MaxPool2d
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.network import Network, Units
@@ -211,7 +210,7 @@ class ResNet(Network):
         convolution: kernel of the convolutions, a key of `cpu_kernels.CONVOLUTION`.
 
     Raises:
-        UserError: groups with blocks that have no bottleneck.
+        ValueError: groups with blocks that have no bottleneck.
     """
 
     head_name = "head"
@@ -231,7 +230,7 @@ class ResNet(Network):
     ) -> None:
         super().__init__()
         if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
-            raise UserError(f"groups: depth {depth} has no bottleneck blocks to group or widen; use depth 50 or more")
+            raise ValueError(f"depth {depth} has no bottleneck blocks to group or widen")
         self.zero_init_last_gamma = zero_init_last_gamma
         self.shortcut = shortcut
         block_type, block_counts = LAYOUTS[depth]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.plan.time import Accelerator
 
 _FILE = Path(__file__).with_name("clusters.yaml")
@@ -99,8 +99,8 @@ def cluster(text: str) -> Cluster:
     if not file.is_file():
         raise UserError(f"cluster: {file}: no such file; `pycls-fast plan calibrate` writes one")
     known = constants(file)["clusters"]
-    if found is None or found[2] not in known or found[3] == "0":
-        raise UserError(f"cluster: {text}: no such cluster; use one of {', '.join(known)} with a number: h100x64")
+    one_of("cluster", text if found is None or found[3] == "0" else found[2], known, more=", with a number: h100x64")
+    assert found is not None
     ranks, settings = int(found[3] or 1), known[found[2]]
     if ranks > settings["per_node"] and ranks % settings["per_node"]:
         raise UserError(f"cluster: {text}: nodes have {settings['per_node']} each; use a multiple of it")

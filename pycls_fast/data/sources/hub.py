@@ -12,7 +12,7 @@ import numpy as np
 
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, one_of
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 
@@ -97,8 +97,7 @@ def open_hub(
             other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
             named |= {} if other is None else {SPLIT_OF[other]: other}
         for own, split in named.items():
-            if split not in loaded:
-                raise UserError(f"data.{own}: {name} has no split {split}; it has {first_few(sorted(loaded))}")
+            one_of(f"data.{own}", split, sorted(loaded))
             where = f"{name} ({split})"
             opened[own] = _open_split(where, loaded[split], image_column, label_column, None, is_test=own == "test")
     return opened

@@ -25,7 +25,7 @@ from pycls_fast.data.sources.files import (
     read_class_list,
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
-from pycls_fast.errors import UserError, first_line, refusing
+from pycls_fast.errors import UserError, first_line, one_of, refusing
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
@@ -148,9 +148,8 @@ def _slashed(base: Path, paths: list[str]) -> list[str]:
 
 def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:
     said = [str(value).strip() for value in values]
-    unknown = sorted(set(said) - set(SPLIT_OF))
-    if unknown:
-        raise UserError(f"{path}: the column split says {unknown[0]!r}; it can say {', '.join(SPLIT_OF)}")
+    for value in sorted(set(said)):
+        one_of(f"{path}: the column split", value, SPLIT_OF)
     return np.array([_SPLITS.index(SPLIT_OF[value]) for value in said], dtype=np.uint8)
 
 

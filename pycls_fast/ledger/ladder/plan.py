@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
-from pycls_fast.config.messages import did_you_mean
-from pycls_fast.errors import UserError, refuse
+from pycls_fast.errors import UserError, did_you_mean, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.ladder.processes import ProcessResult
 

@@ -121,7 +121,9 @@ def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> Non
 
 def test_datasets_with_mistakes(tmp_path: Path) -> None:
     root = write_hub(tmp_path / "hub", CONTENT)
-    assert f"data.train: {root} has no split training; it has train" in mistake("hub", root, train="training")
+    assert "data.train: must be one of train, validation; got training; did you mean train?" in mistake(
+        "hub", root, train="training"
+    )
     assert "has no column 'kind'; it has image, label" in mistake("hub", root, label_column="kind")
 
 
