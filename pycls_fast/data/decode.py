@@ -61,30 +61,25 @@ class DamagedImage(Exception):
         self.reason = reason
 
 
-def decode(data: bytes | np.ndarray, *, upright: bool = False) -> Image.Image:
+def decode(data: bytes | np.ndarray | Image.Image, *, upright: bool = False) -> Image.Image:
     """Decode one image to mode "RGB".
 
     Args:
-        data: the encoded file, or an already decoded `uint8` array of shape (height, width, 3), which is never turned.
+        data: the encoded file, what Pillow has opened, or a decoded `uint8` array of shape (height, width, 3), which is
+            never turned.
         upright: turn the image as its EXIF orientation says.
 
     Raises:
-        DamagedImage: the bytes are not a complete, valid image; gives the reason.
+        DamagedImage: not a complete, valid image; gives the reason.
     """
     if isinstance(data, np.ndarray):
         return Image.fromarray(checked_array(data))
-    with _named_damage(data):
-        return _loaded(_open(data), upright=upright)
-
-
-def as_rgb(image: Image.Image, *, upright: bool = False) -> Image.Image:
-    """Convert an image that Pillow has opened or made to mode "RGB", as `decode` does.
-
-    Raises:
-        DamagedImage: its pixels cannot be read.
-    """
-    with _named_damage(b"?"):
-        return _loaded(image, upright=upright)
+    with _named_damage():
+        image = _open(data) if isinstance(data, bytes) else data
+        image.load()
+        converted = _to_rgb(image)
+        turn = _TURNS.get(orientation(image)) if upright else None
+        return converted if turn is None else converted.transpose(turn)
 
 
 def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
@@ -93,7 +88,7 @@ def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
     Raises:
         DamagedImage: see `decode`.
     """
-    with _named_damage(data):
+    with _named_damage():
         image = _open(data)
         image.load()
         return _to_rgb(image), orientation(image)
@@ -109,7 +104,10 @@ def checked_array(image_HWC: np.ndarray) -> np.ndarray:
 def _open(data: bytes) -> Image.Image:
     if not data:
         raise DamagedImage("the file is empty (0 bytes)")
-    image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    except UnidentifiedImageError:
+        raise DamagedImage(_why_unknown(data)) from None
     width, height = image.size
     if width < 1 or height < 1:
         raise DamagedImage(f"the image has no pixels ({width} x {height})")
@@ -118,15 +116,8 @@ def _open(data: bytes) -> Image.Image:
     return image
 
 
-def _loaded(image: Image.Image, *, upright: bool) -> Image.Image:
-    image.load()
-    converted = _to_rgb(image)
-    turn = _TURNS.get(orientation(image)) if upright else None
-    return converted if turn is None else converted.transpose(turn)
-
-
 @contextmanager
-def _named_damage(data: bytes) -> Iterator[None]:
+def _named_damage() -> Iterator[None]:
     """Turn whatever Pillow raises into a `DamagedImage`."""
     # Pillow warns about palettes, tags and sizes; what matters is decided here.
     with warnings.catch_warnings():
@@ -135,8 +126,6 @@ def _named_damage(data: bytes) -> Iterator[None]:
             yield
         except (DamagedImage, MemoryError):
             raise
-        except UnidentifiedImageError:
-            raise DamagedImage(_why_unknown(data)) from None
         except Image.DecompressionBombError as error:
             raise DamagedImage(f"too large to be a photograph (decompression bomb): {error}") from error
         except Exception as error:

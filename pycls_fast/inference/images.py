@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pycls_fast.data.decode import as_rgb
+from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
 from pycls_fast.errors import UserError, refuse
@@ -51,7 +51,7 @@ class GivenImages(Images):
         if isinstance(item, Path):
             return read_bytes(item, IMAGE_BYTES), 0
         if isinstance(item, Image.Image):
-            return np.asarray(as_rgb(item, upright=self._upright)), 0
+            return np.asarray(decode(item, upright=self._upright)), 0
         return item, 0
 
     def name(self, index: int) -> str:

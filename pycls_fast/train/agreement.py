@@ -7,13 +7,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from pycls_fast import __version__
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.parallel import World
 
@@ -87,8 +86,7 @@ def check_same_data(sources: Mapping[str, Images], world: World) -> None:
             ("label sets", source.label_sets),
             ("shards' sizes", source.block_ends),
         ):
-            numbers = b"" if integers is None else np.ascontiguousarray(integers, np.int64).tobytes()
-            facts[f"checksum of the {split} {what}"] = f"{zlib.crc32(numbers):08x}"
+            facts[f"checksum of the {split} {what}"] = checksum(() if integers is None else integers)
     different = _differences(facts, world)
     if different:
         # The others follow from the first.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pycls_fast.data.decode import as_rgb
+from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 
@@ -33,7 +33,7 @@ class DatasetImages(Images):
 
     def read(self, index: int) -> tuple[np.ndarray, int]:
         image = self._dataset[index][0]
-        pixels = np.asarray(as_rgb(image) if isinstance(image, Image.Image) else image)
+        pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise UserError(
                 f"data: image {index} of the {type(self._dataset).__name__} is {type(image).__name__} {pixels.dtype} "

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,14 +137,8 @@ class Index:
     stamp: Stamp
 
 
-@dataclass(frozen=True)
-class CachePolicy:
-    """The place where indexes are kept, and the smallest that are.
-
-    Args:
-        place: "auto", "off", or a folder.
-        smallest: indexes of fewer images are rebuilt each time.
-    """
+class CachePolicy(NamedTuple):
+    """Where indexes are kept ("auto", "off", or a folder); those of fewer images than the smallest are rebuilt."""
 
     place: str = "auto"
     smallest: int = 50_000
