@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +75,6 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
     return status
 
 
-@dataclass(frozen=True)
-class Due:
-    """What is due after a step; the same on all ranks."""
-
-    log: bool
-    save: bool
-    evaluate: bool
-    stop: bool
-    """A signal asks the run to stop."""
-
-
 class Loop:
     """One pass from the run's first step to its last."""
 
@@ -127,34 +115,34 @@ class Loop:
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
                     self._train_step(step, microbatches)
-                    done, due = step + 1, self._due(step + 1)
-                    if due.log:
-                        self._log(done)
-                    if due.save:
-                        # Before the evaluation: a long one may be killed, and is repeated after the restart.
-                        self._save(done, always=due.stop or done == run.total_steps)
-                    if due.stop:
-                        raise Stopped
-                    if due.evaluate:
-                        self._evaluate(done)
-                        if self.evaluations.stop_early(done):
-                            run.total_steps = done
-                            # Perhaps it was not worth saving before; no later step will be saved.
-                            self._save(done, always=True)
-                            break
-                    if due.save:
-                        self.clock.start()
+                    self._do_what_is_due(step + 1)
+                    if step + 1 == run.total_steps:
+                        # It may have become the last one: early stopping.
+                        break
         except Stopped:
             return self._leave()
         return Finished(self._finish())
 
-    def _due(self, done: int) -> Due:
-        runtime = self.run.config.runtime
-        stop = self.agreement.reached(int(bool(self.stop))) > 0
-        evaluate = self.evaluations.due(done)
-        every = runtime.checkpoint_every_steps
-        save = stop or evaluate or bool(every and done % every == 0)
-        return Due(save or done % runtime.log_every_steps == 0, save, evaluate, stop)
+    def _do_what_is_due(self, done: int) -> None:
+        """Log, save and evaluate after a step, and stop if a signal has asked for it; the same on all ranks."""
+        run, runtime = self.run, self.run.config.runtime
+        stop, evaluate = self.agreement.reached(int(bool(self.stop))) > 0, self.evaluations.due(done)
+        save = stop or evaluate or bool(runtime.checkpoint_every_steps and done % runtime.checkpoint_every_steps == 0)
+        if save or done % runtime.log_every_steps == 0:
+            self._log(done)
+        if save:
+            # Before the evaluation: a long one may be killed, and is repeated after the restart.
+            self._save(done, always=stop or done == run.total_steps)
+        if stop:
+            raise Stopped
+        if evaluate:
+            self._evaluate(done)
+            if self.evaluations.stop_early(done):
+                run.total_steps = done
+                # Perhaps it was not worth saving before; no later step will be saved.
+                self._save(done, always=True)
+        if save:
+            self.clock.start()
 
     def _begin(self) -> None:
         """What comes before the first step of this process."""

@@ -21,7 +21,7 @@ from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserEr
 from pycls_fast.observers import TensorBoard
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import train
-from pycls_fast.train.loop import Due, Loop
+from pycls_fast.train.loop import Loop
 from pycls_fast.train.trackers import Board, check_installed, open_board
 from tests.integration.runs import TINY, records
 
@@ -229,14 +229,14 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
 
 @pytest.mark.slow
 def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    due = Loop._due
+    do_what_is_due = Loop._do_what_is_due
 
-    def stopped(self: Loop, done: int) -> Due:
+    def stopped(self: Loop, done: int) -> None:
         if done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return due(self, done)
+        do_what_is_due(self, done)
 
-    monkeypatch.setattr(Loop, "_due", stopped)
+    monkeypatch.setattr(Loop, "_do_what_is_due", stopped)
     assert run(service, tmp_path, "runtime.log_every_steps=1") == STOPPED
     (seen,) = service.runs.values()
     assert seen.states == [STOPPED if service.package == "wandb" else "KILLED"]
