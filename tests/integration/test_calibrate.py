@@ -44,7 +44,7 @@ def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) 
 def test_the_written_weights_are_calibrated(
     loss: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", f"loss={loss}"]
+    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "precision=fp32", f"loss={loss}"]
     run = pycls_fast.train_net("vit_digits", words, optim__lr=0.002, run_dir=tmp_path / "run")
     config, file = load_run_config(run.run_dir, [f"weights={run.run_dir}"]), tmp_path / "calibrated.safetensors"
     capsys.readouterr()
