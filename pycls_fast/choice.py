@@ -95,6 +95,8 @@ class Choice(Section):
         """The member for plain values. It is looked up now, when the user's modules have been imported."""
         if isinstance(value, cls):
             return value
+        if not cls._members:
+            raise ValueError("there are none to choose from; imports= names a file that has some")
         if isinstance(value, str):
             value = {cls.tag: value}
         if isinstance(value, dict) and cls.default:

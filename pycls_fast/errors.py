@@ -186,6 +186,9 @@ def reporting(action: Callable[[], int]) -> int:
         print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
         return MISTAKE
     except Exception as error:
+        if str(error) == "can't start new thread":
+            print_lines("error", ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"])
+            return MISTAKE
         if not is_out_of_memory(error):
             raise
         asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")

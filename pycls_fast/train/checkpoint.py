@@ -275,8 +275,13 @@ def _open(path: Path, world: World) -> Checkpoint | str:
 
 
 def _described(path: Path, world: World) -> Checkpoint | str:
-    if not (path / ".metadata").is_file() and not (path / STATE).is_file():
-        kind = "not a checkpoint of pycls_fast" if path.exists() else "no such checkpoint"
+    try:
+        is_checkpoint, is_there = any((path / name).is_file() for name in (".metadata", STATE)), path.exists()
+    except OSError as error:
+        # A name that is too long.
+        return f"{path}: cannot be read ({reason_of(error)})"
+    if not is_checkpoint:
+        kind = "not a checkpoint of pycls_fast" if is_there else "no such checkpoint"
         return f"{path}: {kind}; give a folder like RUN/checkpoints/step_000000100"
     try:
         plain = read_json(path / STATE)

@@ -302,6 +302,8 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
         train(load_config("vit_digits", [*overrides, "data.shuffle=blocks"]))
     with pytest.raises(UserError, match=r"^resume: .*nothing: no such checkpoint"):
         train(load_config("vit_digits", [*overrides, f"resume={tmp_path / 'nothing'}"]))
+    with pytest.raises(UserError, match=r"^resume: .*aa: cannot be read \(File name too long\)"):
+        train(load_config("vit_digits", [*overrides, f"resume={'a' * 300}"]))
     for path in checkpoints(tmp_path / "checkpoints"):
         (path / "state.json").unlink()
     before = (tmp_path / "metrics.jsonl").read_text()

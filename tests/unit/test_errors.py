@@ -76,6 +76,14 @@ def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("error: the device is out of memory (can't allocate memory")
 
 
+def test_a_system_without_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise RuntimeError("can't start new thread")
+
+    assert reporting(full) == 2
+    assert capsys.readouterr().err.startswith("error: the system gives no more threads (ulimit -u)")
+
+
 def test_an_error_within_a_block_is_a_line() -> None:
     def line(error: Exception, *kinds: type[Exception], use: str = "") -> str:
         with pytest.raises(UserError) as caught, refusing("file: /a cannot be read", *kinds, use=use):

@@ -29,6 +29,7 @@ ONE_MISTAKE = [
     ("model=vit_s17", "model=vit_s17: no such option; did you mean vit_s16?"),
     ("optim=null", "optim=null: no such option; there is ..."),
     ("runtime.device=gpu", f'runtime.device: must be one of auto, cpu, cuda; got "gpu"; did you mean cuda? {HERE}'),
+    ("callbacks=mine", "callbacks[0]: ..."),
     ("model.kind=vitt", 'model.kind: must be one of vit, resnet, timm, given; got "vitt"; did you mean vit? ...'),
     # Types and ranges.
     ("optim.lr=fast", f'optim.lr: must be a valid number; got "fast" {HERE}'),
