@@ -107,7 +107,7 @@ def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None
         reason = " ".join(first_line(error).split())
         if isinstance(error, OSError) and error.strerror:
             # Without its number and a path that the line has; hidden files are our own, beside that.
-            place = str(error.filename or "")
+            place = str(error.filename or "")[:200]
             known = place in what or Path(place).name.startswith(".")
             reason = error.strerror if known else f"{place}: {error.strerror}"
         elif not isinstance(error, OSError | ValueError | RuntimeError | ImportError):

@@ -24,7 +24,7 @@ from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.models.pretrained import Preprocessing
 from pycls_fast.parallel import World
@@ -52,10 +52,8 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     how = Opening(seed=config.seed, index_all=index_all, processes=ranks)
     try:
-        return as_splits(data.open(root, how), data, where=root or data.source, whole=whole)
-    except OSError as error:
-        place, reason = str(error.filename or root)[:200], error.strerror or error
-        raise UserError(f"data.root: {root[:200]} cannot be read ({place}: {reason}); give another") from error
+        with refusing(f"data.root: {root[:200]} cannot be read", use="give another"):
+            return as_splits(data.open(root, how), data, where=root or data.source, whole=whole)
     except UserError as error:
         lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
         raise UserError(*lines) from error

@@ -94,16 +94,7 @@ class ViTModel(Model, name="vit"):
     drop_path_rule: Literal["linear", "constant"] = "linear"
     """The drop-path rate of the blocks: rising from 0 to drop_path, or drop_path in all."""
 
-    switches = (
-        "attention",
-        "layout",
-        "qkv",
-        "sequence_padding",
-        "linear",
-        "gelu",
-        "patches",
-        "drop_path_compute",
-    )
+    switches = ("attention", "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute")
 
     def build(self, classes: int, image_size: int, *, token_parts: int = 1, **switches: Any) -> Network:
         """`token_parts`: into how many equal parts the blocks' tokens are divided; they are padded for it."""
@@ -203,6 +194,8 @@ _SIZES = {
     "4gf": (12, 384, 6, 1152),
     "18gf": (12, 768, 12, 3072),
     "36gf": (14, 1024, 16, 4096),
+    "digits": (4, 64, 4, 128),
+    "cifar": (6, 192, 3, 384),
 }
 
 
@@ -212,10 +205,13 @@ def _vit(size: str, patch_size: int = 16, **more: Any) -> dict[str, Any]:
     return {"kind": "vit", "patch_size": patch_size, **sizes, **more}
 
 
+def _conv(widths: list[int], strides: list[int]) -> dict[str, Any]:
+    return {"stem": "conv", "stem_widths": widths, "stem_strides": strides}
+
+
 def _vit_c(size: str, widths: list[int], strides: list[int]) -> dict[str, Any]:
     """Convolutions for the patches and one block."""
-    depth = _SIZES[size][0] - 1
-    return _vit(size) | {"depth": depth, "stem": "conv", "stem_widths": widths, "stem_strides": strides}
+    return _vit(size) | {"depth": _SIZES[size][0] - 1} | _conv(widths, strides)
 
 
 def _resnet(depth: int, **more: Any) -> dict[str, Any]:
@@ -233,16 +229,6 @@ _DEIT3: dict[str, Any] = {**_DEIT, "position_tokens": "patches", "layer_scale": 
 # ResNet-D: He et al., Bag of Tricks, 2019, Table 5; timm's names.
 _D = {"stem": "deep", "shortcut": "pool"}
 _WIDE_STEM = ([64, 128, 128, 256, 256, 512], [2, 2, 1, 2, 1, 2])
-
-_DIGITS = {
-    "kind": "vit",
-    "patch_size": 4,
-    "width": 64,
-    "depth": 4,
-    "heads": 4,
-    "mlp_width": 128,
-    "classifier": "pooled",
-}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "vit_ti16": _vit("ti"),
@@ -271,25 +257,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vit_c_18gf": _vit_c("18gf", *_WIDE_STEM),
     "vit_c_36gf": _vit_c("36gf", *_WIDE_STEM),
     # For images of 16 x 16: 16 patches of 4 x 4.
-    "vit_digits": _DIGITS,
+    "vit_digits": _vit("digits", 4, classifier="pooled"),
     # V-MoE (Riquelme et al. 2021): experts in every second block; 8 of them, where the paper has 32 for JFT-300M.
     "vit_moe_s16": _vit("s", experts=8),
     "vit_moe_b16": _vit("b", experts=8),
     # As vit_digits, with 4 experts in two of its four blocks.
-    "vit_moe_digits": {**_DIGITS, "experts": 4},
+    "vit_moe_digits": _vit("digits", 4, classifier="pooled", experts=4),
     # For images of 32 x 32: 64 patches of 4 x 4 made by convolutions (Xiao et al. 2021), half of its operations.
-    "vit_cifar": {
-        "kind": "vit",
-        "patch_size": 4,
-        "width": 192,
-        "depth": 6,
-        "heads": 3,
-        "mlp_width": 384,
-        "classifier": "pooled",
-        "stem": "conv",
-        "stem_widths": [64, 128, 128, 256, 256],
-        "stem_strides": [1, 2, 1, 2, 1],
-    },
+    "vit_cifar": _vit("cifar", 4, classifier="pooled", **_conv([64, 128, 128, 256, 256], [1, 2, 1, 2, 1])),
     # He et al. 2016, Table 1, with the stride in the 3x3 convolution; the depth of ResNet-200: He et al., Identity
     # Mappings, 2016, here with post-activation blocks, as in pycls.
     "resnet18": _resnet(18),

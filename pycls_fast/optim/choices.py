@@ -124,7 +124,16 @@ class Optimizer(Choice, key="optim"):
         raise NotImplementedError
 
 
-class AdamW(Optimizer, name="adamw"):
+class _Moments(Optimizer):
+    """Keys of optimizers that average gradients and their squares."""
+
+    betas: Betas = (0.9, 0.999)
+    """The decay of the first and the second moment, per step."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class AdamW(_Moments, name="adamw"):
     """AdamW (Loshchilov and Hutter, 2019): decay is `lr * weight_decay` per step, as in torch."""
 
     implementations = ("loop", "foreach", "fused")
@@ -132,11 +141,6 @@ class AdamW(Optimizer, name="adamw"):
     shardable = ("loop", "foreach", "fused")
     elementwise = True
     capturable = ("fused",)
-
-    betas: Betas = (0.9, 0.999)
-    """The decay of the first and the second moment, per step."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         import torch
@@ -184,7 +188,7 @@ class SGD(Optimizer, name="sgd"):
         return made
 
 
-class LAMB(Optimizer, name="lamb"):
+class LAMB(_Moments, name="lamb"):
     """LAMB (You et al., 2020) as DeiT III uses it: no trust ratio for parameters without weight decay.
 
     With a trust ratio a step is in proportion to the weights, so that weights of zero hardly change: a ViT needs
@@ -196,10 +200,7 @@ class LAMB(Optimizer, name="lamb"):
     shardable = ("loop", "foreach")
     trust_ratio = True
 
-    betas: Betas = (0.9, 0.999)
-    """The decay of the first and the second moment, per step."""
     eps: PositiveFloat = 1e-6
-    """Added to the root of the second moment."""
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         # As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
@@ -283,7 +284,7 @@ class Adafactor(Optimizer, name="adafactor"):
         return made
 
 
-class Muon(Optimizer, name="muon"):
+class Muon(_Moments, name="muon"):
     """Muon (Jordan et al., 2024) for the blocks' matrices and all convolutions but the first, AdamW for the rest.
 
     Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate and decay serve both;
@@ -299,10 +300,6 @@ class Muon(Optimizer, name="muon"):
     """Nesterov's momentum."""
     newton_schulz_steps: PositiveInt = 5
     """Iterations that make an update orthogonal."""
-    betas: Betas = (0.9, 0.999)
-    """The decay of the first and the second moment, per step."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
 
     @property
     def state_copies(self) -> float:
@@ -334,17 +331,12 @@ class Muon(Optimizer, name="muon"):
         return made
 
 
-class AdamW8bit(Optimizer, name="adamw8bit"):
+class AdamW8bit(_Moments, name="adamw8bit"):
     """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install -e '.[torchao]'`)."""
 
     # torchao compiles each update itself, and has no DTensors of its 8-bit state.
     compiles_itself = True
     sends_state = False
-
-    betas: Betas = (0.9, 0.999)
-    """The decay of the first and the second moment, per step."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
 
     @property
     def state_copies(self) -> float:

@@ -68,8 +68,7 @@ def start_world(
     with ExitStack() as group, ExitStack() as watch:
         try:
             facts = strategy_of(strategy)
-            if size % pipeline_degree:
-                raise _not_divided("parallel.pipeline_degree", pipeline_degree, size)
+            _check_divides("parallel.pipeline_degree", pipeline_degree, size, "of the run")
             grid = _grid(facts, size // pipeline_degree, shard_degree, replicate_degree, tensor_degree, expert_degree)
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda and chosen.type != "cuda":
@@ -112,25 +111,20 @@ def _grid(
     """
     if facts.name == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
-    if size % tensor:
-        raise _not_divided("parallel.tensor_degree", tensor, size)
+    _check_divides("parallel.tensor_degree", tensor, size, "of the run")
     grid: tuple[int | None, int] = (None, size // tensor) if facts.has_mesh else (size, 1)
     if facts.has_groups:
         here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
         grid = degrees(size // tensor, shard=shard, replicate=replicate, ranks_per_node=here)
-    if grid[1] % expert:
-        fits = max(n for n in range(1, min(expert, grid[1]) + 1) if grid[1] % n == 0)
-        raise UserError(
-            f"parallel.expert_degree: {expert} does not divide the {grid[1]} ranks that share the weights; use "
-            f"parallel.expert_degree={fits}"
-        )
+    _check_divides("parallel.expert_degree", expert, grid[1], "that share the weights")
     return grid
 
 
-def _not_divided(key: str, degree: int, ranks: int) -> UserError:
-    fits = max(n for n in range(1, min(degree, ranks) + 1) if ranks % n == 0)
-    more = -(-ranks // degree) * degree
-    return UserError(f"{key}: {degree} does not divide the {ranks} ranks of the run; use {key}={fits}, or {more} ranks")
+def _check_divides(key: str, degree: int, ranks: int, which: str) -> None:
+    if ranks % degree:
+        fits = max(n for n in range(1, min(degree, ranks) + 1) if ranks % n == 0)
+        more = -(-ranks // degree) * degree
+        raise UserError(f"{key}: {degree} does not divide the {ranks} ranks {which}; use {key}={fits}, or {more} ranks")
 
 
 def _join(group: ExitStack, world: World, backends: str, timeout: timedelta) -> World:
