@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, refusing
 from pycls_fast.files import STATE, checkpoints
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import SavedWeights, check, read_bytes, read_json
@@ -160,10 +160,8 @@ class Checkpoint:
         Raises:
             UserError: one is missing or of another type.
         """
-        try:
+        with refusing(f"{self.path}: the checkpoint is damaged, its {STATE}", ValueError, use="take another one"):
             check(schema, self.plain)
-        except ValueError as error:
-            raise UserError(f"{self.path}: the checkpoint is damaged ({STATE}: {error}); take another one") from error
         return self
 
     def part(self, name: str) -> dict[str, Spec]:

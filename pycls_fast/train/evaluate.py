@@ -22,7 +22,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
@@ -56,19 +56,18 @@ class Predictions:
         Raises:
             UserError: no such file, or not one of predictions.
         """
-        try:
+        if not file.exists():
+            raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet")
+        kinds = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
+        with refusing(f"{file}: not predictions that can be read", *kinds, use="remove it"):
             with np.load(file, allow_pickle=False) as stored:
                 arrays = [stored[each.name.removesuffix("_N")] for each in fields(cls)]
-            kinds = zip(arrays, ("i", "i", "i", "fi", "fi"), strict=True)
-            if not all(array.dtype.kind in allowed for array, allowed in kinds):
+            types = zip(arrays, ("i", "i", "i", "fi", "fi"), strict=True)
+            if not all(array.dtype.kind in allowed for array, allowed in types):
                 raise ValueError("an array has the wrong type")
             if len({array.shape for array in arrays}) > 1 or arrays[0].ndim != 1:
                 raise ValueError("the arrays differ in length")
             return cls(*arrays)
-        except FileNotFoundError as error:
-            raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet") from error
-        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise UserError(f"{file}: not predictions that can be read ({error}); remove it") from error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
+from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line, refusing
 from pycls_fast.observers import Callback, Tracker
 from pycls_fast.parallel import World
 from pycls_fast.train.agreement import on_main
@@ -123,15 +123,11 @@ def check_installed(config: RunConfig, world: World) -> None:
 
     def check() -> None:
         for name in filter(None, (tracker.package for tracker in config.trackers)):
-            try:
+            # Versions that do not fit each other fail in any way.
+            with refusing(f"trackers: {name} cannot be imported", Exception, use=f"pip install -e '.[{name}]'"):
                 # Any folder of this name, such as the one that W&B writes to, is a package, but without a file.
                 if getattr(importlib.import_module(name), "__file__", None) is None:
                     raise ImportError("it is a folder of data")
-            except Exception as error:  # versions that do not fit each other fail in any way
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise UserError(
-                    f"trackers: {name} cannot be imported ({reason}); pip install -e '.[{name}]'"
-                ) from error
 
     on_main(world, check)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.errors import UserError, first_few, one_of
+from pycls_fast.errors import UserError, first_few, one_of, refusing
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 
@@ -106,10 +106,8 @@ def open_hub(
 @contextmanager
 def _datasets(name: str) -> Iterator[Any]:
     """The library; what fails within the block becomes one line."""
-    try:
+    with refusing("data.source: parquet and hub need `datasets`", ImportError, use="pip install -e '.[hub]'"):
         import datasets
-    except ImportError as error:
-        raise UserError("data.source: parquet and hub need `datasets`: pip install -e '.[hub]'") from error
     try:
         yield datasets
     except UserError:
