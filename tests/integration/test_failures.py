@@ -142,6 +142,17 @@ def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: st
     assert_same_end(launch, undisturbed)
 
 
+def test_one_of_eight_ranks_that_divide_a_model_killed(tmp_path: Path, digits: Path) -> None:
+    """Pipeline 2 x tensor 2 x shard 2: all start again, and no bit is another."""
+    keys = ("parallel=fsdp", "parallel.tensor_degree=2", "parallel.pipeline_degree=2", "optim.accumulation_steps=2")
+    reference = Launch(tmp_path / "reference", digits, *keys, ranks=8)
+    reference.end()
+    launch = Launch(tmp_path / "killed", digits, *keys, ranks=8, kind="die", at="step", step=12, rank=5)
+    assert re.search(r"at step [48], epoch", launch.end())
+    assert [record["step"] for record in records(launch.run_dir, "train")] == list(range(1, STEPS + 1))
+    assert_same_end(launch, reference)
+
+
 def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Path, undisturbed: Launch) -> None:
     launch = Launch(tmp_path, digits, "parallel.timeout_seconds=3", kind="hang", at="step", step=6, rank=1)
     out = launch.end()
