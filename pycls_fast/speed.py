@@ -362,20 +362,11 @@ def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_
     The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
 
     Raises:
-        UserError: it was chosen by hand, or the optimizer cannot do what is asked of it in any.
+        UserError: it was chosen by hand.
     """
-    compiled = resolved.optimizer_compile == "on"
-    if compiled and optimizer.compiles_itself:
-        raise UserError(
-            f"speed.optimizer_compile: optim.name={optimizer.name} compiles itself; use speed.optimizer_compile=off"
-        )
-    if sharded and not optimizer.shardable:
-        raise UserError(
-            f"optim.name: {optimizer.name} needs whole weights, but fsdp and hsdp shard them; use optim=adamw or "
-            "parallel=ddp"
-        )
-    there = optimizer.compilable if compiled else optimizer.implementations
-    usable = tuple(name for name in there if not sharded or name in optimizer.shardable)
+    there = optimizer.compilable if resolved.optimizer_compile == "on" else optimizer.implementations
+    # An optimizer without any is refused by `config/conflicts.py`.
+    usable = tuple(name for name in there if not sharded or name in optimizer.shardable) or optimizer.implementations
     value = resolved.optimizer
     if value in usable:
         return resolved

@@ -115,6 +115,7 @@ ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state")
 NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates)
 FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes)
 NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors)
+IN_PARTS = Fact("parallel.name", lambda now: now.strategy.has_dtensors)
 NO_STAGES = Fact("parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors))
 NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups)
 UNSCALED = Fact("precision.name", lambda now: not now.level.scaled)
@@ -127,6 +128,8 @@ WIDE_ON_CUDA = Fact("precision.name", lambda now: now.device == "cuda" and now.l
 FLATTENED_HALF = Fact("precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32")
 NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise)
 KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state)
+COMPILES_ITSELF = Fact("optim.name", lambda now: now.config.optim.compiles_itself)
+NOT_SHARDABLE = Fact("optim.name", lambda now: not now.config.optim.shardable)
 NOT_CAPTURABLE = Fact("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
 # LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
 # elsewhere are rarely zero; `train/assemble.py` looks at the head.
@@ -211,6 +214,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("speed.drop_path_compute=skip", "speed.compile=blocks|model",
      "shapes change in every step, and compiled code needs constant ones",
      "speed.compile=off or speed.drop_path_compute=multiply"),
+    ("speed.optimizer_compile=on", COMPILES_ITSELF, "it compiles its own parts", "speed.optimizer_compile=off"),
     ("runtime.watchdog=true", "speed.compile=blocks|model", "it cannot see inside compiled code", "speed.compile=off"),
     # What is recorded as a CUDA graph.
     *(("speed.cuda_graphs=on", other, why, use) for other, why, use in _ASKS_THE_HOST),
@@ -296,6 +300,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("optim.trainable!=[all]", FREEZES_NOTHING,
      "it flattens or exchanges all weights alike", "parallel=ddp or parallel=fsdp"),
     (NO_MASTERS, SHARDED, "shards are float32", "precision=bf16_params or parallel=ddp"),
+    (NOT_SHARDABLE, IN_PARTS, "it needs whole weights", "optim=adamw or parallel=ddp"),
     (NOT_ELEMENTWISE, FLATTENED, "it needs the shapes of weights", "optim=adamw or parallel=ddp"),
     ("precision.name=fp8", FLATTENED, "it needs the shapes of weights", "precision=amp_bf16 or parallel=fsdp"),
     ("speed.compile=blocks|model", FLATTENED_HALF,

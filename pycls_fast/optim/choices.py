@@ -6,7 +6,7 @@ on the host at every step. torch is imported where something is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -452,9 +452,3 @@ class AsymmetricSigmoidLoss(Loss, name="asymmetric"):
 def _flags(implementation: str) -> dict[str, bool]:
     # Both flags are explicit: with None torch would choose by itself.
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-
-
-def optimizers_with(fact: Callable[[type[Optimizer]], object]) -> str:
-    """The names of the optimizers that have a property, for a message: "adamw, sgd or lion"."""
-    *others, last = (name for name, optimizer in Optimizer.choices().items() if fact(optimizer))
-    return f"{', '.join(others)} or {last}" if others else last
