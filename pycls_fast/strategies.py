@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+Name = Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"]
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -21,7 +23,7 @@ class Strategy:
         needs_cuda: it does not run on a CPU.
     """
 
-    name: str
+    name: Name
     shards: Literal["nothing", "state", "weights"] = "nothing"
     flattens: bool = False
     replicates: bool = False

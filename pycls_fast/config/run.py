@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pycls_fast import precision, strategies
 from pycls_fast.choice import Section
 from pycls_fast.data.choices import Augment, Auto, Source
 from pycls_fast.models.choices import Model, ResNetModel, TimmModel, ViTModel
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
-from pycls_fast.precision import Name
 from pycls_fast.speed import Speed
 from pycls_fast.values import (
     Bytes,
@@ -39,7 +39,7 @@ class Precision(Section):
     The `loss_scale` keys are for the float16 levels, the `fp8` keys for `fp8`.
     """
 
-    name: Name = "auto"
+    name: precision.Name = "auto"
     """The level: the formats of weights, products and gradients (docs/speed.md)."""
     loss_scale: LossScale = "dynamic"
     """The factor on the loss: changed as gradients overflow or not, or a constant."""
@@ -66,7 +66,7 @@ class Precision(Section):
 class Parallel(Section):
     """How the ranks share the work."""
 
-    name: Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"] = "auto"
+    name: strategies.Name = "auto"
     """The strategy; auto: ddp with more than one rank, else single."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""

@@ -6,6 +6,7 @@ Shape letters: B batch, C channels, H height, W width of the maps, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -234,6 +235,7 @@ class ResNet(Network):
         self.zero_init_last_gamma = zero_init_last_gamma
         self.shortcut = shortcut
         block_type, block_counts = LAYOUTS[depth]
+        block = partial(block_type, groups=groups, width_per_group=width_per_group, shortcut=shortcut)
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
 
         # Built on the meta device and filled once, by `initialise`; see `vit.VisionTransformer`.
@@ -247,17 +249,7 @@ class ResNet(Network):
                 blocks = nn.Sequential()
                 for index in range(count):
                     stride = 2 if stage > 0 and index == 0 else 1
-                    blocks.append(
-                        block_type(
-                            width,
-                            channels,
-                            stride,
-                            next(rates),
-                            groups=groups,
-                            width_per_group=width_per_group,
-                            shortcut=shortcut,
-                        )
-                    )
+                    blocks.append(block(width, channels, stride, next(rates)))
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)

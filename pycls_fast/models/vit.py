@@ -6,6 +6,7 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -179,29 +180,20 @@ class VisionTransformer(Network):
         # thrown away, so a model built on the meta device would get other values than one built directly.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.stem: PatchStem | TokenConvStem
-            if stem == "patch":
-                self.stem = PatchStem(patch_size, width, layout=compute.layout, patches=compute.patches)
-            else:
-                self.stem = TokenConvStem(stem_widths, stem_strides, width, layout=compute.layout)
-            self.class_token = ClassToken(width, layout=compute.layout) if has_token else None
-            self.registers = RegisterTokens(registers, width, layout=compute.layout) if registers else None
-            self.positions = self._positions(positions, image_size // patch_size, width, compute.layout)
-            self.blocks = nn.ModuleList(
-                Block(
-                    width,
-                    heads,
-                    mlp_width,
-                    compute,
-                    experts=experts if index % 2 else None,
-                    drop_path=rate,
-                    norm_eps=norm_eps,
-                    layer_scale=layer_scale,
-                    qk_norm=qk_norm,
-                    keys=self.tokens if self.padding else None,
-                )
-                for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
+            layout = compute.layout
+            self.stem = (
+                PatchStem(patch_size, width, layout=layout, patches=compute.patches)
+                if stem == "patch"
+                else TokenConvStem(stem_widths, stem_strides, width, layout=layout)
             )
+            self.class_token = ClassToken(width, layout=layout) if has_token else None
+            self.registers = RegisterTokens(registers, width, layout=layout) if registers else None
+            self.positions = self._positions(positions, image_size // patch_size, width, layout)
+            keys = self.tokens if self.padding else None
+            settings: Any = {"norm_eps": norm_eps, "layer_scale": layer_scale, "qk_norm": qk_norm, "keys": keys}
+            block = partial(Block, width, heads, mlp_width, compute, **settings)
+            rates = enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
+            self.blocks = nn.ModuleList(block(drop_path=p, experts=experts if n % 2 else None) for n, p in rates)
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             has_map = classifier == "map"
             self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, compute=compute) if has_map else None

@@ -435,12 +435,7 @@ class AsymmetricSigmoidLoss(Loss, name="asymmetric"):
     def build(self, classes: int) -> BinaryCrossEntropy:
         from pycls_fast.losses import AsymmetricLoss
 
-        return AsymmetricLoss(
-            self.label_smoothing,
-            gamma_positive=self.gamma_positive,
-            gamma_negative=self.gamma_negative,
-            margin=self.margin,
-        )
+        return AsymmetricLoss(self.label_smoothing, **self.own())
 
     def criterion(self) -> Criterion:
         from pycls_fast.losses import Criterion
