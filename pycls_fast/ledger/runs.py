@@ -136,7 +136,8 @@ def read_run(path: Path) -> SavedRun:
     Raises:
         UserError: a file is missing or damaged.
     """
-    try:
+    kinds = (OSError, ValueError, LookupError, TypeError, AttributeError)
+    with refusing(f"{path}: a file of the run cannot be read", *kinds):
         values = saved_in_run(path).values
         records, summary = list(RunFolder(path).records()), read_values(path / "summary.json")
         state = _state(path, summary, records)
@@ -146,9 +147,6 @@ def read_run(path: Path) -> SavedRun:
         numbers = _of_summary(summary or {}) if is_over else _so_far(saved, records, values.get("schedule", {}))
         if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
             raise TypeError("text where a number should be")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        what = " ".join(str(error).split())
-        raise UserError(f"{path}: a file of the run cannot be read ({type(error).__name__}: {what})") from error
     settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
     return SavedRun(path, settings, numbers, state)
 

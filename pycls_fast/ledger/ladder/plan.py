@@ -118,6 +118,12 @@ def _completed(variant: Variant, below: Sequence[str], ranks: int | None, before
     return variant.model_copy(update={"overrides": overrides, "ranks": variant.ranks or ranks, "against": before})
 
 
+def check_reference(variant: Variant, why: str) -> None:
+    """Raise a `UserError` if a variant that does not run is the reference of all others."""
+    if variant.against is None:
+        raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
+
+
 class Selection:
     """The variants of a ladder, which change as it becomes known what cannot run.
 
@@ -174,9 +180,8 @@ class Selection:
         refused: dict[str, str] = {}
         for variant in self.in_order():
             why = refusal(variant)
-            if why is not None and variant.against is None:
-                raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
             if why is not None:
+                check_reference(variant, why)
                 self._refuse(variant.name, why)
                 refused[variant.name] = why
         return refused
@@ -187,10 +192,7 @@ class Selection:
         Raises:
             UserError: it is the reference.
         """
-        if variant.against is None:
-            raise UserError(
-                f"ladder: the reference '{variant.name}' does not run: {finished.reason()} (full log: {finished.log})"
-            )
+        check_reference(variant, f"{finished.reason()} (full log: {finished.log})")
         (self.impossible if finished.refused else self.failed)[variant.name] = finished.reason()
         if is_first:
             self._excluded.add(variant.name)

@@ -25,7 +25,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experi
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
-from pycls_fast.ledger.ladder.plan import pick, tree_path
+from pycls_fast.ledger.ladder.plan import check_reference, pick, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
@@ -333,7 +333,7 @@ def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, d
     arguments = timing_arguments(first, file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)
     finished = ledger.process("time", first, arguments, log=file.with_suffix(".txt")).wait()
     if finished.status != 0:
-        raise UserError(f"ladder: the reference '{first.name}' does not run: {finished.reason()}")
+        check_reference(first, finished.reason())
     return finished, json.loads(file.read_text(encoding="utf-8"))
 
 
