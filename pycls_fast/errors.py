@@ -180,12 +180,14 @@ def reporting(action: Callable[[], int]) -> int:
         discard_output()
         return status
     except KeyboardInterrupt:
-        print_lines("interrupted", ["Ctrl-C ended this at once"])
-        return INTERRUPTED
+        return _interrupted()
     except MemoryError:
         print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
         return MISTAKE
     except Exception as error:
+        if str(error).rstrip().endswith("KeyboardInterrupt:"):
+            # Pydantic's own error, if Ctrl-C comes while it builds a schema.
+            return _interrupted()
         if str(error) == "can't start new thread":
             print_lines("error", ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"])
             return MISTAKE
@@ -196,6 +198,11 @@ def reporting(action: Callable[[], int]) -> int:
         line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); lower the batch size or the model"
         print(f"error: {line}", file=sys.stderr)
         return MISTAKE
+
+
+def _interrupted() -> int:
+    print_lines("interrupted", ["Ctrl-C ended this at once"])
+    return INTERRUPTED
 
 
 def print_lines(kind: str, lines: Iterable[str]) -> None:

@@ -46,6 +46,7 @@ from pycls_fast.build.network import (
     label_sets,
     loss,
     loss_scaler,
+    low_rank,
     model,
     num_classes,
     optimizer,

@@ -22,6 +22,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim import freeze as freezing
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import Group, by_name, parameter_groups
+from pycls_fast.optim.low_rank import LowRank
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.optim.optimizers import compile_step, make_capturable
@@ -34,7 +35,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources.py`.
-_INITIALISATION = 1
+_INITIALISATION, _ADAPTATION = 1, 2
 
 
 def num_classes(config: RunConfig, source: Images) -> int:
@@ -109,15 +110,26 @@ def counted_model(config: RunConfig, classes: int) -> Network:
     return model(config, classes, Speed(), empty=True)
 
 
-def freeze(config: RunConfig, network: Network) -> None:
-    """Freeze everything that `optim.trainable` does not name, and batch norm's statistics if configured, in place.
+def freeze(config: RunConfig, network: Network) -> set[str]:
+    """Freeze everything that `optim.trainable` does not name, and batch norm's statistics if configured, in place;
+    returns the names of what `optim.lora_rank` adapts.
 
     Raises:
         UserError: the network does not have a name.
     """
-    freezing.freeze(network, config.optim.trainable, head=network.head_name)
+    adapted = freezing.freeze(network, config.optim.trainable, adapted=config.optim.lora_rank is not None)
     if config.optim.batch_norm == "frozen":
         freezing.keep_statistics(network)
+    return adapted
+
+
+def low_rank(config: RunConfig, network: Network, adapted: set[str], world: World) -> LowRank | None:
+    """The network with its adapted weights in two factors, if there are any."""
+    if not adapted:
+        return None
+    assert config.optim.lora_rank is not None
+    seed = counter_seed(config.seed, _ADAPTATION)
+    return LowRank(network, adapted, config.optim.lora_rank, seed=seed, at_once=world.size == 1)
 
 
 def apply_precision(
@@ -256,7 +268,7 @@ def optimizer(
     config: RunConfig,
     network: Network,
     chosen: Speed,
-    masters: MasterWeights | LocalShards | None = None,
+    masters: MasterWeights | LocalShards | LowRank | None = None,
     *,
     sharded: bool = False,
     groups: list[Group] | None = None,

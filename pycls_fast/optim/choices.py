@@ -88,6 +88,9 @@ class Optimizer(Choice, key="optim"):
     """What is trained: all, head, or a list of head and names of modules or parameters, with * for any part ([head,
     norm, "blocks.1*"]). The rest has no gradient and no optimizer state, and modules that are frozen as a whole stay in
     evaluation mode, so that batch norm keeps its statistics and nothing is dropped."""
+    lora_rank: PositiveInt | None = None
+    """Adapt the matrices and convolutions of the blocks that trainable leaves frozen: each changes by a product of two
+    matrices of this rank (LoRA; Hu et al., 2022); null: they are frozen."""
     batch_norm: Literal["auto", "train", "frozen"] = "train"
     """What batch norm normalises with in training: each batch's statistics, or those of the weights, which are kept;
     auto: frozen with fewer than 20,000 images."""

@@ -148,7 +148,8 @@ class MemoryPlan:
         return Copies(
             strategy=name,
             degree=self._degree(name),
-            state_copies=config.optim.state_copies,
+            # Of adapted weights there is the initial value; the rest is small.
+            state_copies=config.optim.state_copies if config.optim.lora_rank is None else 1.0,
             reshard_after_forward=config.parallel.reshard_after_forward,
             compute_bytes=compute_dtype(config).itemsize if narrow else 4,
             masters_kept=precision.masters == "kept" or not is_half,

@@ -13,6 +13,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
+from pycls_fast.optim.low_rank import LowRank
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, ParallelModel, World, place_model
@@ -163,7 +164,7 @@ def make_step(
         make_recordable(network, world)
         kind = partial(GraphedStep, recorder=recorder or CudaRecorder(world.device))
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
-    build.freeze(config, network)
+    adapted = build.freeze(config, network)
     pipeline = build.cut(config, network, world)
     kind = kind if pipeline is None else PipelinedStep
     sharded = build.is_sharded(config, world)
@@ -171,7 +172,8 @@ def make_step(
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
-    weights, optimizer = _optimized(config, network, switches, wrapped, masters, sharded=sharded)
+    owner = masters or build.low_rank(config, network, adapted, world)
+    weights, optimizer = _optimized(config, network, switches, wrapped, owner, sharded=sharded)
     return kind(
         network=network,
         wrapped=wrapped,
@@ -199,19 +201,20 @@ def _optimized(
     network: Network,
     switches: Speed,
     wrapped: ParallelModel,
-    masters: MasterWeights | None,
+    owner: MasterWeights | LowRank | None,
     *,
     sharded: bool,
 ) -> tuple[OwnedWeights, Optimizer]:
-    """What holds the values that the optimizer changes (flat shards, masters, local shards or the network), and it."""
+    """What holds the values that the optimizer changes (flat shards, masters, factors, local shards, the network), and
+    it."""
     flat = wrapped.weights
     shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
     optimizer = wrapped.optimizer or build.optimizer(
         config,
         network,
         switches,
-        masters or shards,
+        owner or shards,
         sharded=sharded and flat is None,
         groups=None if flat is None else flat.groups,
     )
-    return flat or masters or shards or ModelWeights(network), optimizer
+    return flat or owner or shards or ModelWeights(network), optimizer

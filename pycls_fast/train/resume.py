@@ -48,6 +48,7 @@ _SAME_ON_RESUME = (
     "optim.name",
     "optim.ema_decay",
     "optim.trainable",
+    "optim.lora_rank",
 )
 _SPLIT = {"data.split_seed", "data.folds", "data.fold"}
 # Settings that may differ without a note, except for those of the next list.

@@ -137,8 +137,9 @@ def introduce(run: Run) -> None:
         stages = f"{world.pipeline} ranks, {config.parallel.pipeline_schedule}"
         rows.insert(-2, ("pipeline", f"{stages}: idle for {idle:.0%} of the time of its work"))
     if "all" not in config.optim.trainable:
-        trained = [parameter.numel() for parameter in parts.network.parameters() if parameter.requires_grad]
-        names = ", ".join(config.optim.trainable)
+        trained = [parameter.numel() for parameter in parts.step.parameters]
+        rank = config.optim.lora_rank
+        names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
         rows.insert(2, ("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"))
     run.display.table(config.config_name, rows)
     for note in _notes(run):

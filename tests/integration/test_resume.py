@@ -129,9 +129,15 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterr
     assert_same_run(run_dir, uninterrupted)
 
 
-def test_eight_steps_are_five_and_three(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_eight_steps_are_five_and_three(tmp_path: Path, digits: Path, adapted: bool) -> None:
+    keys: tuple[str, ...] = ("data.num_workers=0",)
+    if adapted:
+        first = (*keys, "schedule.max_steps=1")
+        assert train(load_config("vit_digits", arguments(tmp_path / "first", digits, *first)[4:])) == 0
+        keys = (*keys, f"weights={tmp_path / 'first'}", "optim.trainable=head", "optim.lora_rank=2")
     for name, steps in (("whole", 8), ("parts", 5), ("parts", 8)):
-        own = ("data.num_workers=0", f"schedule.max_steps={steps}")
+        own = (*keys, f"schedule.max_steps={steps}")
         assert train(load_config("vit_digits", arguments(tmp_path / name, digits, *own)[4:])) == 0
     whole, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
     for part in ("model", "ema", "optimizer"):

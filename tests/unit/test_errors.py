@@ -84,6 +84,15 @@ def test_a_system_without_threads_is_one_line(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith("error: the system gives no more threads (ulimit -u)")
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("Error building `literal`:\n  KeyboardInterrupt: ")])
+def test_ctrl_c_is_one_line_wherever_it_comes(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped() -> int:
+        raise error
+
+    assert reporting(stopped) == 130
+    assert capsys.readouterr().err == "interrupted: Ctrl-C ended this at once\n"
+
+
 def test_an_error_within_a_block_is_a_line() -> None:
     def line(error: Exception, *kinds: type[Exception], use: str = "") -> str:
         with pytest.raises(UserError) as caught, refusing("file: /a cannot be read", *kinds, use=use):

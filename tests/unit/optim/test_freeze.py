@@ -52,7 +52,7 @@ def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
 def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) -> None:
     """Drop-path of 0.9 and batch norm's own statistics would show; a pass through evaluation changes nothing."""
     model = make()
-    freeze(model, ["head"], head="head")
+    freeze(model, ["head"])
     images = torch.randn(6, 3, 8, 8)
     model.eval()
     model.train()
@@ -65,7 +65,7 @@ def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) ->
 
 def test_units_by_pattern_and_single_parameters() -> None:
     model = resnet()
-    freeze(model, ["head", "stages.3*", "stem.norm.bias"], head="head")
+    freeze(model, ["head", "stages.3*", "stem.norm.bias"])
     before = copy.deepcopy(model.state_dict())
     train(model)
     found = changed(before, model)
@@ -82,7 +82,7 @@ def test_units_by_pattern_and_single_parameters() -> None:
 def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
     model = resnet()
     every = len(floating_buffers(model.train()))
-    freeze(model, ["head", "stages.3.1"], head="head")
+    freeze(model, ["head", "stages.3.1"])
     model.train()
     own = [b for b in model.stages[3][1].buffers() if b.is_floating_point()]
     assert [id(b) for b in floating_buffers(model)] == [id(b) for b in own]
@@ -91,7 +91,7 @@ def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
 
 def test_a_model_of_timm() -> None:
     model = TimmNetwork(name="resnet18", num_classes=3, image_size=32)
-    freeze(model, ["head"], head=model.head_name)
+    freeze(model, ["head"])
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"network.fc.weight", "network.fc.bias"}
 
 
@@ -100,4 +100,4 @@ def test_a_model_of_timm() -> None:
 )
 def test_a_name_that_is_not_there(pattern: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"optim.trainable: .*names nothing.*{hint}"):
-        freeze(vit(), ["head", pattern], head="head")
+        freeze(vit(), ["head", pattern])
