@@ -109,7 +109,6 @@ DRAWS_ON_DEVICE = Fact(
     "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0)
 MICROBATCHES = Fact("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
 SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights)
-SHARDS_SOMETHING = Fact("parallel.name", lambda now: now.strategy.shards != "nothing")
 KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights)
 FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens)
 ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state")
@@ -302,7 +301,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     *(
         ("optim.lora_rank!=null", other, why, use)
         for other, why, use in (
-            (SHARDS_SOMETHING, "it adapts whole weights", "parallel=ddp"),
+            (SHARDED, "it adapts whole weights", "parallel=ddp"),
             (HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),
             ("speed.param_offload=cpu", "the factors are where the weights are", "speed.param_offload=none"),
             ("speed.cuda_graphs=on", "it was not tried in a recorded step", "speed.cuda_graphs=off"),

@@ -24,6 +24,7 @@ OTHER = {
     "loss.class_weights": "balanced",
     "model.groups": "2",
     "model.width_per_group": "32",
+    "optim.lora_rank": "2",
     "optim.trainable": "[head]",
     "parallel.recompute_every": "2",
     "parallel.shard_degree": "2",
