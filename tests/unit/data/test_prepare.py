@@ -215,7 +215,11 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, mode: s
         world = World(rank=1, size=2, device=CPU)
         loader = build.train_loader(config, SyntheticImages(20, 16, 3, 0), world, switches, start_step=1, steps=3)
         parts: Any = SimpleNamespace(
-            seed=config.seed, rank=1, prepare=build.prepare(config, CPU, switches), mixer=build.mixer(config)
+            seed=config.seed,
+            rank=1,
+            sets_LK=None,
+            prepare=build.prepare(config, CPU, switches),
+            mixer=build.mixer(config),
         )
         steps = []
         for number, batch in enumerate(loader):
