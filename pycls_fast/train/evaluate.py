@@ -7,8 +7,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pycls_fast import build
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
+from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
 
 
@@ -123,42 +124,78 @@ class FlipAveraged(nn.Module):
         return both_2BK.log_softmax(2).logsumexp(0) - math.log(2)
 
 
+@dataclass(frozen=True)
+class Scorer:
+    """What scores images: a network, where and how it runs, and what is told meanwhile.
+
+    Attributes:
+        wrapped: its `evaluated` is called, because ranks may have different numbers of batches.
+        after_batch: called after each batch on every rank; may raise to stop.
+    """
+
+    config: RunConfig
+    wrapped: ParallelModel
+    world: World
+    switches: Speed
+    display: Display
+    after_batch: Callable[[], None] = lambda: None
+
+    def logits(self, source: Images, doing: str, damaged: dict[str, str]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients.
+
+        Args:
+            doing: what this is, for the bar and for who waits for this rank.
+            damaged: gets the damaged images, name to reason.
+        """
+        config, world, wrapped, model = self.config, self.world, self.wrapped, self.wrapped.evaluated
+        prepare, autocast = build.prepare(config, world.device, self.switches), build.autocast(config, world.device)
+        was_training = model.training
+        model.eval()
+        try:
+            with self.display.scoring(doing, len(source)) as advance:
+                for done, batch in enumerate(build.eval_batches(config, source, world, self.switches), start=1):
+                    damaged.update(batch.damaged)
+                    # All its images were damaged; in a collective forward pass this rank must take part.
+                    empty = not len(batch.labels_B)
+                    if not empty or wrapped.forward_is_collective:
+                        images_BCHW = prepare(batch)
+                        if empty:
+                            images_BCHW = images_BCHW.new_zeros(1, *images_BCHW.shape[1:])
+                        with uncompiled(model), autocast():
+                            logits_BK = model(images_BCHW)
+                        if not empty:
+                            yield batch, logits_BK
+                    world.at(f"{doing}: {done} batches done")
+                    advance(len(batch.labels_B) * world.data_size)
+                    self.after_batch()
+        finally:
+            wrapped.free_gathered()
+            model.train(was_training)
+
+
 @torch.no_grad()
-def evaluate(
-    wrapped: ParallelModel,
-    batches: Iterable[Batch],
-    prepare: Prepare,
-    autocast: Callable[[], AbstractContextManager[None]],
-    world: World,
-    criterion: Criterion,
-    *,
-    eval_set: EvalSet | None = None,
-    sets_LK: torch.Tensor | None = None,
-    keep_scores: bool = False,
-) -> Evaluation:
-    """Score the model on this rank's batches and sum over the ranks.
+def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool = False) -> Evaluation:
+    """Score a set, every image once over all ranks; all ranks call this.
+
+    The mean of the run's own loss is reported. Outputs that do not count are ignored. Of several true classes the one
+    with the highest score counts; images without any are left out. If images have several labels, each class is judged
+    by its sigmoid, all scores are kept, and the first is right if it is one of the image's.
 
     Args:
-        wrapped, batches, prepare, autocast: see `forwarded`.
-        criterion: the loss whose mean is reported, and the kind of probabilities (`Loss.criterion`).
-        eval_set: the set that is scored, if it may have a rule of its own. Outputs that do not count are ignored. Of
-            several true classes the one with the highest score counts; images without any are left out.
-        sets_LK: what labels stand for, if images have several (`build.label_sets`): then each class is judged by its
-            sigmoid, all scores are kept, and the first is right if it is one of the image's.
         keep_scores: keep those of all classes, 4 bytes for each image and class on every rank.
     """
+    world, criterion = scorer.world, scorer.config.loss.criterion()
+    sets_LK = build.label_sets(scorer.config, scored.source, world.device)
     if sets_LK is not None:
         criterion, keep_scores = Criterion(criterion.each or BinaryCrossEntropy().each, sigmoid=True), True
-    among = answers_NM = None
-    if eval_set is not None:
-        among, answers_NM = (
-            None if values is None else torch.from_numpy(values).to(world.device)
-            for values in (eval_set.among, eval_set.answers_NM)
-        )
+    among, answers_NM = (
+        None if values is None else torch.from_numpy(values).to(world.device)
+        for values in (scored.among, scored.answers_NM)
+    )
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
     damaged: dict[str, str] = {}
     outcomes: list[tuple[torch.Tensor, ...]] = []
-    for batch, logits_BK in forwarded(wrapped, batches, prepare, autocast, damaged):
+    for batch, logits_BK in scorer.logits(scored.source, doing, damaged):
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
         target_BK = None if sets_LK is None else sets_LK[batch.labels_B]
         if target_BK is not None:
@@ -177,58 +214,6 @@ def evaluate(
     columns_N = _gather(outcomes, world)
     predictions, scores_NK = Predictions(*columns_N[:5]), columns_N[5] if keep_scores else None
     return Evaluation(top1 * share, top5 * share, mean_loss, count, predictions, everyone, scores_NK)
-
-
-def forwarded(
-    wrapped: ParallelModel,
-    batches: Iterable[Batch],
-    prepare: Prepare,
-    autocast: Callable[[], AbstractContextManager[None]],
-    damaged: dict[str, str],
-) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients.
-
-    Args:
-        wrapped: its `evaluated` is called, because ranks may have different numbers of batches. The train/eval mode is
-            restored.
-        batches: on the device; a batch is empty if all its images were damaged.
-        damaged: gets the damaged images, name to reason.
-    """
-    model = wrapped.evaluated
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches:
-            damaged.update(batch.damaged)
-            empty = not len(batch.labels_B)
-            if empty and not wrapped.forward_is_collective:
-                continue
-            images_BCHW = prepare(batch)
-            with uncompiled(model), autocast():
-                # A rank whose batch is empty must take part.
-                logits_BK = model(images_BCHW.new_zeros(1, *images_BCHW.shape[1:]) if empty else images_BCHW)
-            if not empty:
-                yield batch, logits_BK
-    finally:
-        wrapped.free_gathered()
-        model.train(was_training)
-
-
-def with_progress(
-    batches: Iterable[Batch],
-    doing: str,
-    images: int,
-    world: World,
-    display: Display,
-    after: Callable[[], None] = lambda: None,
-) -> Iterator[Batch]:
-    """Yield the batches of so many images; after each, note where this rank is, advance a bar, and call `after`."""
-    with display.scoring(doing, images) as advance:
-        for done, batch in enumerate(batches, start=1):
-            yield batch
-            world.at(f"{doing}: {done} batches done")
-            advance(len(batch.labels_B) * world.data_size)
-            after()
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.ndarray]:

@@ -22,16 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pycls_fast import build
-from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
-from pycls_fast.parallel import ParallelModel, World
-from pycls_fast.speed import Speed
-from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import forwarded, places, with_progress
+from pycls_fast.train.evaluate import Scorer, places
 from pycls_fast.train.health import report_damage
 from pycls_fast.train.run import Run
 
@@ -62,15 +57,10 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def collect_features(
-    config: RunConfig,
+    scorer: Scorer,
     network: Network,
-    wrapped: ParallelModel,
     source: Images,
     split: str,
-    world: World,
-    switches: Speed,
-    display: Display,
-    after_batch: Callable[[], None] = lambda: None,
     report: Callable[[Mapping[str, str]], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
@@ -78,28 +68,24 @@ def collect_features(
     All ranks call this.
 
     Args:
-        network: the one in `wrapped`, whose train/eval mode is restored.
+        network: the scorer's.
         split: the images' name, which is shown.
-        after_batch: called after each batch; may raise to stop.
         report: called with the damaged images that this rank has met, name to reason; None shows them.
 
     Raises:
         UserError: more damaged images than `data.max_damaged`, or no other.
     """
-    prepare, autocast = build.prepare(config, world.device, switches), build.autocast(config, world.device)
+    world = scorer.world
     features: list[Tensor] = []
     labels: list[Tensor] = []
     damaged: dict[str, str] = {}
-    doing = f"features of {split}"
-    batches = build.eval_batches(config, source, world, switches)
     with head_inputs(network) as seen:
-        shown = with_progress(batches, doing, len(source), world, display, after_batch)
-        for batch, _ in forwarded(wrapped, shown, prepare, autocast, damaged):
+        for batch, _ in scorer.logits(source, f"features of {split}", damaged):
             features.append(seen[-1])
             labels.append(batch.labels_B.cpu())
             seen.clear()
     if report is None:
-        report_damage(damaged, config.data.max_damaged, world, display, outcome="not counted")
+        report_damage(damaged, scorer.config.data.max_damaged, world, scorer.display, outcome="not counted")
     else:
         report(damaged)
     # Gathered in host memory, which is larger.
@@ -280,11 +266,11 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
-    parts, place = run.parts, (run.world, run.parts.speed, run.display, after_batch, report)
-    features_ND, labels_N = collect_features(run.config, parts.network, parts.step.wrapped, train, "train", *place)
+    parts, scorer = run.parts, run.scorer(after_batch)
+    features_ND, labels_N = collect_features(scorer, parts.network, train, "train", report)
     fitted, sets_LK = None, parts.step.sets_LK
     if sets_LK is None:
-        held_ND, held_N = collect_features(run.config, parts.network, parts.step.wrapped, val, "val", *place)
+        held_ND, held_N = collect_features(scorer, parts.network, val, "val", report)
     if run.world.is_main and sets_LK is not None:
         fitted = fit_each(features_ND, sets_LK.cpu()[labels_N])
         run.display.note(f"head: fitted to the features of {len(labels_N):,} images, class by class")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State, split
 from pycls_fast.train.display import Display
+from pycls_fast.train.evaluate import Scorer
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step
@@ -82,6 +84,10 @@ class Run:
     def train_names(self) -> str:
         """See `Images.names_id`."""
         return self.parts.sources["train"].names_id()
+
+    def scorer(self, after_batch: Callable[[], None]) -> Scorer:
+        """What scores images by the network as it is."""
+        return Scorer(self.config, self.parts.step.wrapped, self.world, self.parts.speed, self.display, after_batch)
 
     def epoch(self, step: int) -> float:
         """A number of steps in epochs."""

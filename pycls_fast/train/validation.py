@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pycls_fast import build
+from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, checkpoints, step_of
 from pycls_fast.reading import read_json
@@ -20,7 +20,6 @@ from pycls_fast.train.evaluate import (
     class_scores,
     confusion,
     evaluate,
-    with_progress,
 )
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
@@ -144,17 +143,7 @@ class Evaluations:
 
     def _take(self, done: int, weights: str) -> Mapping[str, str]:
         run = self.run
-        source = run.parts.sources["val"]
-        batches = build.eval_batches(run.config, source, run.world, run.parts.speed)
-        result = evaluate(
-            run.parts.step.wrapped,
-            with_progress(batches, "evaluating val", len(source), run.world, run.display, self.on_batch),
-            run.parts.step.prepare,
-            run.parts.step.autocast,
-            run.world,
-            run.config.loss.criterion(),
-            sets_LK=build.label_sets(run.config, source, run.world.device),
-        )
+        result = evaluate(run.scorer(self.on_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._write_down(done, weights, result)

@@ -27,7 +27,7 @@ class EvalSet:
     """A test set and its scoring rule."""
 
     source: Images
-    rule: str
+    rule: str = "best of all classes"
     """A short description."""
     among: np.ndarray | None = None
     """int64, the outputs that count, ascending; None for all."""

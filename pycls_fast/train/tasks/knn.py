@@ -78,10 +78,8 @@ def _classified(
     train.refuse_several("knn")
     with enough_to_score(config, world), setup.display:
         network, origin = load_network(config, train, world, setup.switches, for_training=True)
-        wrapped, place = ParallelModel(network, network, world.device), (world, setup.switches, setup.display)
-        found = {
-            name: collect_features(config, network, wrapped, sources[name], name, *place) for name in ("train", split)
-        }
+        scorer = setup.scorer(ParallelModel(network, network, world.device))
+        found = {name: collect_features(scorer, network, sources[name], name) for name in ("train", split)}
     memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
     what = f"the features of {len(labels_M):,} training images and their votes; use a model with fewer features"
     with enough_memory("runtime.device", world.device, what, cpu="runtime.device"):

@@ -25,11 +25,11 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import (
     Evaluation,
     FlipAveraged,
+    Scorer,
     class_scores,
     evaluate,
     predictions_csv,
     roc_auc,
-    with_progress,
 )
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score, report_damage
@@ -72,6 +72,10 @@ class Setup:
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         config = after_data(config, images, self.world, note=self.display.note)
         return replace(self, config=build.for_scoring(config))
+
+    def scorer(self, wrapped: ParallelModel) -> Scorer:
+        """What scores images by a network."""
+        return Scorer(self.config, wrapped, self.world, self.switches, self.display)
 
 
 @contextmanager
@@ -228,22 +232,11 @@ def score(
 
 def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, tta: str = "none") -> Evaluation:
     """The scores of a network from `load_network`; arguments and errors as of `score`."""
-    config, world, display, switches = setup.config, setup.world, setup.display, setup.switches
+    config, world, display = setup.config, setup.world, setup.display
     with enough_to_score(config, world), display:
-        criterion = config.loss.criterion()
-        called = FlipAveraged(network, sigmoid=criterion.sigmoid) if tta == "flip" else network
-        batches = build.eval_batches(config, scored.source, world, switches)
-        result = evaluate(
-            ParallelModel(called, called, world.device),
-            with_progress(batches, f"evaluating {split}", len(scored.source), world, display),
-            build.prepare(config, world.device, switches),
-            build.autocast(config, world.device),
-            world,
-            criterion,
-            eval_set=scored,
-            sets_LK=build.label_sets(config, scored.source, world.device),
-            keep_scores=not config.data.eval_set,
-        )
+        called = FlipAveraged(network, sigmoid=config.loss.criterion().sigmoid) if tta == "flip" else network
+        scorer = setup.scorer(ParallelModel(called, called, world.device))
+        result = evaluate(scorer, scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")

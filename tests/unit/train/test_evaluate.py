@@ -18,6 +18,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, precision_score, recall_score
 from torch import Tensor, nn
 
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
@@ -26,12 +27,15 @@ from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.files import step_of
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
+from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
+from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import (
     Confusion,
     Evaluation,
     FlipAveraged,
     Predictions,
+    Scorer,
     class_scores,
     confusion,
     evaluate,
@@ -78,13 +82,30 @@ def score(
     **rule: Tensor,
 ) -> Evaluation:
     """Score the labels, or by the `rule` of an `EvalSet`."""
-    prepare = Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    model, source = Lookup(logits_NK), cast("Images", None)
+    scored = EvalSet(cast("Images", range(len(labels_N))), **{name: values.numpy() for name, values in rule.items()})
+    return score_batches(logits_NK, batches(labels_N, sizes), criterion, scored, keep_scores=keep_scores, sets=sets_LK)
+
+
+def score_batches(
+    logits_NK: Tensor,
+    given: list[Batch],
+    criterion: Criterion,
+    scored: EvalSet,
+    *,
+    keep_scores: bool = False,
+    sets: Tensor | None = None,
+) -> Evaluation:
+    model = Lookup(logits_NK)
     model.train()
-    wrapped = ParallelModel(model, model, CPU)
-    eval_set = EvalSet(source, "", **{name: values.numpy() for name, values in rule.items()}) if rule else None
-    how: dict[str, Any] = {"eval_set": eval_set, "keep_scores": keep_scores, "sets_LK": sets_LK}
-    result = evaluate(wrapped, batches(labels_N, sizes), prepare, nullcontext, ALONE, criterion, **how)
+    config: Any = SimpleNamespace(loss=SimpleNamespace(criterion=lambda: criterion))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "prepare", lambda *_: Prepare((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+        patch.setattr(build, "autocast", lambda *_: nullcontext)
+        patch.setattr(build, "label_sets", lambda *_: sets)
+        patch.setattr(build, "eval_batches", lambda *_: given)
+        display, switches = Display(speaks=False, mode="plain"), cast("Speed", None)
+        scorer = Scorer(config, ParallelModel(model, model, CPU), ALONE, switches, display)
+        result = evaluate(scorer, scored, "evaluating", keep_scores=keep_scores)
     assert model.training
     return result
 
@@ -164,8 +185,7 @@ def test_logits_that_are_no_numbers_are_wrong() -> None:
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
-    model, prepare = Lookup(torch.eye(2)), Prepare((0.0,) * 3, (1.0,) * 3)
-    result = evaluate(ParallelModel(model, model, CPU), [batch, damaged], prepare, nullcontext, ALONE, SOFTMAX)
+    result = score_batches(torch.eye(2), [batch, damaged], SOFTMAX, EvalSet(cast("Images", range(3))))
     assert result.count == 2
     assert result.top1 == 100
     assert result.damaged == {"x.png": "cut off"}
