@@ -13,7 +13,7 @@ the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -122,18 +122,8 @@ def knn_votes(
         yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
 
 
-def neighbour_places(
-    features_ND: Tensor,
-    labels_N: Tensor,
-    memory_MD: Tensor,
-    labels_M: Tensor,
-    *,
-    classes: int,
-    k: int,
-    temperature: float,
-) -> Tensor:
-    """The `places` of all images by the votes of the labelled ones, (N,)."""
-    votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+def voted_places(votes: Iterable[Tensor], labels_N: Tensor) -> Tensor:
+    """The `places` of all images by their `knn_votes`, (N,)."""
     return torch.cat([places(part_BK, part_B) for part_BK, part_B in zip(votes, labels_N.split(_CHUNK), strict=True)])
 
 
@@ -278,11 +268,9 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
     elif run.world.is_main and len(labels_N.unique()) > 1:
         head = fit_logistic(features_ND, labels_N, last.out_features)
         fitted = head.weight_KD, head.bias_K
-        outputs, k = last.out_features, min(_NEIGHBOURS, len(labels_N))
-        place_N = neighbour_places(
-            held_ND, held_N, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE
-        )
-        knn = 100.0 * (place_N < 1).double().mean().item()
+        k, outputs = min(_NEIGHBOURS, len(labels_N)), last.out_features
+        votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
+        knn = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
         held_out = 100.0 * head.accuracy
         run.display.note(
             f"head: fitted to the features of {len(labels_N):,} images, {held_out:.2f}% of held-out ones right; "

@@ -13,7 +13,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, one_of
 from pycls_fast.parallel import ParallelModel
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.features import collect_features, neighbour_places
+from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import enough_memory, enough_to_score
 from pycls_fast.train.pretrained import Loaded, load_network
@@ -83,8 +83,9 @@ def _classified(
     memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
     what = f"the features of {len(labels_M):,} training images and their votes; use a model with fewer features"
     with enough_memory("runtime.device", world.device, what, cpu="runtime.device"):
-        numbers = {"classes": build.num_classes(config, train), "k": min(k, len(labels_M))}
-        place_N = neighbour_places(features_ND, labels_N, memory_MD, labels_M, temperature=temperature, **numbers)
+        classes, k = build.num_classes(config, train), min(k, len(labels_M))
+        votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+        place_N = voted_places(votes, labels_N)
     return origin, place_N, {"train_images": len(labels_M), "features": memory_MD.shape[1]}
 
 
