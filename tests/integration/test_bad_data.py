@@ -37,7 +37,7 @@ def nothing(root: Path) -> None:
 
 
 BAD_DATA = [
-    (nothing, [], r"^data\.root: .* cannot be read \(.*: No such file or directory\); give another"),
+    (nothing, [], r"^data\.root: .* cannot be read \(No such file or directory\); give another"),
     (good, ["data.global_batch_size=64"], r"^data\.global_batch_size: 64 is larger than the training set of 8 images"),
     (
         good,
