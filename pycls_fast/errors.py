@@ -125,7 +125,8 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     if _USUAL_WORDS.get(word) in known:
         return _USUAL_WORDS[word]
     reordered = next((other for other in known if _parts(other) == _parts(word)), None)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    # Short words are near many.
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff if len(word) > 3 else 0.8)
     return reordered or next(iter(near), None)
 
 

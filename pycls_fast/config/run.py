@@ -98,7 +98,7 @@ class Parallel(Section):
     pipeline_degree: PositiveInt = 1
     """ddp, fsdp and hsdp: the number of ranks among which the blocks of a ViT are divided (pipeline parallelism); the
     microbatches of optim.accumulation_steps travel from one to the next."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    pipeline_schedule: strategies.ScheduleName = "1f1b"
     """The order in which a stage computes; the last three give each rank two stages."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""

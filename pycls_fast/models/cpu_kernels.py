@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,6 @@ import torch.nn.functional as F
 from numpy.polynomial import chebyshev
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-LinearName = Literal["torch", "products"]
-GeluName = Literal["torch", "polynomial"]
-ConvolutionName = Literal["torch", "products"]
 
 # The compiler passes tensors to our operators with the strides that they were traced with.
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -170,13 +166,13 @@ class ProductsLinear(nn.Linear):
         return products_linear(features, self.weight, self.bias)
 
 
-LINEAR: dict[LinearName, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "torch": F.linear,
     "products": products_linear,
 }
 
 
-def linear_layer(in_width: int, out_width: int, kernel: LinearName) -> nn.Linear:
+def linear_layer(in_width: int, out_width: int, kernel: str) -> nn.Linear:
     """A linear layer with a bias."""
     return nn.Linear(in_width, out_width) if kernel == "torch" else ProductsLinear(in_width, out_width)
 
@@ -254,7 +250,7 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-GELU: dict[GeluName, Callable[[Tensor], Tensor]] = {"torch": F.gelu, "polynomial": polynomial_gelu}
+GELU: dict[str, Callable[[Tensor], Tensor]] = {"torch": F.gelu, "polynomial": polynomial_gelu}
 
 
 # A product has faster arithmetic but reads the numbers under the kernel from memory, k * k times the map. By stride:
@@ -396,7 +392,7 @@ _opaque_gradients = torch.library.custom_op(
 _opaque_gradients.register_fake(_gradients)
 
 
-CONVOLUTION: dict[ConvolutionName, type[nn.Conv2d]] = {"torch": nn.Conv2d, "products": ProductsConv2d}
+CONVOLUTION: dict[str, type[nn.Conv2d]] = {"torch": nn.Conv2d, "products": ProductsConv2d}
 
 
 class MaxPool2d(nn.MaxPool2d):

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.attention import ATTENTION, AttentionName
-from pycls_fast.models.cpu_kernels import GELU, LINEAR, GeluName, LinearName, linear_layer
+from pycls_fast.models.attention import ATTENTION
+from pycls_fast.models.cpu_kernels import GELU, LINEAR, linear_layer
 from pycls_fast.models.drop_path import DropPathCompute
 
 Layout = Literal["batch_first", "batch_second"]
@@ -33,7 +33,7 @@ Patches = Literal["convolution", "product"]
 class Compute:
     """How a transformer is computed; function, parameters and outer shapes are the same whatever the values."""
 
-    attention: AttentionName = "reference"
+    attention: str = "reference"
     """The kernel of the attention, a key of `attention.ATTENTION`."""
     layout: Layout = "batch_first"
     """The order of the features inside: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
@@ -43,9 +43,9 @@ class Compute:
     writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
     sequence_padding: int = 1
     """The blocks see a multiple of this many tokens; padding tokens are never attended to and dropped after them."""
-    linear: LinearName = "torch"
+    linear: str = "torch"
     """The kernel of the blocks' linear layers, a key of `cpu_kernels.LINEAR`."""
-    gelu: GeluName = "torch"
+    gelu: str = "torch"
     """How the blocks compute GELU, a key of `cpu_kernels.GELU`."""
     patches: Patches = "convolution"
     """How the patches are projected; see `PatchStem`."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.cpu_kernels import GELU, GeluName
+from pycls_fast.models.cpu_kernels import GELU
 
 Choices = Literal[1, 2]
 
@@ -114,7 +114,7 @@ class ExpertsMlp(nn.Module):
         gelu: how GELU is computed, a key of `cpu_kernels.GELU`.
     """
 
-    def __init__(self, width: int, hidden_width: int, experts: Experts, *, gelu: GeluName = "torch") -> None:
+    def __init__(self, width: int, hidden_width: int, experts: Experts, *, gelu: str = "torch") -> None:
         super().__init__()
         self.experts = experts
         self.gelu = GELU[gelu]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.cpu_kernels import CONVOLUTION, ConvolutionName, MaxPool2d
+from pycls_fast.models.cpu_kernels import CONVOLUTION, MaxPool2d
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.network import Network, Units
 
@@ -227,7 +227,7 @@ class ResNet(Network):
         width_per_group: int = 64,
         zero_init_last_gamma: bool = True,
         drop_path: float = 0.0,
-        convolution: ConvolutionName = "torch",
+        convolution: str = "torch",
     ) -> None:
         super().__init__()
         if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
@@ -311,7 +311,7 @@ def _small_normal(head: nn.Linear) -> None:
     nn.init.zeros_(head.bias)
 
 
-def _compute_convolutions(network: nn.Module, kernel: ConvolutionName) -> None:
+def _compute_convolutions(network: nn.Module, kernel: str) -> None:
     """Give a network on the meta device convolutions with this kernel, in place."""
     for module in list(network.modules()):
         for name, layer in module.named_children():

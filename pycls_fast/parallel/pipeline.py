@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import World
+from pycls_fast.strategies import ScheduleName
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 # torch's name, and how many stages a rank has.
 _SCHEDULES: dict[ScheduleName, tuple[str, int]] = {
     "gpipe": ("GPipe", 1),

@@ -17,12 +17,13 @@ from torch import nn
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.pipeline import ScheduleName, bubble, owners
+from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.time import Kernels
 from pycls_fast.plan.work import EXCHANGES, CountWork
+from pycls_fast.strategies import ScheduleName
 from pycls_fast.values import AUTO
 
 # Images of the two measurements.

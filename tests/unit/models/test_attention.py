@@ -8,17 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.models.attention import ATTENTION, AttentionName
+from pycls_fast.models.attention import ATTENTION
+from pycls_fast.models.cpu_kernels import CONVOLUTION, GELU, LINEAR
 from pycls_fast.models.layers import Attention, Compute, SinCos2dPositions
+from pycls_fast.speed import SWITCHES
 from tests.factories import randomise
 from tests.unit.models.conftest import draw
 
 # What runs on the CPU; the others are in tests/cuda.
-ON_CPU: tuple[AttentionName, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
+ON_CPU: tuple[str, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
+
+
+def test_every_value_of_a_switch_has_a_kernel() -> None:
+    kernels = {"attention": ATTENTION, "linear": LINEAR, "gelu": GELU, "convolution": CONVOLUTION}
+    assert {name: tuple(found) for name, found in kernels.items()} == {name: SWITCHES[name].values for name in kernels}
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
+def test_kernel_is_the_formula_one_query_at_a_time(name: str) -> None:
     batch, heads, tokens, head_width = 2, 3, 5, 4
     queries, keys, values = (2 * draw(batch, heads, tokens, head_width, seed=seed) for seed in range(3))
     found = ATTENTION[name](queries, keys, values)
@@ -32,7 +39,7 @@ def test_kernel_is_the_formula_one_query_at_a_time(name: AttentionName) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU[1:])
-def test_kernels_agree_with_the_reference_forward_and_backward(name: AttentionName) -> None:
+def test_kernels_agree_with_the_reference_forward_and_backward(name: str) -> None:
     results = []
     for kernel in ("reference", name):
         module = randomise(Attention(48, 3, Compute(attention=kernel)))
@@ -52,13 +59,11 @@ def test_kernels_agree_with_the_reference_forward_and_backward(name: AttentionNa
 @pytest.mark.parametrize("name", ON_CPU[1:])
 @pytest.mark.parametrize("head_width", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_is_no_larger_than_four_times_the_reference_s(
-    name: AttentionName, head_width: int, dtype: torch.dtype
-) -> None:
+def test_rounding_is_no_larger_than_four_times_the_reference_s(name: str, head_width: int, dtype: torch.dtype) -> None:
     """197 tokens, and the head widths of ViT-B (64) and ViT-H (80)."""
     weights = draw(2, 2, 197, head_width, seed=9)
 
-    def results(kernel: AttentionName, dtype: torch.dtype) -> list[Tensor]:
+    def results(kernel: str, dtype: torch.dtype) -> list[Tensor]:
         inputs = [draw(2, 2, 197, head_width, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
         out = ATTENTION[kernel](*inputs)
         (out * weights.to(dtype)).sum().backward()

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.models import VisionTransformer
-from pycls_fast.parallel.pipeline import Pipeline, ScheduleName, cut, owners
+from pycls_fast.parallel.pipeline import Pipeline, cut, owners
 from pycls_fast.parallel.world import World
+from pycls_fast.strategies import ScheduleName
 
 RANKS = 4
 
