@@ -120,8 +120,7 @@ NO_STAGES = Fact("parallel.name", lambda now: not (now.strategy.replicates or no
 NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups)
 UNSCALED = Fact("precision.name", lambda now: not now.level.scaled)
 HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32")
-WHOLE_HALF = Fact(
-    "precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
+WHOLE_HALF = Fact("precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
 NO_MASTERS = Fact("precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none")
 SKIPS_OR_HALF = Fact("precision.name", lambda now: now.level.scaled or now.level.weights != "float32")
 WIDE_ON_CUDA = Fact("precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32")
@@ -153,6 +152,7 @@ SOFTMAX = Fact("loss.name", lambda now: now.purpose.trains and now.config.loss.n
 _GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"
 _NOT_GRAPHS = "speed.compile_mode=default"
 _NO_RECORDING = "speed.cuda_graphs=off"
+_SYNCED, _NOT_SYNCED = "parallel.sync_batchnorm=true", "parallel.sync_batchnorm=false"
 
 # What asks the host within a step, why, and the value to use in a recorded one.
 _ASKS_THE_HOST = (
@@ -259,20 +259,18 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("precision.name=fp8", "model.kind=resnet", "it is for linear layers", "precision=amp_bf16"),
     ("model.class_token=false", "model.classifier=token",
      "the classifier reads it", "model.class_token=true or model.classifier=pooled"),
-    *(
-        (key, "model.depth=18|34", "its blocks have no bottleneck to group or widen", "model.depth=50")
-        for key in ("model.groups!=1|null", "model.width_per_group!=64|null")
-    ),
+    ("model.groups!=1|null", "model.depth=18|34", "its blocks have no bottleneck to group", "model.depth=50"),
+    ("model.width_per_group!=64|null", "model.depth=18|34", "its blocks have no bottleneck to widen", "model.depth=50"),
     ("data.image_size_schedule!=[]", "model.kind=vit",
      "a ViT has positions for one image size", "data.image_size_schedule=[]"),
     ("model.experts=1", "model.experts_per_token=2",
      "there is no second one", "model.experts_per_token=1 or model.experts=2"),
     (EXPERTS, "speed.sequence_padding=8|64", "padding would take the experts' room", "speed.sequence_padding=none"),
     # Several ranks.
-    *(
-        (key, NO_GROUPS, "it is for groups of ranks", f"parallel=hsdp or {key.removesuffix('!=null')}=null")
-        for key in ("parallel.shard_degree!=null", "parallel.replicate_degree!=null")
-    ),
+    ("parallel.shard_degree!=null", NO_GROUPS, "it is for groups of ranks",
+     "parallel=hsdp or parallel.shard_degree=null"),
+    ("parallel.replicate_degree!=null", NO_GROUPS, "it is for groups of ranks",
+     "parallel=hsdp or parallel.replicate_degree=null"),
     *((f"parallel.{degree}_degree!=1", other, why, f"{use} or parallel.{degree}_degree=1".removeprefix(" or "))
       for degrees, other, why, use in _UNDIVIDED for degree in degrees.split()),
     ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.recompute=full|selective|budget",
@@ -289,24 +287,15 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("parallel.static_graph=true", NOT_DDP, "it is for ddp", "parallel.static_graph=false"),
     ("parallel.static_graph=true", POWERSGD_IN_PARTS,
      "one more exchange is made than powersgd counts", "parallel.static_graph=false"),
-    *(
-        ("parallel.sync_batchnorm=true", other, why, "parallel.sync_batchnorm=false")
-        for other, why in (
-            ("model.kind=timm", "timm's batch norms may include an activation, which would be lost"),
-            ("model.stem=patch", "the network has no batch norm"),
-            ("optim.trainable!=[all]", "frozen statistics would be replaced"),
-        )
-    ),
+    (_SYNCED, "model.kind=timm", "timm's batch norms may include an activation, which would be lost", _NOT_SYNCED),
+    (_SYNCED, "model.stem=patch", "the network has no batch norm", _NOT_SYNCED),
+    (_SYNCED, "optim.trainable!=[all]", "frozen statistics would be replaced", _NOT_SYNCED),
     ("optim.lora_rank!=null", "optim.trainable=[all]", "all is trained already", "optim.trainable=head"),
-    *(
-        ("optim.lora_rank!=null", other, why, use)
-        for other, why, use in (
-            (SHARDED, "it adapts whole weights", "parallel=ddp"),
-            (HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),
-            ("speed.param_offload=cpu", "the factors are where the weights are", "speed.param_offload=none"),
-            ("speed.cuda_graphs=on", "it was not tried in a recorded step", "speed.cuda_graphs=off"),
-        )
-    ),
+    ("optim.lora_rank!=null", SHARDED, "it adapts whole weights", "parallel=ddp"),
+    ("optim.lora_rank!=null", HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),
+    ("optim.lora_rank!=null", "speed.param_offload=cpu", "the factors are where the weights are",
+     "speed.param_offload=none"),
+    ("optim.lora_rank!=null", "speed.cuda_graphs=on", "it was not tried in a recorded step", _NO_RECORDING),
     ("optim.trainable!=[all]", FREEZES_NOTHING,
      "it flattens or exchanges all weights alike", "parallel=ddp or parallel=fsdp"),
     (NO_MASTERS, SHARDED, "shards are float32", "precision=bf16_params or parallel=ddp"),
@@ -318,20 +307,12 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     (HALF_WEIGHTS, ONE_OWNER, "it shards the network's own weights", "precision=amp_bf16 or parallel=ddp"),
     (KEEPS_STATE, ONE_OWNER, "state is sent from rank to rank to be saved", "optim=adamw or parallel=ddp"),
     # What is learned.
-    *(
-        (key, TRUST_RATIO, "parameters that begin with zeros hardly change", use)
-        for key, use in (
-            ("optim.decay_norms=true", "optim.decay_norms=false"),
-            ("optim.decay_biases=true", "optim.decay_biases=false"),
-            ("model.init=jax", "model.init=trunc_normal"),
-        )
-    ),
+    ("optim.decay_norms=true", TRUST_RATIO, "norms that begin with zeros hardly change", "optim.decay_norms=false"),
+    ("optim.decay_biases=true", TRUST_RATIO, "biases begin with zeros and hardly change", "optim.decay_biases=false"),
+    ("model.init=jax", TRUST_RATIO, "a head that begins with zeros hardly changes", "model.init=trunc_normal"),
     (SEVERAL, SOFTMAX, "an image may be of several classes", "loss=bce or loss=asymmetric"),
-    *(
-        (SEVERAL, other, "an image counts for several classes", use)
-        for other, use in (("loss.class_weights!=none", "loss.class_weights=none"),
-                           ("data.sampling!=uniform", "data.sampling=uniform"))
-    ),
+    (SEVERAL, "loss.class_weights!=none", "an image counts for several classes", "loss.class_weights=none"),
+    (SEVERAL, "data.sampling!=uniform", "an image counts for several classes", "data.sampling=uniform"),
     ("schedule.best_metric=map", ONE_LABEL, "it is for images with several labels", "schedule.best_metric=top1"),
     ("distill.teacher!=null", "loss.name=bce|asymmetric", "the teacher's target is that of a softmax",
      "loss.name=cross_entropy or distill.teacher=null"),
