@@ -240,9 +240,8 @@ class Lion(Optimizer, name="lion"):
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         import timm.optim
 
-        made: TorchOptimizer = timm.optim.Lion(
-            groups, lr=self.lr, betas=self.betas, foreach=implementation == "foreach"
-        )
+        foreach = implementation == "foreach"
+        made: TorchOptimizer = timm.optim.Lion(groups, lr=self.lr, betas=self.betas, foreach=foreach)
         return made
 
 
@@ -441,10 +440,9 @@ class AsymmetricSigmoidLoss(Loss, name="asymmetric"):
         return AsymmetricLoss(self.label_smoothing, **self.own())
 
     def criterion(self) -> Criterion:
-        from pycls_fast.losses import Criterion
+        from pycls_fast.losses import AsymmetricLoss, Criterion
 
-        plain = self.model_copy(update={"label_smoothing": 0.0})
-        return Criterion(plain.build(0).each, sigmoid=True)
+        return Criterion(AsymmetricLoss(**self.own()).each, sigmoid=True)
 
 
 def _flags(implementation: str) -> dict[str, bool]:
