@@ -92,23 +92,47 @@ class Report:
 
         file.write_text(json.dumps([entry(each) for each in self.outcomes], indent=2) + "\n", encoding="utf-8")
 
+    def frontier(self) -> list[Outcome]:
+        """The layouts that no other one beats in both memory and speed, the fastest first."""
+        found: list[Outcome] = []
+        for each in sorted(self.outcomes, key=lambda each: (-each.images_per_second, each.memory)):
+            if not found or each.memory < found[-1].memory:
+                found.append(each)
+        return found
+
     def draw(self, file: Path) -> None:
-        """Draw the memory of a rank against the images/s of all; the device's memory is a dashed line."""
+        """Draw the memory of a rank against the images/s of all, a color for each way of dividing the work, and the
+        frontier with names; the device's memory is a dashed line."""
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7.0, 5.5), layout="constrained")
+        figure = Figure(figsize=(9.0, 6.5), layout="constrained")
         axes = figure.subplots()
-        points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        ways: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for each in self.outcomes:
             place = (each.memory / 1e9, each.images_per_second)
-            points.setdefault((str(each.layout), each.layout.recompute), []).append(place)
-        for position, ((name, recompute), line) in enumerate(sorted(points.items())):
-            label, marker = (name, "o") if recompute == "off" else (f"{name}, recompute={recompute}", "^")
-            axes.plot(*zip(*line, strict=True), marker, color=f"C{position % 10}", label=label, alpha=0.8)
+            ways.setdefault(each.layout.way, {}).setdefault(each.layout.recompute, []).append(place)
+        for position, (way, points) in enumerate(sorted(ways.items())):
+            color, label = colormaps["tab20"](position % 20), way
+            for recompute, line in sorted(points.items(), reverse=True):
+                marker = "o" if recompute == "off" else "^"
+                axes.plot(*zip(*line, strict=True), marker, color=color, label=label, alpha=0.6, markersize=4)
+                label = "_nolegend_"
+        frontier = self.frontier()
+        corners = [(each.memory / 1e9, each.images_per_second) for each in frontier]
+        axes.plot(*zip(*corners, strict=True), color="black", linewidth=1, label="frontier")
+        above = float("inf")
+        for each, (memory, speed) in zip(frontier, corners, strict=True):
+            # No names that would lie on each other, or of what nobody would choose.
+            if 0.25 * corners[0][1] < speed < above - 0.04 * corners[0][1]:
+                axes.annotate(f"{each.layout}, {each.layout.accumulation} x", (memory, speed), (-4, 4),
+                              textcoords="offset points", ha="right", fontsize=7)  # fmt: skip
+                above = speed
         axes.axvline(self.cluster.accelerator.memory / 1e9, color="grey", linestyle="--", linewidth=1)
         axes.set_xscale("log")
-        axes.set(xlabel="peak memory of a rank, GB", ylabel="images/s of all ranks", title=self.title)
-        axes.set_ylim(bottom=0.0)
+        axes.set(xlabel="peak memory of a rank, GB (triangles: recompute=full)", ylabel="images/s of all ranks")
+        axes.set_title(self.title)
+        axes.set_ylim(0.0, 1.08 * corners[0][1])
         axes.grid(alpha=0.3)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         figure.savefig(file, dpi=120)

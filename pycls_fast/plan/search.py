@@ -33,6 +33,7 @@ _OVERLAP = 0.92
 # DDP's default; the last one of a step is never hidden.
 _BUCKET = 25 * 2**20
 _DEGREES = (1, 2, 4, 8)
+_DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
 # Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
 _MOST = 8
 # gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
@@ -93,8 +94,13 @@ class Layout:
             for key, value in values.items()
         ]
 
+    @property
+    def way(self) -> str:
+        """What is divided, without the degrees."""
+        return " x ".join(name for name in _DIMENSIONS if getattr(self, name) > 1) or "one rank"
+
     def __str__(self) -> str:
-        degrees = {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "tensor", "expert")}
+        degrees = {name: getattr(self, name) for name in _DIMENSIONS}
         text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
         return text if self.pipeline == 1 else f"{text} ({self.schedule})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) 
     for each in {str(outcome.layout): outcome.layout for outcome in found}.values():
         config = load_config("vit_digits", [*VIT, *each.overrides])
         assert config.parallel.tensor_degree == each.tensor
+
+
+def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
+    report = plan.Report("", search.outcomes(), 1, search.cluster)
+    found = report.frontier()
+    assert len(found) > 2
+    for each in report.outcomes:
+        assert any(other.memory <= each.memory and other.images_per_second >= each.images_per_second for other in found)
+    for one, other in itertools.pairwise(found):
+        assert one.images_per_second > other.images_per_second
+        assert one.memory > other.memory
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
