@@ -21,7 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
-from tests.unit.data.layouts import CLASSES, LAYOUTS, accept_any_cifar, make_content, write_cifar10, write_folder
+from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_cifar10, write_folder
 
 CONTENT = make_content(train=(8, 10, 7), val=(3, 2, 4))
 SETTINGS = (*TINY, "data=auto", "data.global_batch_size=8", "data.num_workers=0", "data.index_cache=off")
@@ -50,9 +50,8 @@ def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kinds"), [((32, 32), ("png", "raw", "cifar")), ((40, 24), ("png", "raw"))])
 def test_arrays_train_like_the_files_that_hold_the_same_pixels(
-    size: tuple[int, int], kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    accept_any_cifar(monkeypatch)
     images = np.random.default_rng(0).integers(0, 256, (60, *size, 3), dtype=np.uint8)
     # Both splits in the order of class folders; the last sixth is CIFAR's test batch.
     labels = [0] * 20 + [1] * 15 + [2] * 15 + [0] * 4 + [1] * 3 + [2] * 3

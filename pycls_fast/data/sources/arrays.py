@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import pickle
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -15,11 +17,26 @@ from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
 
-if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
+
+class _Layout(NamedTuple):
+    """Files and keys of CIFAR-10 or CIFAR-100."""
+
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    meta: str
+    labels: str
+    class_names: str
+
+
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_LAYOUTS = (
+    _Layout("cifar-10-batches-py", _BATCHES, ("test_batch",), "batches.meta", "labels", "label_names"),
+    _Layout("cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names"),
+)
 
 
 class ArrayImages(Images):
@@ -41,37 +58,68 @@ class ArrayImages(Images):
         return f"{super().describe()} from {self._where}"
 
 
-def find_cifar(root: Path) -> tuple[type[CIFAR10], Path] | None:
-    """torchvision's class for the one of the two that is unpacked, and its folder: `root` or in it."""
-    from torchvision.datasets import CIFAR10, CIFAR100
-
-    places = ((kind, folder) for kind in (CIFAR10, CIFAR100) for folder in (root, root / kind.base_folder))
-    return next(((kind, folder) for kind, folder in places if (folder / kind.meta["filename"]).is_file()), None)
+def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
+    """The unpacked folder of one of the two, `root` or in it, and its layout."""
+    places = ((folder, layout) for layout in _LAYOUTS for folder in (root, root / layout.folder))
+    return next((place for place in places if (place[0] / place[1].meta).is_file()), None)
 
 
 def open_cifar(root: str | Path) -> dict[str, Images]:
     """The training batches as "train", the test batch as "val".
 
-    torchvision unpickles only files with the checksums of the authors' own.
-
     Args:
         root: `cifar-10-batches-py` or `cifar-100-python` (its fine labels), or the folder that holds one of them.
     """
-    found = find_cifar(Path(root))
-    if found is None:
-        raise UserError(f"{root} has no cifar-10-batches-py or cifar-100-python; unpack or download it")
-    kind, folder = found
-    # Whatever the folder is called.
-    here = type(kind.__name__, (kind,), {"base_folder": ""})
-    what = f"{folder} is not as its authors packed it"
-    with refusing(what, RuntimeError, OSError, use="unpack or download it again"):
-        loaded = {split: here(str(folder), train=split == "train") for split in ("train", "val")}
-    return {
-        split: ArrayImages(
-            np.ascontiguousarray(each.data), np.array(each.targets, np.int32), each.classes, f"{folder} ({split})"
-        )
-        for split, each in loaded.items()
-    }
+    folder, layout = find_cifar(Path(root)) or (Path(root) / _LAYOUTS[0].folder, _LAYOUTS[0])
+    path = folder / layout.meta
+    try:
+        names = _read(path)[layout.class_names]
+        classes = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+        opened: dict[str, Images] = {}
+        for split, files in (("train", layout.train), ("val", layout.test)):
+            images, labels = [], []
+            for path in [folder / name for name in files]:
+                batch = _read(path)
+                # (N, channel, row, column) -> (N, row, column, channel)
+                images.append(batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+                labels.append(np.asarray(batch[layout.labels], dtype=np.int32))
+                if images[-1].dtype != np.uint8 or len(images[-1]) != len(labels[-1]):
+                    raise ValueError(f"expected {len(labels[-1])} images of bytes")
+                if labels[-1].min() < 0 or labels[-1].max() >= len(classes):
+                    raise ValueError(f"a label outside of the {len(classes)} classes")
+            pixels = np.ascontiguousarray(np.concatenate(images))
+            opened[split] = ArrayImages(pixels, np.concatenate(labels), classes, f"{folder} ({split})")
+    # Damaged pickles raise nearly every kind.
+    except Exception as error:
+        raise UserError(f"{path} is missing or damaged ({error!r}); unpack or download it again") from error
+    return opened
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        values = _DataOnly(file, encoding="bytes").load()
+    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in values.items()}
+
+
+# The functions that rebuild arrays, taken from arrays: their modules differ between NumPy's versions.
+_REBUILD: dict[str, Any] = {
+    "_reconstruct": np.empty(0).__reduce__()[0],
+    "_frombuffer": np.empty(0).__reduce_ex__(5)[0],
+}
+
+
+class _DataOnly(pickle.Unpickler):
+    """An unpickler that makes numbers, texts, containers and NumPy arrays, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if module.startswith("numpy.") and name in _REBUILD:
+            return _REBUILD[name]
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            # How Python 3 writes bytes for Python 2.
+            return codecs.encode
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
 
 
 # Random streams that must not repeat each other's draws, nor that of the initial weights (1).
