@@ -7,6 +7,7 @@ another one back. In evaluation a rank may have fewer images than others, so the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
         mesh: ranks that see different images.
         compute: the format of the experts' products, if it is not that of their parameters.
     """
+
+    # On a CPU, gloo gathers instead.
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
     # The experts' gradients are sums over these ranks, where those of all other weights are means. (torch's own factor,
     # `set_gradient_divide_factor`, divides twice if one rank has all shards; 2.15.)

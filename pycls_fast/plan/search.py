@@ -132,6 +132,7 @@ class Outcome:
     peak_flops: float
     loader: float | None
     fits: bool
+    compiled: bool
 
     @property
     def images_per_second(self) -> float:
@@ -147,12 +148,16 @@ class Outcome:
         """Why this is not the best layout."""
         if not self.fits:
             return "does not fit"
+        kernels = "smaller kernels"
+        if self.layout.recompute != best.layout.recompute:
+            kernels = "recomputation"
+        elif self.compiled != best.compiled:
+            kernels = "eager code"
         costs = {
+            kernels: self.compute - best.compute,
             "exchange": self.exchange - best.exchange,
             "bubble": self.bubble - best.bubble,
             "optimizer": self.update - best.update,
-            "recomputation" if self.layout.recompute != best.layout.recompute else "smaller kernels": self.compute
-            - best.compute,
         }
         most = max(costs, key=lambda name: costs[name])
         return f"{most} +{costs[most] / best.step:.1%}" if costs[most] > 1e-4 * best.step else ""
@@ -300,7 +305,7 @@ class Search:
         flops = sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
             layout, memory, held, compute, update, exchange, waits, step, self.batch, flops,
-            device.flops[itemsize] * cluster.ranks, loader, memory <= USABLE * device.memory,
+            device.flops[itemsize] * cluster.ranks, loader, memory <= USABLE * device.memory, compiled,
         )  # fmt: skip
 
     def exchanged(self, layout: Layout) -> dict[str, float]:
