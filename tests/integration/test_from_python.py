@@ -19,7 +19,7 @@ import pycls_fast
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train import loop
-from tests.integration.runs import TINY, records
+from tests.integration.runs import ROOT, TINY, records
 
 
 @pytest.fixture
@@ -71,6 +71,19 @@ def test_the_words_of_the_command_line(small: Sequence[str], digits: Path, tmp_p
     for weights in (run.best, copy):
         (again,) = pycls_fast.load(weights, device="cpu").predict(picture)
         assert again.top == found.top
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs/start.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(cell["source"], names)
+    assert names["first"].metrics["top1"] > 50
+    assert names["run"].metrics["top1"] > 60
+    assert names["classifier"].classes == ("7", "8", "9")
 
 
 class Drawn(Dataset[tuple[Image.Image, int]]):
