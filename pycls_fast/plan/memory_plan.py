@@ -99,10 +99,11 @@ class MemoryPlan:
     @property
     def unit_sizes(self) -> tuple[Sizes, list[Sizes], Sizes]:
         """Those of what is before the blocks, of each block, and of the rest: this rank's parts."""
-        config = self.config
-        model = (config.model.model_dump_json(), config.data.image_size, self.classes, str(config.optim.trainable))
-        key = (*model, self.world.tensor)
-        if key not in _sizes:
+        config, optim = self.config, self.config.optim
+        model = (config.model.model_dump_json(), config.data.image_size, self.classes)
+        key = (*model, optim.trainable, optim.lora_rank, self.world.tensor)
+        # One that was given from Python may be another one next time.
+        if key not in _sizes or config.model.kind == "given":
             network = self._network()
             freeze(config, network)
             # Experts, which shards divide further, count as whole ones.

@@ -1,0 +1,74 @@
+"""The plan against short trainings on this machine's CPU, one to four gloo ranks: `python benchmarks/plan_here.py`.
+
+`plan calibrate` measures the machine first; then each layout is planned and timed in turn, in float32, on 32 images in
+memory on all ranks. Use a quiet machine. What ranks hold and exchange is compared by `test_plan_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from pycls_fast import plan
+from pycls_fast.config import load_config
+from pycls_fast.plan import Layout
+from pycls_fast.plan.calibrate import calibrate
+from pycls_fast.train.environment import provenance_lines
+
+MODELS = {
+    "ViT-Ti/16": ("vit_ti16", "model.drop_path=0"),
+    "ResNet-18": ("resnet18",),
+}
+COMMON = (
+    *("data=synthetic", "data.image_size=96", "data.global_batch_size=32", "augment=none"),
+    *("optim.accumulation_steps=1", "speed.compile=off"),
+)
+BOTH = (Layout(), Layout(replicate=2), Layout(shard=2), Layout(replicate=4))
+VIT = (Layout(tensor=2), Layout(pipeline=2, accumulation=4), Layout(pipeline=2, accumulation=4, schedule="gpipe"))
+ROUNDS = 3
+
+
+def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
+    """Images/s of a training step on all ranks."""
+    file = folder / "time.json"
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
+    keys = ["mode=train", "steps=4", "warmup_steps=2", "seconds=2", "repeats=1", f"output={file}", "runtime.threads=1"]
+    command = [*launcher, "pycls_fast", "time", "--config-name", name, *overrides, *keys]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    train = json.loads(file.read_text())["train"]
+    return float(train["images_per_step"] / train["step_seconds_p50"])
+
+
+def main() -> None:
+    print(*provenance_lines(torch.device("cpu")), "", sep="\n")
+    print("| model | layout | planned, images/s | measured | error |", "|---|---|---|---|---|", sep="\n")
+    errors = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        calibrate(folder / "here.yaml")
+        for model, (name, *keys) in MODELS.items():
+            chosen = [*COMMON, *keys]
+            config = load_config(name, [*chosen, "precision=fp32"])
+            for layout in (*BOTH, *(VIT if name.startswith("vit") else ())):
+                layout = Layout(**{**vars(layout), "precision": "fp32"})
+                ranks = layout.data * layout.tensor * layout.pipeline
+                cluster = plan.cluster(f"{folder / 'here.yaml'}:herex{ranks}")
+                predicted = plan.Search(config, cluster).outcome(layout).images_per_second
+                found = [timed(name, [*chosen, *layout.overrides], ranks, folder) for _ in range(ROUNDS)]
+                measured = statistics.median(found)
+                errors.append(abs(predicted / measured - 1))
+                spread, error = f"{min(found):.1f} to {max(found):.1f}", f"{predicted / measured - 1:+.0%}"
+                print(f"| {model} | {layout} | {predicted:.1f} | {measured:.1f} ({spread}) | {error} |", flush=True)
+    print(f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+
+
+if __name__ == "__main__":
+    main()
