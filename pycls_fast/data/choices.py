@@ -74,7 +74,8 @@ class Manifest(Files, name="manifest"):
     is a table)."""
     label_separator: Text | None = None
     """Images have several labels, separated by this in their column: with ; an image of cat;dog is of both classes, and
-    one whose label is empty of none. null: one label each."""
+    one whose label is empty of none. A table without this column has one of zeros and ones for each class. null: one
+    label each."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tables import open_manifest

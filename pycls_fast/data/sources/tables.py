@@ -93,6 +93,8 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
     if is_test and all(label in _NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}
+    if separator is not None and label_column not in table:
+        table |= _columns_of_marks(table, label_column)
     for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
         if column not in table:
             raise missing_column(str(path), column, list(table), key)
@@ -113,6 +115,25 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
     arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers, "splits": splits, "sets": sets}
     given = {name: array for name, array in arrays.items() if array is not None}
     return Index(given, {"classes": list(classes)}, stamp)
+
+
+# Whether an image is of the class of a column.
+_MARKS = {"0": False, "0.0": False, "False": False, "1": True, "1.0": True, "True": True}
+
+
+def _columns_of_marks(table: dict[str, Sequence[Any]], label_column: str) -> dict[str, list[list[str]]]:
+    """The labels of a table that has a column of zeros and ones for each class; empty for another one."""
+    marks = {
+        name: [_MARKS[str(value)] for value in column]
+        for name, column in table.items()
+        if column and all(str(value) in _MARKS for value in column)
+    }
+    rows = zip(*marks.values(), strict=True)
+    return (
+        {label_column: [[name for name, is_true in zip(marks, row, strict=True) if is_true] for row in rows]}
+        if marks
+        else {}
+    )
 
 
 def _several(

@@ -188,7 +188,15 @@ def test_several_labels_as_numbers_lists_and_a_random_split(tmp_path: Path) -> N
     lines = [f"{name},{'|'.join(own)}" for name, own in zip(names, numbers, strict=True)]
     (tmp_path / "all.csv").write_text("\n".join(["path,label", *lines]))
     pq.write_table(pa.table({"path": names, "label": numbers}), tmp_path / "all.parquet")
-    for file in ("all.csv", "all.parquet"):
+    marked = [
+        ",".join([name, *("01"[f"c{k}" in own] for k in range(4))]) for name, own in zip(names, wanted, strict=True)
+    ]
+    (tmp_path / "marked.csv").write_text("\n".join(["path,c0,c1,c2,c3", *marked]))
+    pq.write_table(
+        pa.table({"path": names, **{f"c{k}": [f"c{k}" in own for own in wanted] for k in range(4)}}),
+        tmp_path / "marked.parquet",
+    )
+    for file in ("all.csv", "all.parquet", "marked.csv", "marked.parquet"):
         splits = opened("manifest", tmp_path / file, label_separator="|")
         found = {source.name(index): own for source in splits.values() for index, own in enumerate(said(source))}
         assert {Path(name).name: own for name, own in found.items()} == dict(zip(names, wanted, strict=True))
