@@ -193,6 +193,11 @@ class Pipeline:
         # Of the current step.
         self._loss_of: Callable[[Tensor, int], Tensor] = lambda logits, position: logits.sum()
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether this rank has the first stage."""
+        return 0 in self._mine
+
     def run(
         self,
         images: Sequence[Tensor],
@@ -214,7 +219,7 @@ class Pipeline:
         engine = self._engine(images[0].shape, len(images))
         positions = list(range(len(images)))
         engine.step(
-            arg_mbs=[(each,) for each in images] if 0 in self._mine else [()] * len(images),
+            arg_mbs=[(each,) for each in images] if self.takes_images else [()] * len(images),
             kwarg_mbs=[{"position": position} for position in positions],
             target_mbs=[torch.tensor(position) for position in positions],
             return_outputs=False,

@@ -193,8 +193,8 @@ class MemoryPlan:
         inputs = float(batches * images * size * size * 3 * (4 if on_host else 1))
         if world.pipeline == 1:
             return peak(activations, self.sizes[0], copies, inputs=inputs, update=self.update)
-        # All microbatches are there from the beginning, those of the moment apart.
-        inputs += accumulation * activations.input
+        # All microbatches are there from the beginning.
+        images_of_all = float(accumulation * activations.input)
         order = self.order(accumulation)
         return max(
             pipelined_peak(
@@ -202,7 +202,7 @@ class MemoryPlan:
                 order[rank],
                 self.sizes[rank],
                 copies,
-                inputs=inputs,
+                inputs=inputs + images_of_all * (0 in stages),
                 update=self.update,
             )
             for rank, stages in enumerate(self.stages(len(activations.blocks)))

@@ -24,7 +24,11 @@ class PipelinedStep(Step):
         assert pipeline is not None
         inputs, states = [], []
         for position, batch in zip(range(self.accumulation_steps), microbatches, strict=True):
-            inputs.append(self._inputs(step, position, batch))
+            images_BCHW, targets = self._inputs(step, position, batch)
+            if not pipeline.takes_images and self.teacher is None:
+                # Of a later stage only the shape is asked for.
+                images_BCHW = images_BCHW.new_zeros(()).expand(images_BCHW.shape)
+            inputs.append((images_BCHW, targets))
             states.append(torch.default_generator.get_state())
         images = [images_BCHW for images_BCHW, _ in inputs]
         if len({each.shape for each in images}) > 1:
