@@ -1,6 +1,6 @@
 """The plan against short trainings on this machine's CPU, one to four gloo ranks: `python benchmarks/plan_here.py`.
 
-`plan calibrate` measures the machine first; then each layout is planned and timed in turn, in float32, on 32 images in
+`plan calibrate` measures the machine first; then each layout is planned and timed in turn, in float32, on 16 images in
 memory on all ranks. Use a quiet machine. What ranks hold and exchange is compared by `test_plan_ranks.py`.
 """
 
@@ -22,16 +22,16 @@ from pycls_fast.plan.calibrate import calibrate
 from pycls_fast.train.environment import provenance_lines
 
 MODELS = {
-    "ViT-Ti/16": ("vit_ti16", "model.drop_path=0"),
+    "ViT-S/16": ("vit_s16", "model.drop_path=0"),
     "ResNet-18": ("resnet18",),
 }
 COMMON = (
-    *("data=synthetic", "data.image_size=96", "data.global_batch_size=32", "augment=none"),
+    *("data=synthetic", "data.image_size=96", "data.global_batch_size=16", "augment=none"),
     *("optim.accumulation_steps=1", "speed.compile=off"),
 )
 BOTH = (Layout(), Layout(replicate=2), Layout(shard=2), Layout(replicate=4))
 VIT = (Layout(tensor=2), Layout(pipeline=2, accumulation=4), Layout(pipeline=2, accumulation=4, schedule="gpipe"))
-ROUNDS = 3
+ROUNDS = 2
 
 
 def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
@@ -40,7 +40,7 @@ def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
-    keys = ["mode=train", "steps=4", "warmup_steps=2", "seconds=2", "repeats=1", f"output={file}", "runtime.threads=1"]
+    keys = ["mode=train", "steps=3", "warmup_steps=1", "seconds=2", "repeats=1", f"output={file}", "runtime.threads=1"]
     command = [*launcher, "pycls_fast", "time", "--config-name", name, *overrides, *keys]
     subprocess.run(command, check=True, capture_output=True, cwd=folder)
     train = json.loads(file.read_text())["train"]

@@ -379,6 +379,8 @@ class Search:
             forward, backward: seconds of its passes through the blocks of a rank.
         """
         cluster, parts, near = self.cluster, layout.accumulation, layout.tensor
+        # On a CPU exchanges take the cores themselves.
+        overlap = 0.0 if self.device.type == "cpu" else _OVERLAP
         found, blocks = self._weights(layout), self._trace(layout, _FEW).activations.blocks
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
         if layout.shard > 1:
@@ -390,13 +392,13 @@ class Search:
                 size = found["all_reduce"] / parts / count
                 scatter += cluster.reduce(size, layout.replicate, apart=near * layout.shard)
             behind = gather * (passes - 1) + scatter
-            hidden = max(0.0, gather - _OVERLAP * forward / count) + max(0.0, behind - _OVERLAP * backward / count)
+            hidden = max(0.0, gather - overlap * forward / count) + max(0.0, behind - overlap * backward / count)
             exposed += parts * (gather + scatter + (count - 1) * hidden)
         elif layout.replicate > 1:
             whole = cluster.reduce(found["all_reduce"], layout.replicate, apart=near)
             last = cluster.reduce(min(_BUCKET, found["all_reduce"]), layout.replicate, apart=near)
             # A pipeline averages gradients when all are there.
-            exposed += whole if layout.pipeline > 1 else max(last, whole - _OVERLAP * backward)
+            exposed += whole if layout.pipeline > 1 else max(last, whole - overlap * backward)
         for kind, size in self._features(layout, images):
             if kind == "send":
                 exposed += parts * cluster.send(size, apart=cluster.ranks // layout.pipeline)
