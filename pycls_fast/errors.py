@@ -99,11 +99,12 @@ def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None
     Raises:
         UserError: this line.
     """
+    caught = kinds or (OSError,)
     try:
         yield
     except UserError:
         raise
-    except kinds if kinds else OSError as error:  # noqa: B030  # a tuple of classes
+    except caught as error:
         reason = " ".join(first_line(error).split())
         if isinstance(error, OSError) and error.strerror:
             # Without its number and a path that the line has; hidden files are our own, beside that.

@@ -148,7 +148,8 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
     what = f"weights: {path} cannot be read"
     with refusing(what, SafetensorError, OSError, KeyError), safe_open(path, "pt") as file:
         about = file.metadata() or {}
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
         specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
     saved = about.get("weights", "model")
     if kind not in ("auto", saved):

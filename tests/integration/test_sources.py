@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,12 +139,11 @@ def damaged(tmp_path: Path, digits: Path) -> tuple[Path, dict[str, str], list[Pa
 
 def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0) -> str:
     """`prepare_data.py` in this process; what it printed."""
-    own = {"mode": arguments[0]}
-    own |= dict(a.split("=", 1) for a in arguments[1:] if not a.startswith("data."))  # type: ignore[arg-type]
-    options = {key: int(value) if value.isdigit() else value for key, value in own.items()}
+    pairs = (a.partition("=")[::2] for a in arguments[1:] if not a.startswith("data."))
+    options: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs}
     config = load_config("resnet50", ["data.num_workers=0", *(a for a in arguments if a.startswith("data."))])
     capsys.readouterr()
-    assert PrepareVerb(**options)(config) == expect  # type: ignore[arg-type]
+    assert PrepareVerb(**{"mode": arguments[0], **options})(config) == expect
     return capsys.readouterr().out
 
 

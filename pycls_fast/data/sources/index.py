@@ -105,8 +105,9 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> No
         OSError: it cannot be written.
     """
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
     with atomic_write(file) as draft, draft.open("wb") as written:
-        np.savez(written, about=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
+        np.savez(written, **entries)
         flush(written)
 
 
