@@ -61,7 +61,7 @@ def test_from_the_table_to_predictions(
     output = tmp_path / "scores.json"
     score(load_run_config(run.run_dir, [f"weights={run.run_dir}"]), "val", str(output))
     assert json.loads(output.read_text())["map"] == pytest.approx(run.metrics["map"], abs=0.2)
-    assert "F1 over 0.5" in capsys.readouterr().out
+    assert "F1, mean of the classes" in capsys.readouterr().out
     images = sorted(digits.glob("[68]/*.png"))[:40]
     assert pycls_fast.load(run.run_dir, device="cpu").predict(images, topk=1) == run.predict(images, topk=1)
     found = pycls_fast.load(run.best, device="cpu").predict(images, topk=1)

@@ -15,7 +15,6 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.evaluate import Predictions, calibration_error
 from pycls_fast.train.export import checked, write_weights
-from pycls_fast.train.pretrained import load_network
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import find_weights, open_weights
 
@@ -73,8 +72,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup, split)
         scored.source.refuse_several("calibrate")
-        setup = setup.with_data(len(scored.source))
-        network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)
+        network, _ = setup.load(scored.source)
         sigmoid, last = setup.config.loss.criterion().sigmoid, network.last_layer()
 
         def scores() -> tuple[Tensor, Tensor, Predictions]:

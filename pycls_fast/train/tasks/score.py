@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pycls_fast.errors import DONE, UserError, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import OnnxNetwork
+from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
@@ -39,11 +40,30 @@ from pycls_fast.train.resolving import after_data, before_data, timm_name
 from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.weights import Weights, find_weights, opened
 
-# As many as are printed.
+# Classes that are printed.
 _CLASSES = 20
+# The rows of a table, by the keys of a record.
+_ROWS = {
+    "split": ("split", "{}"),
+    "map": ("mAP", "{:.2f}%"),
+    "top1": ("top-1", "{:.2f}%"),
+    "top1_interval": ("top-1 of other images like these", "{0[0]:.2f} to {0[1]:.2f}%"),
+    "top5": ("top-5", "{:.2f}%"),
+    "class_top1": ("balanced accuracy", "{:.2f}%"),
+    "f1": ("F1, mean of the classes", "{:.2f}%"),
+    "auc": ("ROC AUC, mean of the classes", "{:.4f}"),
+    "calibration_error": ("calibration error", "{:.4f}"),
+    "loss": ("loss", "{:.4f}"),
+    "count": ("images", "{:,}"),
+    "rule": ("right is", "{}"),
+    "features": ("features", "{:,}"),
+    "preprocessing": ("preprocessing", "{}"),
+    "published": ("published", "{0[top1]:.2f}% on ImageNet-1k's validation images at {0[size]} px ({0[source]})"),
+    "difference": ("ours", "{:+.2f}"),
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
     """A process that is ready to score.
 
@@ -62,20 +82,51 @@ class Setup:
     switches: Speed
     display: Display
 
-    def with_data(self, images: int) -> Setup:
-        """The setup once the number of images is known: every value is a number, and the batch is for scoring.
+    def load(self, data: Images, *, for_training: bool = False) -> tuple[Network, Loaded]:
+        """The network with the weights, and their origin. From here on every value of `config` is a number.
+
+        Args:
+            data: the images that are scored.
+            for_training: a new head is no mistake.
 
         Raises:
-            UserError: see `after_data`.
+            UserError: see `after_data` and `load_weights`.
         """
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
-        config = after_data(config, images, self.world, note=self.display.note)
-        return replace(self, config=build.for_scoring(config))
+        self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
+        return load_network(self.config, data, self.world, self.switches, for_training=for_training)
 
-    def scorer(self, wrapped: ParallelModel) -> Scorer:
+    def scorer(self, network: nn.Module) -> Scorer:
         """What scores images by a network."""
+        wrapped = ParallelModel(network, network, self.world.device)
         return Scorer(self.config, wrapped, self.world, self.switches, self.display)
+
+    def facts(self, origin: Loaded) -> dict[str, Any]:
+        """What a record of numbers says of how they came about."""
+        return {
+            "weights": origin.kind,
+            "checkpoint": str(origin.path),
+            "step": origin.step,
+            "config_name": self.config.config_name,
+            "preprocessing": build.preprocessing(self.config),
+            **provenance(self.world.device, self.world.size),
+        }
+
+    def show(self, title: str, origin: Loaded, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Print a record and where the weights came from; returns the lines of the table."""
+        whose = "" if self.preprocessing is None else ", preprocessed as the weights say"
+        step = "" if origin.step is None else f", step {origin.step}"
+        self.display.note(f"{origin.path} ({origin.kind} weights{step}{whose})")
+        if origin.fitted.adapted or origin.fitted.left_out:
+            self.display.table("weights", origin.fitted.table())
+        rows = [
+            (name, "none" if record[key] is None else text.format(record[key]))
+            for key, (name, text) in _ROWS.items()
+            if key in record
+        ]
+        self.display.table(title, rows)
+        return rows
 
 
 @contextmanager
@@ -212,17 +263,28 @@ def score(
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
         scored = scored_split(setup, split)
         source, split = scored.source, setup.config.data.eval_set or split
-        setup = setup.with_data(len(source))
-        network, origin = load_network(setup.config, source, world, setup.switches, for_training=False)
+        network, origin = setup.load(source)
         called: nn.Module = network
         if exported is not None:
             called = OnnxNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
         result = evaluated(setup, split, scored, called, tta=tta)
         if world.is_main:
-            by_class = _by_class(scored, result)
-            facts, comparison = _print_result(setup, split, scored, origin, result, by_class)
+            by_class = {} if setup.config.data.eval_set else _by_class(source, result)
+            record = {
+                "split": split,
+                **result.record(),
+                "top1_interval": list(result.interval()),
+                "rule": scored.rule,
+                **by_class,
+                "damaged": [list(item) for item in result.damaged.items()],
+                "tta": tta,
+                **_published(setup, split, origin.path, result.top1),
+                **setup.facts(origin),
+            }
+            facts = setup.show(source.describe(), origin, record)
+            _show_worst(setup.display, by_class.get("classes", ()))
             if file is not None:
-                write_json(file, {**_record(setup, split, scored, origin, result, by_class), "tta": tta, **comparison})
+                write_json(file, record)
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
             if index is not None:
@@ -231,20 +293,19 @@ def score(
 
 
 def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, tta: str = "none") -> Evaluation:
-    """The scores of a network from `load_network`; arguments and errors as of `score`."""
+    """The scores of a network from `Setup.load`; arguments and errors as of `score`."""
     config, world, display = setup.config, setup.world, setup.display
     with enough_to_score(config, world), display:
         called = FlipAveraged(network, sigmoid=config.loss.criterion().sigmoid) if tta == "flip" else network
-        scorer = setup.scorer(ParallelModel(called, called, world.device))
-        result = evaluate(scorer, scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
+        result = evaluate(setup.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
     report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")
     return result
 
 
-def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The published number of these weights and our difference from it, as rows and as a record.
+def _published(setup: Setup, split: str, path: Path | str, top1: float) -> dict[str, Any]:
+    """The published number of these weights and our difference from it, for the record.
 
     Empty if none is known, or if they were scored in another way: published numbers are for the original validation
     images. A file comes without preprocessing; its experiment's is the published one.
@@ -255,61 +316,15 @@ def _published(setup: Setup, split: str, path: Path | str, top1: float) -> tuple
         name = path.name
     known = published.WEIGHTS.get(name) if name is not None and split == "val" else None
     if known is None:
-        return [], {}
-    where = f"ImageNet-1k's 50,000 validation images at {known.size} px ({known.source})"
-    rows = [("published", f"{known.top1:.2f}% on {where}"), ("ours", f"{top1 - known.top1:+.2f}")]
-    return rows, {"published": {"weights": name, **asdict(known)}}
+        return {}
+    return {"published": {"weights": name, **asdict(known)}, "difference": top1 - known.top1}
 
 
-def _print_result(
-    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, by_class: Mapping[str, Any]
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Print the result; returns its names and values, and the published number as a record, if there is one."""
-    display, taken = setup.display, setup.preprocessing
-    rows, comparison = _published(setup, split, origin.path, result.top1)
-    whose = "" if taken is None else ", as the weights say"
-    step = "" if origin.step is None else f", step {origin.step}"
-    display.note(f"{origin.path} ({origin.kind} weights{step})")
-    if origin.fitted.adapted or origin.fitted.left_out:
-        display.table("weights", origin.fitted.table())
-    low, high = result.interval()
-    facts = [
-        ("split", split),
-        ("top-1", f"{result.top1:.2f}% ({low:.2f} to {high:.2f} for other images like these)"),
-        ("top-5", f"{result.top5:.2f}%"),
-        ("loss", "none" if result.loss is None else f"{result.loss:.4f}"),
-        ("images", f"{result.count:,}"),
-        ("right is", scored.rule),
-        ("preprocessing", build.preprocessing(setup.config) + whose),
-        *rows,
-    ]
-    if "map" in by_class:
-        means = (("mAP", "map"), ("F1 over 0.5, mean of the classes", "f1"))
-        facts[1:1] = [(name, "none" if by_class[key] is None else f"{by_class[key]:.2f}%") for name, key in means]
-    elif not setup.config.data.eval_set and by_class["class_top1"] is not None:
-        facts[3:3] = [
-            ("balanced accuracy", f"{by_class['class_top1']:.2f}%"),
-            ("F1, mean of the classes", f"{by_class['f1']:.2f}%"),
-            ("ROC AUC, mean of the classes", "none" if by_class["auc"] is None else f"{by_class['auc']:.4f}"),
-            ("calibration error", f"{by_class['calibration_error']:.4f}"),
-        ]
-    display.table(scored.source.describe(), facts)
-    seen = sorted((row for row in by_class["classes"] if row["f1"] is not None), key=lambda row: row["f1"])
-    if not setup.config.data.eval_set:
-        shown = []
-        for row in seen[:_CLASSES]:
-            precision = "none" if row["precision"] is None else f"{row['precision']:.1f}%"
-            numbers = f"F1 {row['f1']:.1f}%, recall {row['top1']:.1f}%, precision {precision}, {row['images']:,} images"
-            shown.append((row["class"], numbers))
-        display.table("classes" if len(seen) <= _CLASSES else f"the {_CLASSES} classes of the lowest F1", shown)
-    return facts, comparison
-
-
-def _by_class(scored: EvalSet, result: Evaluation) -> dict[str, Any]:
+def _by_class(source: Images, result: Evaluation) -> dict[str, Any]:
     """`class_scores` with the area under the ROC curve, of each class and their mean; or `set_scores`."""
-    if scored.source.label_sets is not None:
-        return set_scores(result, scored.source)
-    found = class_scores(result.predictions, scored.source.classes)
+    if source.label_sets is not None:
+        return set_scores(result, source)
+    found = class_scores(result.predictions, source.classes)
     areas = [] if result.scores_NK is None else roc_auc(result.predictions.labels_N, result.scores_NK)
     for row, area in zip(found["classes"], areas, strict=False):
         row["auc"] = area
@@ -317,22 +332,13 @@ def _by_class(scored: EvalSet, result: Evaluation) -> dict[str, Any]:
     return found | {"auc": sum(known) / len(known) if known else None}
 
 
-def _record(
-    setup: Setup, split: str, scored: EvalSet, origin: Loaded, result: Evaluation, by_class: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The values of the JSON file."""
-    config, world = setup.config, setup.world
-    return {
-        "split": split,
-        "weights": origin.kind,
-        **result.record(),
-        "top1_interval": list(result.interval()),
-        "preprocessing": build.preprocessing(config),
-        "rule": scored.rule,
-        **({} if config.data.eval_set else by_class),
-        "checkpoint": str(origin.path),
-        "step": origin.step,
-        "config_name": config.config_name,
-        "damaged": [list(item) for item in result.damaged.items()],
-        **provenance(world.device, world.size),
-    }
+def _show_worst(display: Display, classes: Sequence[Mapping[str, Any]]) -> None:
+    """Print the classes of the lowest F1."""
+    seen = sorted((row for row in classes if row["f1"] is not None), key=lambda row: row["f1"])
+    shown = []
+    for row in seen[:_CLASSES]:
+        precision = "none" if row["precision"] is None else f"{row['precision']:.1f}%"
+        numbers = f"F1 {row['f1']:.1f}%, recall {row['top1']:.1f}%, precision {precision}, {row['images']:,} images"
+        shown.append((row["class"], numbers))
+    if shown:
+        display.table("classes" if len(seen) <= _CLASSES else f"the {_CLASSES} classes of the lowest F1", shown)

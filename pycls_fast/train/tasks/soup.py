@@ -11,7 +11,6 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.export import checked, write_weights
-from pycls_fast.train.pretrained import load_network
 from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import Weights, find_weights, open_weights
@@ -71,8 +70,7 @@ def soup(
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.origin.path} has other tensors or classes than {found[0].origin.path}")
         scored = scored_split(setup, split)
-        setup = setup.with_data(len(scored.source))
-        network, _ = load_network(setup.config, scored.source, setup.world, setup.switches, for_training=False)
+        network, _ = setup.load(scored.source)
 
         def top1(chosen: Sequence[Weights]) -> float:
             network.load_state_dict(mean_weights(chosen))
