@@ -8,7 +8,7 @@ from pycls_fast import __version__
 from pycls_fast.errors import DONE, MISTAKE, did_you_mean, end_imports_at_ctrl_c
 
 if TYPE_CHECKING:
-    from pycls_fast.config import Command
+    from pycls_fast.config import Verb
 
 VERBS = {
     "train": ("train", "--config-name finetune data.root=my_images weights=timm:resnet50.a1_in1k epochs=10"),
@@ -37,16 +37,16 @@ def main(verb: str | None = None) -> NoReturn:
     if verb is None:
         verb = _first_word()
         del sys.argv[1]
-    chosen = find_command(verb)
-    from pycls_fast.config.launch import main as run_command
+    chosen = find_verb(verb)
+    from pycls_fast.config import command_line
 
-    run_command(chosen)
+    command_line(chosen)
 
 
-def find_command(verb: str) -> "Command":
-    """The command of a verb."""
-    module = import_module(f"pycls_fast.commands.{VERBS[verb][0]}")
-    found: Command = getattr(module, f"{verb.title().replace('-', '')}Verb").command
+def find_verb(name: str) -> "type[Verb]":
+    """The class of a verb."""
+    module = import_module(f"pycls_fast.commands.{VERBS[name][0]}")
+    found: type[Verb] = getattr(module, f"{name.title().replace('-', '')}Verb")
     return found
 
 
@@ -60,7 +60,8 @@ def _first_word() -> str:
     if word in ("--help", "-h"):
         print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
         for each, (_, words) in VERBS.items():
-            print(f"{each:9} {find_command(each).about.partition(':')[0]}\n          $ pycls-fast {each} {words}")
+            about = (find_verb(each).__doc__ or "").partition(":")[0]
+            print(f"{each:9} {about}\n          $ pycls-fast {each} {words}")
         print("\npycls-fast VERB --help says more.")
         raise SystemExit(DONE)
     way_out = did_you_mean(word, VERBS) or f"; the verbs are {', '.join(VERBS)}"

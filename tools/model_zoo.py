@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import published
-from pycls_fast.config import Section, command_line, load_config
+from pycls_fast.config import Verb, command_line, load_config
 from pycls_fast.config.run import Source
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
@@ -93,12 +93,14 @@ def _run(entry: Mapping[str, Any]) -> str:
     return f"- `{given or entry['experiment']}`: {entry['top1']:.2f}{note}{minutes}, {entry['date']}\n"
 
 
-def main(options: Section) -> int:
-    """Write the page."""
-    PAGE.write_text(page(json.loads(MEASURED.read_text(encoding="utf-8"))), encoding="utf-8")
-    print(PAGE)
-    return 0
+class ZooVerb(Verb, default=None):
+    """Write docs/zoo.md: `python tools/model_zoo.py`."""
+
+    def __call__(self) -> int:
+        PAGE.write_text(page(json.loads(MEASURED.read_text(encoding="utf-8"))), encoding="utf-8")
+        print(PAGE)
+        return 0
 
 
 if __name__ == "__main__":
-    command_line(main, default=None, about=__doc__)
+    command_line(ZooVerb)

@@ -30,7 +30,7 @@ def _split(value: Any) -> Any:
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
-class TimeVerb(Verb, needs_data=lambda options: options.reads_images):
+class TimeVerb(Verb):
     """Time an experiment: `pycls-fast time --config-name EXPERIMENT [mode=all] [key=value ...]`.
 
     mode=train   the training step on one synthetic batch; needs no data

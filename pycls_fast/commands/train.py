@@ -186,8 +186,13 @@ def table_of(run_dirs: Sequence[Path]) -> str | None:
     return f"list the runs of this sweep: {shlex.join(['pycls-fast', 'runs', *map(str, places)])}"
 
 
-class TrainVerb(Verb, purpose=Purpose(trains=True), after_sweep=lambda: table_of(_run_dirs)):
+class TrainVerb(Verb, purpose=Purpose(trains=True)):
     """Train a network: `pycls-fast train --config-name vit_digits [key=value ...]`."""
+
+    @staticmethod
+    def after_sweep() -> str | None:
+        """The command that lists the runs."""
+        return table_of(_run_dirs)
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train import train as train_network

@@ -3,13 +3,12 @@
 from pycls_fast.choice import Section
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.conflicts import Purpose
-from pycls_fast.config.launch import Command, Verb, command_alone, command_line, is_command, variant
+from pycls_fast.config.launch import Verb, command_alone, command_line, is_command, variant
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.values import ModuleNames
 
 __all__ = [
-    "Command",
     "ModuleNames",
     "Purpose",
     "RunConfig",

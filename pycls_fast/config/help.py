@@ -30,17 +30,12 @@ Key = tuple[str, type[Section]]
 
 
 def help_text(
-    about: str,
-    own: type[Section],
-    folders: Sequence[Path] = (),
-    words: Sequence[str] = (),
-    width: int | None = None,
+    own: type[Section], folders: Sequence[Path] = (), words: Sequence[str] = (), width: int | None = None
 ) -> str:
     """The `--help` page, or of `--help WORD ...` what the words mean.
 
     Args:
-        about: what the tool does.
-        own: the tool's own keys.
+        own: the tool: its docstring and its own keys.
         folders: the folders of configurations; none for a tool that takes no configuration.
         words: keys, groups and experiments to describe instead.
         width: in characters; None for that of the terminal, up to 120.
@@ -52,7 +47,7 @@ def help_text(
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
     experiments.pop("base", None)  # What they begin with.
     if not words:
-        return "\n".join(_page(about, own, folders, experiments, width))
+        return "\n".join(_page(own, folders, experiments, width))
     texts: list[str] = []
     mistakes: list[str] = []
     for word in words:
@@ -66,10 +61,8 @@ def help_text(
     return "\n\n".join(texts)
 
 
-def _page(
-    about: str, own: type[Section], folders: Sequence[Path], experiments: Iterable[str], width: int
-) -> Iterator[str]:
-    yield inspect.cleandoc(about)
+def _page(own: type[Section], folders: Sequence[Path], experiments: Iterable[str], width: int) -> Iterator[str]:
+    yield inspect.getdoc(own) or ""
     if folders:
         yield "\nexperiments, --config-name NAME (--help NAME describes one):"
         yield _filled(", ".join(experiments), width, "  ", "  ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import sys
@@ -49,36 +48,6 @@ from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A tool: what it runs, and what its command line takes.
-
-    Attributes:
-        run: takes the checked configuration and the tool's own options, the options alone if there is no `default`;
-            returns the exit status.
-        about: what `--help` says first.
-        default: the experiment when `--config-name` is not given; None: a tool without a configuration.
-        options: keys of the tool itself (`split=val`), besides those of `RunConfig`.
-        words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
-        subcommands: what a first word runs instead.
-        config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
-        purpose: what the configuration is used for.
-        needs_data: takes the options; if it returns False, no image is read, whatever `purpose` says.
-        after_sweep: called after a `--multirun` of several runs in this process; may return a note to print last.
-    """
-
-    run: Callable[..., int]
-    about: str = ""
-    default: str | None = "vit_digits"
-    options: type[Section] = Section
-    words: tuple[str, ...] = ()
-    subcommands: Mapping[str, type[Verb]] = dataclasses.field(default_factory=dict)
-    config_of_weights: bool = False
-    purpose: Purpose = dataclasses.field(default_factory=Purpose)
-    needs_data: Callable[[Any], bool] = lambda options: True
-    after_sweep: Callable[[], str | None] = lambda: None
-
-
 class Verb(Section):
     """The base class of what `pycls-fast` does: its keys, its help (the docstring), and what it runs.
 
@@ -86,61 +55,79 @@ class Verb(Section):
             split: str = "val"
             def __call__(self, config): ...
 
-    The settings are those of `Command`; without a `default`, `__call__` takes no configuration.
+    It is called with the checked configuration, without a `default` with nothing; returns the exit status.
+
+    Attributes:
+        default: the experiment when `--config-name` is not given; None: a tool without a configuration.
+        words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
+        subcommands: what a first word runs instead.
+        config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
+        purpose: what the configuration is used for.
     """
 
-    command: ClassVar[Command]
+    default: ClassVar[str | None] = "vit_digits"
+    words: ClassVar[tuple[str, ...]] = ()
+    subcommands: ClassVar[Mapping[str, type[Verb]]] = {}
+    config_of_weights: ClassVar[bool] = False
+    purpose: ClassVar[Purpose] = Purpose()
+    __call__: ClassVar[Callable[..., int]]
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
-        cls.command = Command(lambda *given: given[-1](*given[:-1]), inspect.getdoc(cls) or "", options=cls, **settings)
+        for name, value in settings.items():
+            setattr(cls, name, value)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether images are read, if the purpose says so."""
+        return True
+
+    @staticmethod
+    def after_sweep() -> str | None:
+        """Called after a `--multirun` of several runs in this process; may return a note to print last."""
+        return None
 
 
-def command_line(run: Callable[..., int], **settings: Any) -> NoReturn:
-    """Run a tool from `sys.argv` and exit with its status; the settings are those of `Command`."""
-    main(Command(run, **settings))
-
-
-def main(command: Command) -> NoReturn:
-    """Run a command from `sys.argv` and exit with its status."""
+def command_line(verb: type[Verb]) -> NoReturn:
+    """Run a verb from `sys.argv` and exit with its status."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] in command.subcommands:
-        command, arguments = command.subcommands[arguments[0]].command, arguments[1:]
-    run = _run if command.default is not None else _run_without_config
-    sys.exit(reporting(lambda: run(command, arguments)))
+    if arguments and arguments[0] in verb.subcommands:
+        verb, arguments = verb.subcommands[arguments[0]], arguments[1:]
+    run = _run if verb.default is not None else _run_without_config
+    sys.exit(reporting(lambda: run(verb, arguments)))
 
 
-def _run_without_config(command: Command, arguments: list[str]) -> int:
+def _run_without_config(verb: type[Verb], arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
-        print(help_text(command.about, command.options))
+        print(help_text(verb))
         return DONE
     try:
-        return command.run(read_options(arguments, command.options, command.words))
+        return read_options(arguments, verb)()
     except UserError as error:
-        usage = command.about.partition("`")[2].partition("`")[0]
+        usage = (verb.__doc__ or "").partition("`")[2].partition("`")[0]
         raise error if arguments else UserError(*error.lines, f"the command is {usage}") from error
 
 
-def _run(command: Command, arguments: list[str]) -> int:
+def _run(verb: type[Verb], arguments: list[str]) -> int:
     flags = _flags(arguments)
     folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
     if flags.help:
         modules = [override.partition("=")[2] for override in flags.overrides if override.startswith("imports=")]
         import_modules_of({"imports": yaml.safe_load(",".join(modules))})
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
-        print(help_text(command.about, command.options, folders, [] if command.words else words))
+        print(help_text(verb, folders, [] if verb.words else words))
         return DONE
     require_folders(folders)
-    bare = [each for each in flags.overrides if command.words and "=" not in each and not each.startswith("~")]
-    named = [f"{key}={word}" for key, word in zip(command.words, bare, strict=False)]
+    bare = [each for each in flags.overrides if verb.words and "=" not in each and not each.startswith("~")]
+    named = [f"{key}={word}" for key, word in zip(verb.words, bare, strict=False)]
     flags.overrides = [*named, *(each for each in flags.overrides if each not in bare[: len(named)])]
     found = None
-    if command.config_of_weights and flags.config_name is None:
+    if verb.config_of_weights and flags.config_name is None:
         found = saved.saved_with_weights(flags.overrides)
         if found is not None:
             saved.register(found, flags.overrides)
             flags.config_name = saved.SAVED
-    return _run_with_hydra(command, flags, folders, found)
+    return _run_with_hydra(verb, flags, folders, found)
 
 
 def _flags(arguments: list[str]) -> Namespace:
@@ -158,7 +145,7 @@ def _flags(arguments: list[str]) -> Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], found: saved.SavedConfig | None) -> int:
+def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: saved.SavedConfig | None) -> int:
     """Let Hydra call the tool for the run, or for each run of a sweep; returns the exit status."""
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
@@ -168,9 +155,9 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
             composed = Composed.from_hydra(config, HydraConfig.get())
             if found is not None:
                 composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
-            checked, options = _checked(composed, command)
+            checked, called = _checked(composed, verb)
             print_lines("note", notes(checked, composed))
-            return command.run(checked, options)
+            return called(checked)
 
         if is_task():
             # The run records the user's command, not the one with which the launcher started this task.
@@ -190,7 +177,7 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
         with _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            _call(job, flags, folders, command.default if flags.config_name is None else flags.config_name)
+            _call(job, flags, folders, verb.default if flags.config_name is None else flags.config_name)
     except COMPOSE_ERRORS as error:
         raise explain(error, folders) from error
     except TaskStopped as error:
@@ -205,7 +192,7 @@ def _run_with_hydra(command: Command, flags: Namespace, folders: list[Path], fou
         last = "the logs of all tasks are in that folder; the first error may be in another one"
         print_lines("error", ["\n".join([*message[:3], *message[3:][-40:], last])])
         return FAULT
-    note = command.after_sweep() if len(statuses) > 1 else None
+    note = verb.after_sweep() if len(statuses) > 1 else None
     print_lines("note", [] if note is None else [note])
     return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
@@ -229,31 +216,29 @@ def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[
         GlobalHydra.instance().clear()
 
 
-def _checked(composed: Composed, command: Command) -> tuple[RunConfig, Any]:
-    """The configuration and the tool's own options.
+def _checked(composed: Composed, verb: type[Verb]) -> tuple[RunConfig, Verb]:
+    """The configuration, and the verb with its own keys.
 
     Raises:
         UserError: one line per mistake.
     """
-    own = {key: value for key, value in composed.values.items() if key in command.options.model_fields}
-    purpose, options, mistakes = command.purpose, None, list[str]()
+    own = {key: value for key, value in composed.values.items() if key in verb.model_fields}
+    purpose, mistakes = verb.purpose, list[str]()
     try:
-        options = validate(command.options, own, composed.where)
-        purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and command.needs_data(options))
+        called = validate(verb, own, composed.where)
+        purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and called.reads_images)
     except UserError as error:
         mistakes += error.lines
-    config = None
     try:
-        config = check(composed, purpose, command.options)
+        config = check(composed, purpose, verb)
     except UserError as error:
         mistakes += error.lines
     refuse(mistakes)
-    assert config is not None
-    return config, options
+    return config, called
 
 
-def read_options(arguments: Sequence[str], options: type[Section], words: Sequence[str] = ()) -> Any:
-    """The options of a tool without a configuration, in the same syntax; `words` as in `Command`.
+def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
+    """A verb without a configuration with its keys, in the same syntax.
 
     Raises:
         UserError: one line per mistake.
@@ -263,27 +248,27 @@ def read_options(arguments: Sequence[str], options: type[Section], words: Sequen
     bare: list[str] = []
     for argument in arguments:
         key, separator, text = argument.partition("=")
-        if separator and key in options.model_fields:
-            if options.model_fields[key].annotation in (str, str | None):
+        if separator and key in verb.model_fields:
+            if verb.model_fields[key].annotation in (str, str | None):
                 texts[key] = text  # A path may look like a number.
             else:
                 values[key] = _value(argument)
-        elif words and (Path(argument).exists() or not separator) and (argument == "-" or not argument.startswith("-")):
+        elif (Path(argument).exists() or not separator) and (argument == "-" or not argument.startswith("-")):
             bare.append(argument)
         elif separator:
             values[key] = text
         else:
             raise unreadable(argument, [])
-    for key in words:
-        is_list = options.model_fields[key].annotation == tuple[str, ...]
+    for key in verb.words:
+        is_list = verb.model_fields[key].annotation == tuple[str, ...]
         if key not in values and key not in texts and (bare or is_list):
             texts[key] = tuple(bare) if is_list else bare.pop(0)
             bare = [] if is_list else bare
     if bare:
-        raise UserError(f"{bare[0]}: one argument too many; the keys are {', '.join(options.model_fields)}")
+        raise unreadable(bare[0], [])
     # Names of files need not be UTF-8, JSON text must be: the validation sees "?" instead.
     seen = json.loads(json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace"))
-    return validate(options, seen, lambda key: "the command line").model_copy(update=texts)
+    return validate(verb, seen, lambda key: "the command line").model_copy(update=texts)
 
 
 def _value(override: str) -> Any:
@@ -314,7 +299,7 @@ def _objective(status: int) -> float | None:
     return status.objective if isinstance(status, Finished) else None
 
 
-# Further configurations and commands from the one that runs; only inside a `Command`.
+# Further configurations and commands from the one that runs; only inside a `Verb`.
 
 
 def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section]) -> RunConfig:

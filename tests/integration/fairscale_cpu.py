@@ -93,11 +93,11 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def main() -> None:
     """`python -m tests.integration.fairscale_cpu --config-name NAME ...`: tools/train_net.py on this stage."""
     from pycls_fast.commands.train import TrainVerb
-    from pycls_fast.config.launch import main as launch_main
+    from pycls_fast.config import command_line
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         play_cuda(monkeypatch)
-        launch_main(TrainVerb.command)
+        command_line(TrainVerb)
 
 
 if __name__ == "__main__":

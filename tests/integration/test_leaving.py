@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import time
 import torch.distributed as dist
-from pycls_fast.config import command_line
+from pycls_fast.config import Verb, command_line
 from pycls_fast.errors import UserError
 
 destroy = dist.destroy_process_group
@@ -27,16 +27,17 @@ def destroy_like_nccl():
     destroy()
 dist.destroy_process_group = destroy_like_nccl
 
-def main(config, options):
-    from pycls_fast import build
-    with build.world(config) as world:
-        world.barrier()
-        if world.rank >= {first}:
-            raise {error}
-        world.barrier()
-    return 0
+class Own(Verb):
+    def __call__(self, config):
+        from pycls_fast import build
+        with build.world(config) as world:
+            world.barrier()
+            if world.rank >= {first}:
+                raise {error}
+            world.barrier()
+        return 0
 
-command_line(main)
+command_line(Own)
 """
 
 

@@ -44,13 +44,14 @@ def test_a_mistake_comes_back(tmp_path: Path, digits: Path) -> None:
 
 TASK = """
 import os, sys
-from pycls_fast.config import command_alone, command_line
-def main(config, options):
-    print("alone:", sys.argv[0], *command_alone())
-    if os.environ["RANK"] == "1":
-        raise ValueError("broken")
-    return 0
-command_line(main)
+from pycls_fast.config import Verb, command_alone, command_line
+class Own(Verb):
+    def __call__(self, config):
+        print("alone:", sys.argv[0], *command_alone())
+        if os.environ["RANK"] == "1":
+            raise ValueError("broken")
+        return 0
+command_line(Own)
 """
 
 

@@ -8,12 +8,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import Purpose, RunConfig, command_line
+from pycls_fast.config import Purpose, RunConfig, Verb, command_line
 from tests.integration.runs import run_process
 from tools import model_zoo
 
@@ -60,13 +59,14 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, 
     """Exit status, and the configurations that would have been trained."""
     configs: list[RunConfig] = []
 
-    def main(config: RunConfig, options: Any) -> int:
-        configs.append(config)
-        return 0
+    class Train(Verb, purpose=Purpose(trains=True)):
+        def __call__(self, config: RunConfig) -> int:
+            configs.append(config)
+            return 0
 
     monkeypatch.setattr("sys.argv", [TRAIN, *arguments])
     with pytest.raises(SystemExit) as stopped:
-        command_line(main, purpose=Purpose(trains=True))
+        command_line(Train)
     return stopped.value.code, configs
 
 

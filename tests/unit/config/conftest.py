@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import RunConfig, Section, command_line
+from pycls_fast.config import RunConfig, Section, Verb, command_line
 
 Tool = Callable[..., tuple[int, list[str], list[tuple[RunConfig, Any]]]]
 
@@ -26,16 +26,19 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     """Runs a tool in this process: status, lines on standard error, and what it was called with."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, **settings: Any) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
+    def run(
+        *arguments: str, options: type[Section] = Options, **settings: Any
+    ) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
         calls: list[tuple[RunConfig, Any]] = []
 
-        def main(config: RunConfig, options: Any) -> int:
-            calls.append((config, options))
-            return 0
+        class Called(options, Verb, **{"default": "vit_digits", "words": (), **settings}):  # type: ignore[misc, valid-type]
+            def __call__(self, config: RunConfig) -> int:
+                calls.append((config, self))
+                return 0
 
         monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
         with pytest.raises(SystemExit) as stopped:
-            command_line(main, **{"options": Options, **settings})
+            command_line(Called)
         assert isinstance(stopped.value.code, int)
         return stopped.value.code, capsys.readouterr().err.splitlines(), calls
 

@@ -10,7 +10,7 @@ import yaml
 
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.run import Speed
-from tests.unit.config.conftest import Options, Tool
+from tests.unit.config.conftest import Tool
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_weights_bring_their_configuration_from_wherever_they_are(
     [(read, options)] = calls
     named = str(home / "run") if "oc.env" in source else source.strip('"')
     assert read == config.model_copy(update={"speed": Speed(preset=config.speed.preset), "weights": named})
-    assert options == Options(steps=4)
+    assert options.steps == 4
 
 
 def test_a_sweep_over_saved_weights(tool: Tool, home: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands.train import table_of
-from pycls_fast.config import RunConfig, command_alone, command_line, load_config
+from pycls_fast.config import RunConfig, Verb, command_alone, command_line, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
-from tests.unit.config.conftest import Options, Tool
+from tests.unit.config.conftest import Tool
 
 
 def test_an_own_group(tool: Tool, tmp_path: Path) -> None:
@@ -83,14 +82,14 @@ def test_flags_and_overrides_may_come_in_any_order(tool: Tool) -> None:
         status, lines, calls = tool(*arguments)
         assert (status, lines) == (0, [])
         [(config, options)] = calls
-        assert (config.config_name, config.seed, options) == ("resnet_digits", 3, Options(steps=5))
+        assert (config.config_name, config.seed, options.steps) == ("resnet_digits", 3, 5)
 
 
 def test_a_missing_data_root_is_a_mistake_only_for_tools_that_read_data(tool: Tool) -> None:
     assert tool("--config-name", "vit_ti16")[0] == 2
     for steps, status in ((3, 0), (4, 2)):
         arguments = ("--config-name", "vit_ti16", f"steps={steps}")
-        assert tool(*arguments, needs_data=lambda options: options.steps == 4)[0] == status
+        assert tool(*arguments, reads_images=property(lambda verb: verb.steps == 4))[0] == status
 
 
 def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: Tool) -> None:
@@ -117,13 +116,14 @@ def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path)
 def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception
 ) -> None:
-    def main(config: RunConfig, options: Any) -> int:
-        raise fault
+    class Broken(Verb):
+        def __call__(self, config: RunConfig) -> int:
+            raise fault
 
     monkeypatch.setattr("sys.argv", ["tool.py"])
     try:
         with pytest.raises(SystemExit) as stopped:
-            command_line(main)
+            command_line(Broken)
     finally:
         GlobalHydra.instance().clear()
     assert stopped.value.code == 1
@@ -164,15 +164,15 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
     """Its command makes its configuration, whatever Hydra alone knew of it."""
     seen: list[list[str] | None] = []
 
-    def look(options: object) -> bool:
+    def look(verb: Verb) -> bool:
         seen.append(command_alone())
         return True
 
     arguments = ["seed=1,2", "optim=sgd", "data.root=/photos (${hydra:job.num})", "run_dir=out/${hydra:job.num}"]
-    _, _, calls = tool("--config-name", "resnet_digits", "-m", *arguments, needs_data=look)
+    _, _, calls = tool("--config-name", "resnet_digits", "-m", *arguments, reads_images=property(look))
     assert len(calls) == 2
     for (config, _), command in zip(calls, list(seen), strict=True):
         assert command is not None
-        status, _, again = tool(*command, f"run_dir={config.run_dir}", needs_data=look)
+        status, _, again = tool(*command, f"run_dir={config.run_dir}", reads_images=property(look))
         assert (status, [config for config, _ in again]) == (0, [config])
     assert seen[2:] == [None, None]

@@ -34,8 +34,8 @@ def own_tool(folder: Path, body: str) -> Path:
     script = folder / "tool.py"
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     script.write_text(
-        f"import sys\nfrom pycls_fast.config import command_line\n"
-        f"from pycls_fast.errors import Finished\ndef main(config, options):\n{lines}command_line(main)\n"
+        f"import sys\nfrom pycls_fast.config import Verb, command_line\nfrom pycls_fast.errors import Finished\n"
+        f"class Own(Verb):\n  def __call__(self, config):\n{lines}command_line(Own)\n"
     )
     return script
 
@@ -121,15 +121,16 @@ def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, 
         f"if {number == 'SIG_IGN'}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from pycls_fast.errors import end_imports_at_ctrl_c\n"
         "end_imports_at_ctrl_c()\n"
-        "from pycls_fast.config import Section, command_line\n"
-        "class Keys(Section): seed: int = 0\n"
-        "def main(options):\n"
-        "    try:\n"
-        "        if options.seed: import slow\n"
-        "        else: os.kill(os.getpid(), signal.SIGINT)\n"
-        "    finally: print('cleaned up', flush=True)\n"
-        "    return 3\n"
-        "command_line(main, default=None, options=Keys)\n"
+        "from pycls_fast.config import Verb, command_line\n"
+        "class Own(Verb, default=None):\n"
+        "    seed: int = 0\n"
+        "    def __call__(self):\n"
+        "        try:\n"
+        "            if self.seed: import slow\n"
+        "            else: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        finally: print('cleaned up', flush=True)\n"
+        "        return 3\n"
+        "command_line(Own)\n"
     )
     said = "interrupted: Ctrl-C ended this at once\n" if status == 130 else ""
     for seed, printed in ((0, "cleaned up\n"), (1, "" if status == 130 else "cleaned up\n")):

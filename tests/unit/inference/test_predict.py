@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import pycls_fast
-from pycls_fast.cli import find_command
+from pycls_fast.cli import find_verb
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
@@ -29,8 +29,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 
 def run_tool(name: str, *arguments: object) -> int:
-    tool = find_command(name)
-    return tool.run(read_options([str(a) for a in arguments], tool.options, tool.words))
+    return read_options([str(a) for a in arguments], find_verb(name))()
 
 
 @pytest.fixture

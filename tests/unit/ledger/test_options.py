@@ -111,7 +111,7 @@ def test_variants_are_checked_as_what_is_trained(
     monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"runs_at_most={runs}"])
     try:
         with pytest.raises(SystemExit) as stopped:
-            launch.main(LedgerVerb.command)
+            launch.command_line(LedgerVerb)
     finally:
         GlobalHydra.instance().clear()
     assert stopped.value.code == 0

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from pycls_fast import plan
-from pycls_fast.config import load_config
-from pycls_fast.config.launch import main
+from pycls_fast.config import command_line, load_config
 from pycls_fast.plan.search import Layout, Search
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
@@ -98,7 +97,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr("sys.argv", ["plan", "--config-name", "vit_digits", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        main(PlanVerb.command)
+        command_line(PlanVerb)
     return int(stopped.value.code or 0)
 
 
