@@ -7,7 +7,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel import ParallelModel, World, uncompiled
 from pycls_fast.speed import Speed
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 
 
@@ -83,8 +84,6 @@ class Evaluation:
     loss: float | None
     count: int
     predictions: Predictions
-    damaged: Mapping[str, str]
-    """Images that cannot be read, name to reason, in the order of the names."""
     scores_NK: np.ndarray | None = None
     """float32, the logarithm of each class's probability, or what its sigmoid is taken of; if they were asked for.
     Images as in `predictions`."""
@@ -128,6 +127,8 @@ class FlipAveraged(nn.Module):
 class Scorer:
     """What scores images: a network, where and how it runs, and what is told meanwhile.
 
+    Who uses it reports the damaged images.
+
     Attributes:
         wrapped: its `evaluated` is called, because ranks may have different numbers of batches.
         after_batch: called after each batch on every rank; may raise to stop.
@@ -138,14 +139,14 @@ class Scorer:
     world: World
     switches: Speed
     display: Display
+    damaged: DamagedImages
     after_batch: Callable[[], None] = lambda: None
 
-    def logits(self, source: Images, doing: str, damaged: dict[str, str]) -> Iterator[tuple[Batch, torch.Tensor]]:
+    def logits(self, source: Images, doing: str) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients.
 
         Args:
             doing: what this is, for the bar and for who waits for this rank.
-            damaged: gets the damaged images, name to reason.
         """
         config, world, wrapped, model = self.config, self.world, self.wrapped, self.wrapped.evaluated
         prepare, autocast = build.prepare(config, world.device, self.switches), build.autocast(config, world.device)
@@ -154,7 +155,7 @@ class Scorer:
         try:
             with self.display.scoring(doing, len(source)) as advance:
                 for done, batch in enumerate(build.eval_batches(config, source, world, self.switches), start=1):
-                    damaged.update(batch.damaged)
+                    self.damaged.note(batch)
                     # All its images were damaged; in a collective forward pass this rank must take part.
                     empty = not len(batch.labels_B)
                     if not empty or wrapped.forward_is_collective:
@@ -193,9 +194,8 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
         for values in (scored.among, scored.answers_NM)
     )
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
-    damaged: dict[str, str] = {}
     outcomes: list[tuple[torch.Tensor, ...]] = []
-    for batch, logits_BK in scorer.logits(scored.source, doing, damaged):
+    for batch, logits_BK in scorer.logits(scored.source, doing):
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
         target_BK = None if sets_LK is None else sets_LK[batch.labels_B]
         if target_BK is not None:
@@ -208,12 +208,11 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
         outcomes.append((batch.indices_B, *columns))
     top1, top5, loss, count = world.sum(sums).tolist()
     count = int(count)
-    everyone = dict(sorted(item for part in world.gather(damaged) for item in part.items()))
     share = 100.0 / max(count, 1)
     mean_loss = None if answers_NM is not None else loss / max(count, 1)
     columns_N = _gather(outcomes, world)
     predictions, scores_NK = Predictions(*columns_N[:5]), columns_N[5] if keep_scores else None
-    return Evaluation(top1 * share, top5 * share, mean_loss, count, predictions, everyone, scores_NK)
+    return Evaluation(top1 * share, top5 * share, mean_loss, count, predictions, scores_NK)
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.ndarray]:

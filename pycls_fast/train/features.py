@@ -13,7 +13,7 @@ the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,7 +27,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
 from pycls_fast.train.evaluate import Scorer, places
-from pycls_fast.train.health import report_damage
 from pycls_fast.train.run import Run
 
 # Images whose votes are counted at a time.
@@ -61,7 +60,6 @@ def collect_features(
     network: Network,
     source: Images,
     split: str,
-    report: Callable[[Mapping[str, str]], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
 
@@ -70,7 +68,6 @@ def collect_features(
     Args:
         network: the scorer's.
         split: the images' name, which is shown.
-        report: called with the damaged images that this rank has met, name to reason; None shows them.
 
     Raises:
         UserError: more damaged images than `data.max_damaged`, or no other.
@@ -78,16 +75,12 @@ def collect_features(
     world = scorer.world
     features: list[Tensor] = []
     labels: list[Tensor] = []
-    damaged: dict[str, str] = {}
     with head_inputs(network) as seen:
-        for batch, _ in scorer.logits(source, f"features of {split}", damaged):
+        for batch, _ in scorer.logits(source, f"features of {split}"):
             features.append(seen[-1])
             labels.append(batch.labels_B.cpu())
             seen.clear()
-    if report is None:
-        report_damage(damaged, scorer.config.data.max_damaged, world, scorer.display, outcome="not counted")
-    else:
-        report(damaged)
+    scorer.damaged.report()
     # Gathered in host memory, which is larger.
     mine = (torch.cat(features), torch.cat(labels)) if features and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
@@ -241,12 +234,11 @@ def _path(
         yield weight, bias
 
 
-def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mapping[str, str]], None]) -> None:
+def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     """Fit the head to the training images' features and write it into the network; all ranks call this.
 
     Args:
         after_batch: called after each batch; may raise to stop.
-        report: called with the damaged images that this rank has met, name to reason.
 
     Raises:
         UserError: images cannot be read (`data.max_damaged`).
@@ -257,10 +249,10 @@ def fit_head(run: Run, after_batch: Callable[[], None], report: Callable[[Mappin
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
     parts, scorer = run.parts, run.scorer(after_batch)
-    features_ND, labels_N = collect_features(scorer, parts.network, train, "train", report)
+    features_ND, labels_N = collect_features(scorer, parts.network, train, "train")
     fitted, sets_LK = None, parts.step.sets_LK
     if sets_LK is None:
-        held_ND, held_N = collect_features(scorer, parts.network, val, "val", report)
+        held_ND, held_N = collect_features(scorer, parts.network, val, "val")
     if run.world.is_main and sets_LK is not None:
         fitted = fit_each(features_ND, sets_LK.cpu()[labels_N])
         run.display.note(f"head: fitted to the features of {len(labels_N):,} images, class by class")

@@ -25,6 +25,8 @@ from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
 _METRICS_BYTES = 1 << 30
+DAMAGED_IMAGE = "damaged image"
+"""The event of an image that the run met first."""
 
 
 def nan_to_none(value: Any) -> Any:
@@ -236,6 +238,10 @@ class RunFolder:
             record = parse_record(line) if line.startswith(start) else None
             if record is not None:
                 yield record
+
+    def damaged_images(self) -> set[str]:
+        """The names of those that are recorded."""
+        return {record["name"] for record in self.records("event") if record.get("event") == DAMAGED_IMAGE}
 
     def forget_after(self, step: int) -> None:
         """Drop records of steps that a resumed run repeats (events are kept: they did happen)."""

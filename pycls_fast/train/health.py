@@ -1,93 +1,21 @@
-"""What ends a run early, as one-line messages: numbers that are not finite, damaged images, too little memory."""
+"""What ends a run early, as one-line messages: numbers that are not finite, too little memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from pycls_fast import plan
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.batch import Batch
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel import World
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.run import Run
-
-DAMAGED_IMAGE = "damaged image"
-"""The event of an image that the run met first."""
-
-
-class DamagedImages:
-    """The damaged images of a run.
-
-    Attributes:
-        noted: those that this rank has met since the last report, and the reasons.
-        reported: those that any rank of this process has met before, and the reasons.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.noted: dict[str, str] = {}
-        self.reported: dict[str, str] = {}
-        self._run = run
-        # What earlier processes recorded is not recorded again, nor counted (it may have been repaired).
-        records = run.folder.records() if run.world.is_main else ()
-        self._recorded = {record["name"] for record in records if record.get("event") == DAMAGED_IMAGE}
-
-    def note(self, damaged: Iterable[tuple[str, str]]) -> None:
-        """Note (name, reason) of images, without those that have been reported."""
-        self.noted.update((name, reason) for name, reason in damaged if name not in self.reported)
-
-    def report(self, done: int) -> None:
-        """Report what any rank has noted; all ranks call this."""
-        new, self.noted = self.noted, {}
-        found = {name: reason for part in self._run.world.gather(new) for name, reason in part.items()}
-        for name, reason in found.items():
-            if name not in self.reported:
-                self.reported[name] = reason
-                self._run.display.warn(f"{name}: {reason}; skipped")
-                if self._run.world.is_main and name not in self._recorded:
-                    self._run.add_record("event", done, event=DAMAGED_IMAGE, name=name, reason=reason)
-
-
-def noting_damage(batches: Generator[Batch, None, None], damaged: dict[str, str]) -> Generator[Batch, None, None]:
-    """Yield the batches, and add the damaged images to `damaged`, name to reason; for what is not a run."""
-    with closing(batches):
-        for batch in batches:
-            damaged.update(batch.damaged)
-            yield batch
-
-
-def report_damage(
-    damaged: Mapping[str, str], limit: int, world: World, display: Display, outcome: str = "skipped"
-) -> None:
-    """Print a warning for each damaged image that any rank has met, except in a run; all ranks call this.
-
-    Args:
-        damaged: name to reason, this rank's or all ranks'.
-
-    Raises:
-        UserError: there are more than `limit`.
-    """
-    everyone = {name: reason for part in world.gather(damaged) for name, reason in sorted(part.items())}
-    if len(everyone) > limit:
-        raise too_many_damaged(everyone, limit)
-    for name, reason in everyone.items():
-        display.warn(f"{name}: {reason}; {outcome}")
-
-
-def too_many_damaged(damaged: Mapping[str, str], limit: int) -> UserError:
-    """The error for more than `data.max_damaged` images (name to reason) that cannot be read."""
-    return UserError(
-        f"data.max_damaged: {len(damaged)} images cannot be read, more than {limit}:",
-        *(f"{name}: {reason}" for name, reason in damaged.items()),
-    )
-
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.
 _SKIPPED_LIMIT = 20

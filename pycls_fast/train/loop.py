@@ -18,7 +18,7 @@ from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel import Agreement, World, lost_ranks
 from pycls_fast.train.display import Display
 from pycls_fast.train.features import fit_head
-from pycls_fast.train.health import DamagedImages, DivergenceCheck, enough_to_train, too_many_damaged
+from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
@@ -93,7 +93,7 @@ class Loop:
             cuda=run.world.device.type == "cuda",
             display=run.display,
         )
-        self.damaged, self.divergence = DamagedImages(run), DivergenceCheck(run)
+        self.divergence = DivergenceCheck(run)
 
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
@@ -148,7 +148,7 @@ class Loop:
         """What comes before the first step of this process."""
         run = self.run
         if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
-            fit_head(run, self._stop_if_asked, self._report_while_fitting)
+            fit_head(run, self._stop_if_asked)
         self._evaluate_if_left_out(run.start_step)
         if self.evaluations.stop_early(run.start_step):
             # An earlier process had stopped early, and nothing has changed since.
@@ -182,13 +182,13 @@ class Loop:
             batch = next(microbatches)
             self.clock.waited += time.perf_counter() - asked
             world.at(f"computing step {step + 1}")
-            self.damaged.note(batch.damaged)
+            self.run.damaged.note(batch)
             yield batch
 
     def _log(self, done: int) -> None:
         """Read and check the numbers since the last call, record and show them; all ranks call this."""
         run = self.run
-        numbers = self.metrics.read(run.world, damaged=len(self.damaged.noted), waited=self.clock.waited)
+        numbers = self.metrics.read(run.world, damaged=len(run.damaged.noted), waited=self.clock.waited)
         steps = self.clock.steps
         numbers |= self.clock.read(numbers["waited"])
         self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
@@ -198,7 +198,7 @@ class Loop:
             run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.board.add(record)
         if numbers["damaged"]:
-            self._report_damage(done)
+            self._report_damaged(done)
 
     def _record(self, done: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         step = self.run.parts.step
@@ -228,22 +228,15 @@ class Loop:
         if not run.config.runtime.checkpoint_async:
             self._finish_saving(done)
 
-    def _report_while_fitting(self, damaged: Mapping[str, str]) -> None:
-        """Report damaged images before the first step; nothing is saved, so that the head is fitted when resumed."""
-        self.damaged.note(damaged.items())
-        self._report_damage(self.run.start_step, saves=False)
-
-    def _report_damage(self, done: int, *, saves: bool = True) -> None:
+    def _report_damaged(self, done: int) -> None:
         """Report the damaged images that any rank has noted; all ranks call this."""
-        run = self.run
-        self.damaged.report(done)
-        limit = run.config.data.max_damaged
-        if len(self.damaged.reported) > limit:
-            if saves:
-                # So that the run can be resumed from here with a higher limit, or with the images repaired.
-                self._save(done, always=True)
-                self._finish_saving(done)
-            raise too_many_damaged(self.damaged.reported, limit)
+        try:
+            self.run.damaged.report(done)
+        except UserError:
+            # So that the run can be resumed from here with a higher limit, or with the images repaired.
+            self._save(done, always=True)
+            self._finish_saving(done)
+            raise
 
     def _evaluate_if_left_out(self, start: int) -> None:
         """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
@@ -261,7 +254,7 @@ class Loop:
             # As before saving: what is scored is what is saved.
             self.run.sync_buffers()
         try:
-            damaged = self.evaluations.take(done)
+            self.evaluations.take(done)
         except Stopped:
             # The evaluation has not changed the state, which was perhaps not worth saving before.
             self._save(done, always=True)
@@ -270,8 +263,7 @@ class Loop:
         # folder has none of this step, either.
         if self.evaluations.finite and self.divergence.not_worth_saving(evaluated=True) is None:
             self._save(done, always=True)
-        self.damaged.note(damaged.items())
-        self._report_damage(done)
+        self._report_damaged(done)
         if self.run.saver.idle:
             # Else `_finish_saving` does it: training does not wait for the checkpoint that is being written.
             self.evaluations.keep_if_best()

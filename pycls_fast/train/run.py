@@ -20,9 +20,10 @@ from pycls_fast.parallel import World, floating_buffers, plain_name
 from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State, split
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import Scorer
-from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.folder import DAMAGED_IMAGE, RunFolder
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step
 
@@ -85,9 +86,20 @@ class Run:
         """See `Images.names_id`."""
         return self.parts.sources["train"].names_id()
 
+    @cached_property
+    def damaged(self) -> DamagedImages:
+        """The damaged images that this process has met."""
+        return DamagedImages(self.config.data.max_damaged, self.world, self.display, self._record_damaged)
+
+    def _record_damaged(self, step: int, name: str, reason: str) -> None:
+        # An earlier process may have.
+        if self.world.is_main and name not in self.folder.damaged_images():
+            self.add_record("event", step, event=DAMAGED_IMAGE, name=name, reason=reason)
+
     def scorer(self, after_batch: Callable[[], None]) -> Scorer:
         """What scores images by the network as it is."""
-        return Scorer(self.config, self.parts.step.wrapped, self.world, self.parts.speed, self.display, after_batch)
+        parts = self.parts
+        return Scorer(self.config, parts.step.wrapped, self.world, parts.speed, self.display, self.damaged, after_batch)
 
     def epoch(self, step: int) -> float:
         """A number of steps in epochs."""

@@ -23,7 +23,6 @@ from pycls_fast.train.evaluate import (
 )
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
-from pycls_fast.train.health import DAMAGED_IMAGE
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import draw_confusion, draw_curves
 from pycls_fast.train.run import Run
@@ -130,24 +129,22 @@ class Evaluations:
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
-    def take(self, done: int) -> Mapping[str, str]:
-        """Evaluate the model and its average, if there is one; returns the damaged images with the reasons."""
+    def take(self, done: int) -> None:
+        """Evaluate the model and its average, if there is one."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
         self.finite = True
-        damaged = self._take(done, "model")
+        self._take(done, "model")
         if run.parts.step.ema is not None:
             with run.parts.step.ema.swapped_in():
-                damaged = {**damaged, **self._take(done, "ema")}
-        return damaged
+                self._take(done, "ema")
 
-    def _take(self, done: int, weights: str) -> Mapping[str, str]:
+    def _take(self, done: int, weights: str) -> None:
         run = self.run
         result = evaluate(run.scorer(self.on_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._write_down(done, weights, result)
-        return result.damaged
 
     def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
@@ -268,7 +265,7 @@ def summary_values(run: Run, evaluations: list[dict[str, Any]], clock: Clock, me
         "memory_peak_bytes": memory,
         "parameters": run.parts.complexity.parameters,
         "forward_flops_per_image": run.parts.complexity.forward_flops,
-        "damaged_images": len({r["name"] for r in run.folder.records("event") if r.get("event") == DAMAGED_IMAGE}),
+        "damaged_images": len(run.folder.damaged_images()),
         "wall_seconds": run.seconds(),
         "world_size": run.world.size,
         "device": device_name(run.world.device),

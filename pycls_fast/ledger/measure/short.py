@@ -15,9 +15,9 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import noting_damage, report_damage
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts
 
@@ -58,8 +58,8 @@ def short_training(config: RunConfig, *, steps: int, output: str | Path) -> Iter
         file, display = output_file(output), Display(speaks=True, mode="plain")
         parts = build_parts(config, world, display)
         loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
-        damaged: dict[str, str] = {}
-        batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
+        damaged = DamagedImages(config.data.max_damaged, world, display)
+        batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
         with closing(batches):
             yield ShortTraining(parts, world, display, TrainMetrics(world.device), file, batches)
-        report_damage(damaged, config.data.max_damaged, world, display)
+        damaged.report()

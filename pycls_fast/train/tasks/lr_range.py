@@ -22,10 +22,11 @@ from pycls_fast.errors import DONE
 from pycls_fast.files import atomic_write, timestamp, user_path
 from pycls_fast.parallel import World
 from pycls_fast.train.assemble import build_parts, check_head
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import enough_to_train, noting_damage, report_damage
+from pycls_fast.train.health import enough_to_train
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Parts
 
@@ -133,8 +134,8 @@ def _sweep(parts: Parts, rates: Sequence[float], world: World, display: Display)
     train, steps = parts.sources["train"], len(rates)
     loader = build.train_loader(config, train, world, parts.speed, start_step=0, steps=steps)
     losses: list[float] = []
-    damaged: dict[str, str] = {}
-    batches = noting_damage(to_device(loader, world.device, mode="blocking"), damaged)
+    damaged = DamagedImages(config.data.max_damaged, world, display)
+    batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
     with display, closing(batches), enough_to_train(parts.config, world):
         display.begin_training(0, steps)
         for number in range(steps):
@@ -146,7 +147,7 @@ def _sweep(parts: Parts, rates: Sequence[float], world: World, display: Display)
             # The numbers are the same on all ranks, so all of them stop here.
             if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
                 break
-    report_damage(damaged, config.data.max_damaged, world, display)
+    damaged.report()
     return losses
 
 

@@ -21,6 +21,7 @@ from pycls_fast.models.export import OnnxNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import (
@@ -33,7 +34,7 @@ from pycls_fast.train.evaluate import (
     roc_auc,
 )
 from pycls_fast.train.folder import output_file, write_json, write_text
-from pycls_fast.train.health import enough_to_score, report_damage
+from pycls_fast.train.health import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
@@ -81,6 +82,7 @@ class Setup:
     world: World
     switches: Speed
     display: Display
+    damaged: DamagedImages
 
     def load(self, data: Images, *, for_training: bool = False) -> tuple[Network, Loaded]:
         """The network with the weights, and their origin. From here on every value of `config` is a number.
@@ -100,7 +102,7 @@ class Setup:
     def scorer(self, network: nn.Module) -> Scorer:
         """What scores images by a network."""
         wrapped = ParallelModel(network, network, self.world.device)
-        return Scorer(self.config, wrapped, self.world, self.switches, self.display)
+        return Scorer(self.config, wrapped, self.world, self.switches, self.display, self.damaged)
 
     def facts(self, origin: Loaded) -> dict[str, Any]:
         """What a record of numbers says of how they came about."""
@@ -157,7 +159,8 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         switches = build.switches(config, world.device)
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        yield Setup(config, found, ours, about, world, switches, display)
+        damaged = DamagedImages(config.data.max_damaged, world, display)
+        yield Setup(config, found, ours, about, world, switches, display, damaged)
 
 
 def scored_split(setup: Setup, split: str) -> EvalSet:
@@ -276,7 +279,7 @@ def score(
                 "top1_interval": list(result.interval()),
                 "rule": scored.rule,
                 **by_class,
-                "damaged": [list(item) for item in result.damaged.items()],
+                "damaged": [list(item) for item in setup.damaged.reported.items()],
                 "tta": tta,
                 **_published(setup, split, origin.path, result.top1),
                 **setup.facts(origin),
@@ -294,11 +297,11 @@ def score(
 
 def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, tta: str = "none") -> Evaluation:
     """The scores of a network from `Setup.load`; arguments and errors as of `score`."""
-    config, world, display = setup.config, setup.world, setup.display
-    with enough_to_score(config, world), display:
+    config = setup.config
+    with enough_to_score(config, setup.world), setup.display:
         called = FlipAveraged(network, sigmoid=config.loss.criterion().sigmoid) if tta == "flip" else network
         result = evaluate(setup.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
-    report_damage(result.damaged, config.data.max_damaged, world, display, outcome="not counted")
+    setup.damaged.report()
     if result.count == 0:
         raise UserError(f"split: {split} has no image that can be scored")
     return result

@@ -60,7 +60,7 @@ def test_damaged_images_are_named(
     assert named
     assert len(set(named)) == len(named)
     assert set(named) <= set(bad)
-    assert all(line.endswith("; skipped") for line in found)
+    assert all(line.endswith("; left out") for line in found)
     with pytest.raises(UserError, match=r"^data\.max_damaged: \d+ images cannot be read, more than 0:"):
         measure(configured(root, "data.max_damaged=0"), tmp_path)
 

@@ -29,6 +29,7 @@ from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
+from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import (
     Confusion,
@@ -94,6 +95,7 @@ def score_batches(
     *,
     keep_scores: bool = False,
     sets: Tensor | None = None,
+    damaged: DamagedImages | None = None,
 ) -> Evaluation:
     model = Lookup(logits_NK)
     model.train()
@@ -104,7 +106,8 @@ def score_batches(
         patch.setattr(build, "label_sets", lambda *_: sets)
         patch.setattr(build, "eval_batches", lambda *_: given)
         display, switches = Display(speaks=False, mode="plain"), cast("Speed", None)
-        scorer = Scorer(config, ParallelModel(model, model, CPU), ALONE, switches, display)
+        met = damaged or DamagedImages(0, ALONE, display)
+        scorer = Scorer(config, ParallelModel(model, model, CPU), ALONE, switches, display, met)
         result = evaluate(scorer, scored, "evaluating", keep_scores=keep_scores)
     assert model.training
     return result
@@ -162,7 +165,7 @@ def test_mirror_images_are_averaged(sigmoid: bool) -> None:
 def test_the_interval_is_that_of_the_paper() -> None:
     """Wilson, 1927: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), here p = 0.9 and n = 100."""
     empty = np.zeros(0)
-    evaluation = Evaluation(90.0, 99.0, 0.5, 100, Predictions(empty, empty, empty, empty, empty), {})
+    evaluation = Evaluation(90.0, 99.0, 0.5, 100, Predictions(empty, empty, empty, empty, empty))
     assert evaluation.interval() == pytest.approx((82.563, 94.477), abs=1e-3)
 
 
@@ -185,10 +188,9 @@ def test_logits_that_are_no_numbers_are_wrong() -> None:
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))
-    result = score_batches(torch.eye(2), [batch, damaged], SOFTMAX, EvalSet(cast("Images", range(3))))
-    assert result.count == 2
-    assert result.top1 == 100
-    assert result.damaged == {"x.png": "cut off"}
+    met = DamagedImages(1, ALONE, Display(speaks=False, mode="plain"))
+    result = score_batches(torch.eye(2), [batch, damaged], SOFTMAX, EvalSet(cast("Images", range(3))), damaged=met)
+    assert (result.count, result.top1, met.noted) == (2, 100, {"x.png": "cut off"})
 
 
 @pytest.mark.parametrize("sizes", [[40], [13, 0, 27]])

@@ -85,7 +85,7 @@ def test_images_that_cannot_be_read(
     assert len(caught.value.lines) == (7 if limit == 5 else 1)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(set(warned)) == len(warned) == (0 if limit == 5 else 6)
-    assert all(line.endswith("; not counted") for line in warned)
+    assert all(line.endswith("; left out") for line in warned)
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
