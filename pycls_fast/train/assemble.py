@@ -47,7 +47,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
     classes = build.num_classes(config, sources["train"])
-    config = after_data(config, len(sources["train"]), world, resumed_from, classes=classes, note=display.note)
+    config = after_data(config, len(sources["train"]), world, classes=classes, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))

@@ -28,32 +28,54 @@ _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
-    """The configuration with the commit of `weights`, its precision, and the global batch of the checkpoint.
+    """The configuration with the commit of `weights`, a precision and a number of threads, or with the checkpoint's.
 
     All ranks call this. `resumed_from` is the checkpoint from which a run resumes.
 
     Raises:
         UserError: see `pin_weights`.
     """
-    config = pin_weights(with_saved_batch(config, world, resumed_from), world, resumed_from)
-    return with_precision(config, world, resumed_from)
+    if resumed_from is not None:
+        return as_saved(config, world, resumed_from)
+    return with_precision(pin_weights(config, world), world)
 
 
-def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
-    """The configuration with a precision in place of `auto`, and with the number of threads; all ranks call this.
+def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunConfig:
+    """The configuration of a run that resumes: with its own values for what else would depend on the ranks, their
+    devices or the weights, so that it computes the same bits. Mixing and batch norm see the same images together.
 
-    A run that resumes keeps its own, so that it computes the same bits.
+    If the ranks are now so many that they cannot divide the checkpoint's microbatches, their number stays `auto`.
     """
+    saved = resumed_from.plain["config"]
+    data: dict[str, Any] = {}
+    optim: dict[str, Any] = {}
+    precision, threads = config.precision.name, config.runtime.threads
+    if config.data.global_batch_size == AUTO:
+        data["global_batch_size"] = saved["data"]["global_batch_size"]
+    if config.data.normalization != "configured":
+        mean, std = _of_config(saved)
+        data |= {"normalization": "configured", "mean": mean, "std": std}
+    if config.optim.accumulation_steps == AUTO:
+        together = saved["parallel"].get("tensor_degree", 1) * saved["parallel"].get("pipeline_degree", 1)
+        parts = resumed_from.plain["world_size"] // together
+        steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
+        if steps and not rest:
+            optim["accumulation_steps"] = steps
+    if precision == "auto":
+        precision = saved["precision"]["name"]
+    if threads is None and "OMP_NUM_THREADS" not in os.environ and saved["runtime"]["threads"] is not None:
+        threads = min(saved["runtime"]["threads"], build.cores_per_rank())
+    if (source := config.weights) is not None and source.startswith(pretrained.HUGGING_FACE):
+        pinned = str(saved["weights"])
+        if pinned.partition("@")[0] == source.partition("@")[0]:
+            config = config.model_copy(update={"weights": pinned})
+    return config.with_values(data=data, optim=optim, precision={"name": precision}, runtime={"threads": threads})
+
+
+def with_precision(config: RunConfig, world: World) -> RunConfig:
+    """The configuration with a precision in place of `auto`, and with the number of threads; all ranks call this."""
     precision: Any = config.precision.name
     threads = config.runtime.threads
-    if resumed_from is not None:
-        saved = resumed_from.plain["config"]
-        if precision == "auto":
-            precision = saved["precision"]["name"]
-        if threads is None and "OMP_NUM_THREADS" not in os.environ:
-            threads = saved["runtime"]["threads"]
-            threads = None if threads is None else min(threads, build.cores_per_rank())
-        return config.with_values(precision={"name": precision}, runtime={"threads": threads})
     if world.device.type == "cuda":
         precision = build.cuda_precision(world.device) if precision == "auto" else precision
     elif precision == "auto" or threads is None:
@@ -63,56 +85,25 @@ def with_precision(config: RunConfig, world: World, resumed_from: Checkpoint | N
 
 
 def after_data(
-    config: RunConfig,
-    images: int,
-    world: World,
-    resumed_from: Checkpoint | None = None,
-    *,
-    classes: int | None = None,
-    note: Callable[[str], None],
+    config: RunConfig, images: int, world: World, *, classes: int | None = None, note: Callable[[str], None]
 ) -> RunConfig:
     """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers.
 
     Args:
         images: number of images in the training split (for scoring: in the one that is scored).
-        resumed_from: as for `before_data`.
         classes: the number of classes in the data, if it is known.
         note: reports weights whose mean and standard deviation are not known.
 
     Raises:
         UserError: see `plan.resolve_auto` and `resolve_normalization`.
     """
-    config = plan.resolve_auto(config, images, world, classes=classes)
-    return resolve_normalization(config, world, resumed_from, note=note)
+    return resolve_normalization(plan.resolve_auto(config, images, world, classes=classes), world, note=note)
 
 
-def with_saved_batch(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
-    """The configuration with the checkpoint's global batch and microbatch in place of `auto`, which depend on the ranks
-    and their devices: mixing and batch norm see the same images together.
-
-    If the ranks are now so many that they cannot divide the checkpoint's microbatches, their number stays `auto`.
-    """
-    if resumed_from is None:
-        return config
-    saved = resumed_from.plain["config"]
-    if config.data.global_batch_size == AUTO:
-        config = config.with_values(data={"global_batch_size": saved["data"]["global_batch_size"]})
-    if config.optim.accumulation_steps == AUTO:
-        together = saved["parallel"].get("tensor_degree", 1) * saved["parallel"].get("pipeline_degree", 1)
-        parts = resumed_from.plain["world_size"] // together
-        steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
-        if steps and not rest:
-            config = config.with_values(optim={"accumulation_steps": steps})
-    return config
-
-
-def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+def pin_weights(config: RunConfig, world: World) -> RunConfig:
     """The configuration with `weights=hf:ORG/NAME@COMMIT` for weights of the Hugging Face hub; all ranks call this.
 
     Rank 0 asks the hub for the commit, and downloads what timm and torchvision name.
-
-    Args:
-        resumed_from: the checkpoint from which a run resumes, which does not load `weights`; it has the commit.
 
     Raises:
         UserError: on all ranks: no such repository or revision, or no network and no copy of the weights.
@@ -120,23 +111,15 @@ def pin_weights(config: RunConfig, world: World, resumed_from: Checkpoint | None
     source = config.weights
     if source is None or not (source.startswith(pretrained.HUGGING_FACE) or pretrained.is_hub(source)):
         return config
-    if pretrained.is_hub(source) and (resumed_from is not None or pretrained.local_file(source) is not None):
+    if pretrained.is_hub(source) and pretrained.local_file(source) is not None:
         return config
-    if resumed_from is not None:
-        saved = str(resumed_from.plain["config"]["weights"])
-        pinned = saved if saved.partition("@")[0] == source.partition("@")[0] else source
-    else:
-        pinned = on_main(world, lambda: pretrained.pinned(source))
-    return config.model_copy(update={"weights": pinned})
+    return config.model_copy(update={"weights": on_main(world, lambda: pretrained.pinned(source))})
 
 
-def resolve_normalization(
-    config: RunConfig, world: World, resumed_from: Checkpoint | None = None, *, note: Callable[[str], None]
-) -> RunConfig:
+def resolve_normalization(config: RunConfig, world: World, *, note: Callable[[str], None]) -> RunConfig:
     """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
 
     Args:
-        resumed_from: the checkpoint whose values are used instead: those of the weights when the run began.
         note: reports weights for which they are not known, if the configuration's values are the default.
 
     Raises:
@@ -145,13 +128,9 @@ def resolve_normalization(
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}
-    if resumed_from is not None:
-        found: Statistics | None = _of_config(resumed_from.plain["config"])
-    else:
-        found = None if config.weights is None else statistics(config.weights, world, model=timm_name(config))
+    found = None if config.weights is None else statistics(config.weights, world, model=timm_name(config))
     if found is not None:
-        if resumed_from is None:
-            note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {config.weights}")
+        note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {config.weights}")
         update |= {"mean": found[0], "std": found[1]}
     elif config.weights is not None and all(
         getattr(config.data, key) == type(config.data).model_fields[key].default for key in ("mean", "std")

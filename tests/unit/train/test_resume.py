@@ -16,7 +16,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.train import resume
-from pycls_fast.train.resolving import with_saved_batch
+from pycls_fast.train.resolving import as_saved
 from pycls_fast.train.resume import _check_resumable, _print_changes
 from pycls_fast.train.resume import resume_notes as notes_of
 
@@ -158,17 +158,18 @@ def test_what_changes_no_result_is_not_told() -> None:
     assert go_on(*free, "resume=never") == []
 
 
+def saved_by(ranks: int) -> Any:
+    """A checkpoint of a batch of 48 in two microbatches on each rank."""
+    given = ["data.root=/nowhere", "data.global_batch_size=48", "optim.accumulation_steps=2", "precision=fp32"]
+    config = load_config("finetune", given).model_dump(mode="json")
+    return SimpleNamespace(plain={"config": config, "world_size": ranks})
+
+
 @pytest.mark.parametrize(("given", "batch"), [("auto", 48), ("16", 16)])
 def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
-    saved: Any = SimpleNamespace(
-        plain={
-            "config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 1}, "parallel": {}},
-            "world_size": 1,
-        }
-    )
-    assert with_saved_batch(config, ALONE, saved).data.global_batch_size == batch
-    assert with_saved_batch(config, ALONE, None) == config
+    found = as_saved(config, ALONE, saved_by(1))
+    assert (found.data.global_batch_size, found.precision.name) == (batch, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -176,15 +177,9 @@ def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: 
 )
 def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, ranks: int, steps: int) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"optim.accumulation_steps={given}"])
-    saved: Any = SimpleNamespace(
-        plain={
-            "config": {"data": {"global_batch_size": 48}, "optim": {"accumulation_steps": 2}, "parallel": {}},
-            "world_size": 4,
-        }
-    )
     world = World(rank=0, size=ranks, device=ALONE.device)
     # 0 is `auto`: 3 ranks cannot share 8 microbatches.
-    assert with_saved_batch(config, world, saved).optim.accumulation_steps == steps
+    assert as_saved(config, world, saved_by(4)).optim.accumulation_steps == steps
 
 
 TYPED = "-u tools/train_net.py --config-name vit_digits"
