@@ -378,32 +378,3 @@ def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_
         compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
         why = f"has no {value}" if value not in optimizer.implementations else compiles
     raise UserError(f"speed.optimizer: optim.name={optimizer.name} {why}; use speed.optimizer={' or '.join(usable)}")
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One value of a switch to measure: with what it needs, against the variant that has only that."""
-
-    name: str
-    overrides: tuple[str, ...]
-    against: str | None
-    device: Device | None
-    note: str
-
-
-def rungs() -> Iterator[Rung]:
-    """Every value of every switch, each by itself on the plain twins, for a ladder whose baseline has them all."""
-    found = [
-        (switch, value, (f"speed.{switch.name}={value}", *switch.needs.get(value, "").split()))
-        for switch in SWITCHES.values()
-        for value in switch.values[1:]
-    ]
-    names = {frozenset(overrides): f"{switch.name} {value}" for switch, value, overrides in found}
-    for switch, value, overrides in found:
-        needs, device = overrides[1:], switch.device.get(value)
-        if needs and frozenset(needs) not in names:
-            # No other rung has just these settings.
-            names[frozenset(needs)] = f"{switch.name} {switch.reference}"
-            yield Rung(names[frozenset(needs)], needs, None, device, f"with the settings that {value} needs")
-        against = names[frozenset(needs)] if needs else None
-        yield Rung(f"{switch.name} {value}", overrides, against, device, switch.note.get(value, ""))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,13 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], *, implementation: s
     from pycls_fast.optim.choices import Optimizer
 
     return Optimizer.choices()[name](**keys).build(groups, implementation)
+
+
+def script(name: str) -> Any:
+    """A script of `benchmarks/`, which is no package; another project's may be installed."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from pycls_fast.config import Purpose, RunConfig, Section, Verb, variant
-from pycls_fast.config.ladder import LadderSettings, Repeats, ladder_of, read_ladder
-from pycls_fast.errors import UserError, refuse
+from pycls_fast.config.ladder import LadderSettings, Mode, Repeats, ladder_of, read_ladder
+from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate
 
@@ -103,13 +103,6 @@ class Named(Section):
         return self.name
 
 
-# Keys that the modes without a ladder read.
-TAKEN = {
-    "gradients": ("steps", "warmup_steps", "loss_scale", "output"),
-    "numerics": ("steps", "output"),
-}
-
-
 class ReportVerb(Verb, default=None, words=("ledger",)):
     """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
 
@@ -145,23 +138,46 @@ class CheckVerb(Verb, default=None, words=("baseline", "new")):
         return check(**dict(self))
 
 
-class SimulateVerb(Verb, default=None):
-    """The error rates of the ledger's verdicts, in Markdown: `pycls-fast ledger simulate [ladders=2000]`."""
+class GradientsVerb(Verb, purpose=Purpose(trains=True)):
+    """What float16 cannot hold: `pycls-fast ledger gradients --config-name EXPERIMENT [key=value ...]`.
 
-    ladders: PositiveInt = 2000
-    """Simulated ladders of each truth."""
+    A short training: how many gradients float16 cannot hold, and how many updates it loses, as JSON and a picture.
+    """
 
-    def __call__(self) -> int:
-        from pycls_fast.ledger.simulate import simulate_all
+    steps: PositiveInt = 20
+    """The counted steps."""
+    warmup_steps: NonNegativeInt = 20
+    """The steps before them."""
+    loss_scale: PositiveFloat = 65536.0
+    """The scale that is tried on the gradients."""
+    output: str | None = None
+    """A JSON file; null: one in gradients/, or in run_dir if that is set."""
 
-        return simulate_all(self.ladders)
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.ledger.measure.gradients import count_gradients
+
+        return count_gradients(config, **dict(self))
+
+
+class NumericsVerb(Verb, purpose=Purpose(trains=True)):
+    """Errors of logits and gradients against float64: `pycls-fast ledger numerics --config-name EXPERIMENT`."""
+
+    steps: PositiveInt = 20
+    """They are measured before training, and after so many steps."""
+    output: str = "numerics.json"
+    """A JSON file."""
+
+    def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.ledger.measure.numerics import measure_numerics
+
+        return measure_numerics(config, **dict(self))
 
 
 class LedgerVerb(
     Repeats,
     Verb,
     purpose=Purpose(trains=True),
-    subcommands={"report": ReportVerb, "check": CheckVerb, "simulate": SimulateVerb},
+    subcommands={"report": ReportVerb, "check": CheckVerb, "gradients": GradientsVerb, "numerics": NumericsVerb},
 ):
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.
 
@@ -171,69 +187,35 @@ class LedgerVerb(
 
     mode=crossed      each variant is timed by itself
     mode=cumulative   each variant is timed on top of those before it
-    mode=gradients    a short training: how many gradients float16 cannot hold, and how many updates it loses
-    mode=numerics     logit and gradient errors of one setting against float64, as JSON in `output`
 
         pycls-fast ledger --config-name vit_digits switches=[precision.amp_bf16,speed.ema=loop] margin=2
         pycls-fast ledger --config-name vit_digits ladder=modern margin=2 dry_run=true
         pycls-fast ledger --config-name vit_s16 ladder=cpu runs_at_most=0
         pycls-fast ledger report LEDGER.json [output=FOLDER]
         pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
-        pycls-fast ledger simulate [ladders=2000]
+        pycls-fast ledger gradients --config-name EXPERIMENT
+        pycls-fast ledger numerics --config-name EXPERIMENT
 
     `report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost
-    speed or accuracy; absolute=false compares only speed-ups. `simulate` prints the error rates of the verdicts.
+    speed or accuracy; absolute=false compares only speed-ups. `gradients` and `numerics` make a single measurement.
     """
 
-    mode: Literal["crossed", "cumulative", "gradients", "numerics"] | None = None
-    """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); or a single
-    measurement (gradients, numerics); null: the ladder's own."""
+    mode: Mode | None = None
+    """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); null: the ladder's
+    own."""
     ladder: Named = Named()
     """The variants: a ladder of configs/ladder/, or a file; auto: modern, or just the switches if there are any."""
     switches: Texts = ()
     """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
     precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
-    steps: PositiveInt | None = None
-    """The least number of steps in a timing, or the steps of mode=gradients and mode=numerics; null: 10, or 20."""
-    warmup_steps: NonNegativeInt | None = None
-    """The least number of steps before a timing, or before the counted steps of mode=gradients; null: 5, or 20."""
     dry_run: bool = False
     """Print the plan and an estimate of its time, from a few steps of the first variant."""
     accept_code: bool = False
     """Resume in a folder that was measured before the code changed."""
-    loss_scale: PositiveFloat = 65536.0
-    """mode=gradients: the scale that is tried on the gradients."""
     output: str | None = None
-    """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes. A JSON file with
-    mode=gradients and mode=numerics."""
-
-    def refuse_unread(self) -> None:
-        """Raise a `UserError` with a line for each key that was given and that the mode does not read."""
-        mode = self.mode or "crossed"
-        taken = TAKEN.get(mode)
-        given = [key for key in type(self).model_fields if key in self.model_fields_set and key != "mode"]
-        if taken is None:
-            unread = [(key, "it is for mode=gradients") for key in given if key == "loss_scale"]
-        else:
-            unread = [(key, f"it takes {', '.join(taken)}") for key in given if key not in taken]
-        refuse(f"{key}: mode={mode} does not read it; {instead}; leave it out" for key, instead in unread)
+    """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes."""
 
     def __call__(self, config: RunConfig) -> int:
-        self.refuse_unread()
-        if self.mode == "gradients":
-            from pycls_fast.ledger.measure.gradients import count_gradients
-
-            return count_gradients(
-                config,
-                steps=self.steps or 20,
-                warmup_steps=20 if self.warmup_steps is None else self.warmup_steps,
-                loss_scale=self.loss_scale,
-                output=self.output,
-            )
-        if self.mode == "numerics":
-            from pycls_fast.ledger.measure.numerics import measure_numerics
-
-            return measure_numerics(config, steps=self.steps or 20, output=self.output or "numerics.json")
         from pycls_fast.config.launch import config_folders, same_command
         from pycls_fast.ledger.ladder.folder import default_folder
         from pycls_fast.ledger.ladder.plan import pick
@@ -243,9 +225,7 @@ class LedgerVerb(
         name = {"auto": "switches" if asks else "modern"}.get(self.ladder.name, self.ladder.name)
         ladder = ladder_of(self.switches) if asks else read_ladder(name, config_folders())
         mode = self.mode or ladder.mode
-        own = {key: getattr(self, key) for key in Repeats.model_fields}
-        timed = {key: value for key in ("steps", "warmup_steps") if (value := getattr(self, key)) is not None}
-        settings = LadderSettings(mode=mode, **own, **timed)
+        settings = LadderSettings(mode=mode, **{key: getattr(self, key) for key in Repeats.model_fields})
         purpose = Purpose(needs_data=False, trains=settings.trains)
 
         def composed(overrides: Sequence[str]) -> RunConfig:

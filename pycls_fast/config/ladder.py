@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from pycls_fast import speed
 from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
 from pycls_fast.errors import UserError, did_you_mean, one_of, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_yaml
+from pycls_fast.speed import SWITCHES
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 Overrides = tuple[Text, ...]
@@ -50,7 +49,7 @@ class Ladder(Section):
     """A baseline and the changes to it, in order.
 
     `mode` is that of its timings without `mode=`. `variants: switches` in a file stands for every value of every switch
-    (`speed.rungs`).
+    (`of_switches`).
     """
 
     description: Text
@@ -61,7 +60,7 @@ class Ladder(Section):
 
 
 class Repeats(Section):
-    """How often each variant of a ladder is measured; options of the command line, too."""
+    """How often each variant of a ladder is measured."""
 
     runs_at_most: NonNegativeInt | None = None
     """The most trainings of all variants together; null: 64, with more than 8 variants 96 and more; 0: none."""
@@ -81,6 +80,10 @@ class Repeats(Section):
     """Processes of each timing and training, unless the ladder says how many."""
     gradients: bool = True
     """Count the first variant's gradients against float16's limits."""
+    steps: PositiveInt = 10
+    """The least number of steps in a timing."""
+    warmup_steps: NonNegativeInt = 5
+    """The least number of steps before it."""
 
 
 class LadderSettings(Repeats):
@@ -88,10 +91,6 @@ class LadderSettings(Repeats):
 
     mode: Mode = "crossed"
     """What is timed: each variant by itself, or on top of those before it."""
-    steps: PositiveInt = 10
-    """The least number of steps in a timing."""
-    warmup_steps: NonNegativeInt = 5
-    """The least number of steps before it."""
 
     @property
     def trains(self) -> bool:
@@ -111,7 +110,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     with refusing(f"ladder: {file} cannot be read", OSError, ValueError, TypeError):
         values = read_yaml(file)
         if isinstance(values, dict) and values.get("variants") == "switches":
-            values["variants"] = [_of_switch(rung) for rung in speed.rungs()]
+            values["variants"] = [variant.model_dump() for variant in of_switches()]
         text = json.dumps(values)
     try:
         ladder = Ladder.model_validate_json(text)
@@ -138,24 +137,42 @@ def ladder_of(switches: Sequence[str]) -> Ladder:
         switches: overrides (`optim.lr=0.1`), values of groups (`precision.amp_bf16` for `precision=amp_bf16`), or names
             of switches (`compile`), of which each value is a variant.
     """
-    named = {text for name in speed.SWITCHES for text in (name, f"speed.{name}")}
+    named = {text for name in SWITCHES for text in (name, f"speed.{name}")}
     own = []
     for switch in switches:
         if switch not in named and ("=" in switch or "." in switch):
             override = switch if "=" in switch else "=".join(switch.split(".", 1))
             own.append(Variant(name=switch, overrides=(override,)))
-    variants = [*own, *(Variant(**_of_switch(rung)) for rung in speed.rungs())]
     return Ladder(
         description=f"what {', '.join(switches)} would change",
         baseline=Variant(name="as it is"),
-        variants=tuple(variants),
+        variants=(*own, *of_switches()),
     )
 
 
-def _of_switch(rung: speed.Rung) -> dict[str, Any]:
-    values = dataclasses.asdict(rung)
-    needs = "cuda" if values.pop("device") == "cuda" else None
-    return {**values, "needs": needs}
+def of_switches() -> Iterator[Variant]:
+    """Every value of every switch, each by itself on the plain twins, with what it needs against what has only that."""
+    found = [
+        (switch, value, (f"speed.{switch.name}={value}", *switch.needs.get(value, "").split()))
+        for switch in SWITCHES.values()
+        for value in switch.values[1:]
+    ]
+    names = {frozenset(overrides): f"{switch.name} {value}" for switch, value, overrides in found}
+    for switch, value, overrides in found:
+        needed = overrides[1:]
+        needs: Literal["cuda"] | None = "cuda" if switch.device.get(value) == "cuda" else None
+        if needed and frozenset(needed) not in names:
+            # No other variant has just these settings.
+            names[frozenset(needed)] = f"{switch.name} {switch.reference}"
+            note = f"with the settings that {value} needs"
+            yield Variant(name=names[frozenset(needed)], overrides=needed, needs=needs, note=note)
+        yield Variant(
+            name=f"{switch.name} {value}",
+            overrides=overrides,
+            needs=needs,
+            against=names[frozenset(needed)] if needed else None,
+            note=switch.note.get(value, ""),
+        )
 
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:

@@ -91,7 +91,7 @@ class Process:
     """A verb of `pycls-fast` with its arguments, started at once; under torchrun with more than one rank.
 
     Args:
-        verb: "train", "time" or "ledger".
+        verb: "train", "time", "ledger gradients" or "ledger numerics".
         arguments: of the command line.
         ranks: number of processes.
         log: the file for its output.
@@ -119,7 +119,7 @@ class Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*launcher, "-m", "pycls_fast", verb, *arguments],
+                [*launcher, "-m", "pycls_fast", *verb.split(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -221,7 +221,7 @@ def timing_arguments(
 
 def rounding_arguments(variant: Variant, file: Path, *, steps: int) -> list[str]:
     """Rounding errors against float64, in one process."""
-    return [*variant.overrides, *_ONE_PROCESS, "mode=numerics", f"steps={steps}", text_override("output", str(file))]
+    return [*variant.overrides, *_ONE_PROCESS, f"steps={steps}", text_override("output", str(file))]
 
 
 def with_own_rounding(variants: Sequence[Variant], typed: Sequence[str] = ()) -> list[Variant]:
@@ -253,7 +253,7 @@ def _in_one_process(variant: Variant) -> tuple[object, ...]:
 
 def gradients_arguments(variant: Variant, file: Path) -> list[str]:
     """Gradient counts, in one process and in float32, so that nothing has rounded them."""
-    return [*variant.overrides, *_ONE_PROCESS, "precision=fp32", "mode=gradients", text_override("output", str(file))]
+    return [*variant.overrides, *_ONE_PROCESS, "precision=fp32", text_override("output", str(file))]
 
 
 def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[str]:

@@ -39,7 +39,7 @@ from pycls_fast.train.weights import find_weights
 _SECONDS = 1.0
 # Two passes of a batch in float64, in training steps; explicit attention and small chunks make them slow.
 _FLOAT64_STEPS = 10
-# `mode=gradients` by default: half of them to warm up.
+# `ledger gradients` by default: half of them to warm up.
 _GRADIENT_STEPS = 40
 
 

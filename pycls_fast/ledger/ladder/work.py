@@ -117,13 +117,15 @@ class Ledger:
             for variant in self.selection.runnable():
                 what, file = f"{variant.name}: rounding", self.folder.numerics_file(variant)
                 if variant in with_rounding:
-                    self._extra(what, variant, rounding_arguments(variant, file, steps=s.numerics_steps), file)
+                    self._extra(
+                        what, "numerics", variant, rounding_arguments(variant, file, steps=s.numerics_steps), file
+                    )
                 else:
                     self.unmeasured[what] = "one process measures it, which has no parallel settings"
         if s.gradients:
             first = self.selection.variants()[0]
             file = self.folder.gradients_file(first)
-            self._extra("gradients", first, gradients_arguments(first, file), file)
+            self._extra("gradients", "gradients", first, gradients_arguments(first, file), file)
         if s.trains:
             after_phase()
             self.plan_trainings().run()
@@ -201,9 +203,9 @@ class Ledger:
             self.selection.blame(variant, finished, is_first=number == 0)
         return finished
 
-    def _extra(self, what: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
+    def _extra(self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
         """Make an optional measurement, in one process: if it fails, the variant continues without it."""
-        finished = self._measure(what, "ledger", variant.model_copy(update={"ranks": 1}), arguments, file)
+        finished = self._measure(what, f"ledger {verb}", variant.model_copy(update={"ranks": 1}), arguments, file)
         if finished is not None and finished.status != 0:
             self.unmeasured[what] = finished.reason()
 

@@ -3,7 +3,7 @@
 The unit is a mirrored pair: two trainings with one seed, in the second of which every variant is on that was off in the
 first. Seeds cancel in its difference, and every pair informs about every variant. Effects are least squares on these
 differences, tested by Student's t at three looks whose levels add up to the level of the whole. docs/method.md derives
-the rules and has the error rates, which `simulate.py` measures.
+the rules and has the error rates, which `benchmarks/ledger_errors.py` measures.
 """
 
 from __future__ import annotations

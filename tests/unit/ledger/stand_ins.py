@@ -59,9 +59,9 @@ class FakeProcess:
         self, verb: str, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None,
         devices: object = (),
     ) -> None:  # fmt: skip
-        del verb, ranks, inherits, devices
+        del ranks, inherits, devices
         self.trees.append(tree)
-        self.started.append(arguments)
+        self.started.append([verb, *arguments])
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._status, said = next((end for part, end in self.broken.items() if part in log.name), (0, ""))

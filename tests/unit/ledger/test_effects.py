@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ from pycls_fast.ledger.report.effects import (
     resolution,
     runs_that_resolve,
 )
-from pycls_fast.ledger.simulate import Truth, one, simulate
+from tests.factories import script
 
+simulated = script("ledger_errors")
+Truth, one = simulated.Truth, simulated.one
 NAMES = tuple("abcdefgh")
 
 
@@ -99,11 +102,11 @@ def test_a_verdict_stays_and_a_small_loss_is_called_small() -> None:
     ids=lambda each: each.name if isinstance(each, Truth) else "",
 )
 def test_error_rates(
-    truth: Truth, accused: float, false_free: float | None, found: float | None, free: float | None
+    truth: Any, accused: float, false_free: float | None, found: float | None, free: float | None
 ) -> None:
     """No rate is worse than it may be, beyond what the number of ladders leaves to chance (99.9%)."""
     ladders = 200
-    counts = simulate(truth, ladders, seed=1)
+    counts = simulated.simulate(truth, ladders, seed=1)
 
     def most(rate: float, of: int) -> float:
         return float(stats.binom.ppf(0.999, of, rate))

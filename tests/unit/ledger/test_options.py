@@ -1,4 +1,4 @@
-"""Keys of `tools/ledger.py` that a mode does not read are no silent part of its command."""
+"""The keys of `pycls-fast ledger`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,12 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands import measure
-from pycls_fast.commands.measure import TAKEN, LedgerVerb, Named
+from pycls_fast.commands.measure import LedgerVerb, Named
 from pycls_fast.config import launch, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
-
-GIVEN: dict[str, Any] = {
-    "ladder": Named(name="modern"), "switches": ("sdpa",), "first_seed": 1, "rounds": 1, "steps": 1,
-    "warmup_steps": 1, "seconds": 1.0, "numerics_steps": None, "jobs": 2, "ranks": 2, "margin": 0.5, "gradients": False,
-    "runs_at_most": 16,
-    "dry_run": True, "accept_code": True, "loss_scale": 8.0, "output": "x.json",
-}  # fmt: skip
-
-
-def test_every_key_is_tried() -> None:
-    assert {"mode", *GIVEN} == set(LedgerVerb.model_fields)
-
-
-@pytest.mark.parametrize("key", list(GIVEN))
-@pytest.mark.parametrize("mode", ["gradients", "numerics", "cumulative", "crossed"])
-def test_what_a_mode_does_not_read_is_refused(mode: Any, key: str) -> None:
-    options = LedgerVerb(mode=mode, **{key: GIVEN[key]})
-    read = key in TAKEN[mode] if mode in TAKEN else key != "loss_scale"
-    if read:
-        options.refuse_unread()
-        return
-    with pytest.raises(UserError) as caught:
-        options.refuse_unread()
-    (line,) = caught.value.lines
-    assert line.startswith(f"{key}: mode={mode} does not read it; it ")
 
 
 @pytest.mark.parametrize(

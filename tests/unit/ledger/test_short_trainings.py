@@ -1,4 +1,4 @@
-"""The short trainings of mode=gradients, mode=numerics and lr_find begin and end as any training; so do timings."""
+"""Short trainings (`ledger gradients`, `ledger numerics`, `lr-find`) begin and end as any training; so do timings."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_variant_that_one_process_cannot_have_has_no_rounding(
         Variant(name="C", overrides=("c=1",), ranks=2),
     )
     ledger = start(tmp_path, ladder, mode=mode, numerics_steps=2)
-    assert len([each for each in fake.started if "mode=numerics" in each]) == 3
+    assert len([each for each in fake.started if each[0] == "ledger numerics"]) == 3
     record = collect(ledger, "x")
     found = [variant.name for variant in record.variants if variant.numerics is not None]
     # One on top of the other, B includes the compression, and the next one is the first with b=1 that has none.

@@ -1,19 +1,20 @@
-"""The error rates of the ledger's verdicts, on simulated ladders: `pycls-fast ledger simulate [ladders=2000]`.
+"""The error rates of the ledger's verdicts, on simulated ladders: `python benchmarks/ledger_errors.py [LADDERS]`.
 
 Each ladder is designed, looked at and decided by the code that decides real ones; only the trainings are drawn: the
 effects of the variants that are on, noise, and how many images a pair disagrees on. (The luck of a seed cancels.)
+Prints a table in Markdown (docs/method.md), of 2,000 ladders of each truth.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.errors import DONE
 from pycls_fast.ledger.ladder.crossed import Crossing, Family, families
 from pycls_fast.ledger.report.effects import LOOKS, Look, Pair, decide, fit
 
@@ -162,10 +163,13 @@ def _heavy(freedom: float, generator: np.random.Generator) -> float:
     return float(generator.standard_t(freedom)) / math.sqrt(freedom / (freedom - 2))
 
 
-def simulate_all(ladders: int) -> int:
-    """Print a table in Markdown, of so many ladders of each truth; returns the exit status."""
+def main(ladders: int) -> None:
+    """Print the table."""
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for truth in TRUTHS:
         row = simulate(truth, ladders).row(truth.name, len(truth.effects))
         print(f"| {' | '.join(row)} |", flush=True)
-    return DONE
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
