@@ -8,9 +8,7 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -226,43 +224,26 @@ _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_CPUS_PER_TASK"),
 )
-_RESOLVE_SECONDS = 60
-_LAUNCH = "start with torchrun, or unset it"
 
 
 def check_launcher() -> None:
-    """Check the current folder, and launchers' environment variables: how many ranks there are and where they meet.
+    """Check the current folder, and launchers' environment variables.
 
     Raises:
-        UserError: a variable has no usable value or is missing, or the folder is gone.
+        UserError: a variable is no number or is missing, or the folder is gone.
     """
     try:
         Path.cwd()
     except FileNotFoundError as error:
         raise UserError("the current folder is gone; change to one that is there") from error
-    for name in _NUMBERS:
-        value = os.environ.get(name, "0")
-        if not (value.isascii() and value.isdecimal()):
-            raise UserError(f"{name}: must be a whole number, got {value!r} (the environment); {_LAUNCH}")
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank >= size:
-        raise UserError(f"RANK: must be below WORLD_SIZE={size}, got {rank} (the environment); {_LAUNCH}")
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if size == 1 or "SUBMITIT_EXECUTOR" in os.environ:
-        return
-    if missing:
-        raise UserError(f"{missing[0]}: not set, but WORLD_SIZE={size} is (the environment); {_LAUNCH}")
-    until = time.monotonic() + _RESOLVE_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
-            return
-        except (OSError, UnicodeError) as error:
-            # The name of a node that starts at the same time may come a little later.
-            if time.monotonic() > until:
-                reason = getattr(error, "strerror", None) or error
-                raise UserError(f"MASTER_ADDR: no host {os.environ['MASTER_ADDR']} ({reason}); {_LAUNCH}") from error
-            time.sleep(1)
+    is_rank = os.environ.get("WORLD_SIZE", "1") != "1" and "SUBMITIT_EXECUTOR" not in os.environ
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if is_rank else ()
+    wrong = [name for name in _NUMBERS if not os.environ.get(name, "0").isdecimal()]
+    wrong = wrong or [name for name in needed if name not in os.environ]
+    refuse(
+        f"{name}: {os.environ.get(name, 'not set')} (the environment); start with torchrun, or unset its variables"
+        for name in wrong
+    )
 
 
 def discard_output() -> None:

@@ -128,11 +128,13 @@ class RunFolder:
         """Keep the folder even if no step is trained in it."""
         self._remove_unused = False
 
-    def occupy(self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None) -> None:
+    def occupy(
+        self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None, *, key: str = "run_dir"
+    ) -> None:
         """Lock an existing folder until the context ends.
 
         The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
-        run that is about to end, saving its last step; `on_wait` gets a line that says so.
+        run that is about to end, saving its last step; `on_wait` gets a line that says so. `key` names the folder.
 
         Raises:
             UserError: another process still holds it, or the folder cannot be written to.
@@ -145,10 +147,10 @@ class RunFolder:
                 return
             if time.monotonic() > until:
                 raise UserError(
-                    f"run_dir: {self.path} is in use by {found}; wait for it, or give each run a folder of its own"
+                    f"{key}: {self.path} is in use by {found}; wait for it, or give each run a folder of its own"
                 )
             if not holder:
-                on_wait(f"run_dir: {self.path} is in use; waiting up to {wait_seconds:g} s for {found}")
+                on_wait(f"{key}: {self.path} is in use; waiting up to {wait_seconds:g} s for {found}")
             holder = found
             time.sleep(0.2)
 

@@ -38,16 +38,13 @@ def test_the_first_line_of_any_error(text: str, line: str) -> None:
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR"),
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "no.such.host."}, "MASTER_ADDR"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
     ],
 )
 def test_variables_of_launchers_are_checked_first(
     variables: dict[str, str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pycls_fast.errors._RESOLVE_SECONDS", -1)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert reporting(lambda: pytest.fail("started")) == 2

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ from pycls_fast.config.presets import groups
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.ledger.ladder.plan import readable, slug
 from pycls_fast.train.environment import environment, versions
-from pycls_fast.train.folder import write_json
+from pycls_fast.train.folder import RunFolder, write_json
 
 
 class LedgerFolder:
@@ -37,7 +35,6 @@ class LedgerFolder:
         accept_code: whether the folder may hold measurements of different code.
 
     Attributes:
-        inherited: file descriptors that keep the folder locked as long as a process has them open.
         starts: when each start began, this one last, in seconds since 1970.
         codes: digests of all code that the folder was measured with.
         crossing: what is known of its variants as factors of the trainings, once it trains.
@@ -52,7 +49,6 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
-        self.inherited: tuple[int, ...] = ()
         self.starts: list[float] = []
         self.codes: list[str] = []
         self.crossing: dict[str, Any] = {}
@@ -65,13 +61,15 @@ class LedgerFolder:
     def opened(self, plan: Mapping[str, Any]) -> Iterator[None]:
         """Create the folder, or resume in it; it is locked inside the context.
 
+        Trainings of a ledger that was killed save their last step for a while, and keep their own folders locked.
+
         Raises:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
         """
         with ExitStack() as stack:
             with refusing(f"output: {self.path} cannot be written to", use="give another"):
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.inherited = (stack.enter_context(locked(self.path, self._say)),)
+                stack.enter_context(RunFolder(self.path)).occupy(0, key="output")
                 self.check(plan)
                 self._write_plan()
                 if self._took_file.is_file():
@@ -193,48 +191,6 @@ def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence
     """The default folder of a ledger; the same each time, so that it resumes after a kill."""
     picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
-
-
-@contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """Two locked files, which the kernel unlocks when the last process that has them open ends.
-
-    One is the ledger's own. The other, which this yields, stays open in the processes that it starts: if the ledger is
-    killed with -9, they continue for a while and save their state in folders that the next start would write to.
-
-    Raises:
-        UserError: another ledger is using the folder.
-        OSError: the folder cannot be written to.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    own, inherited = (os.open(folder / name, flags, 0o644) for name in (".ledger.lock", ".processes.lock"))
-    try:
-        _lock(own, inherited, folder, say)
-        yield inherited
-    finally:
-        os.close(own)
-        os.close(inherited)
-
-
-def _lock(own: int, inherited: int, folder: Path, say: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        other = os.pread(own, 200, 0).decode(errors="replace") or "another process"
-        raise UserError(
-            f"output: {folder} is in use by another ledger ({other}); wait until it has ended, or choose another folder"
-        ) from None
-    except OSError as error:
-        # Network file systems may not support locks.
-        say(f"{folder} cannot be locked ({error.strerror}): do not start a second ledger in it")
-        return
-    os.ftruncate(own, 0)
-    os.pwrite(own, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-    try:
-        fcntl.flock(inherited, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"{folder}: waiting for a process of an earlier start, which was killed, to end")
-        fcntl.flock(inherited, fcntl.LOCK_EX)
 
 
 # Packages beside torch that provide models and images.

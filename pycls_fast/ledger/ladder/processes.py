@@ -95,7 +95,6 @@ class Process:
         arguments: of the command line.
         ranks: number of processes.
         log: the file for its output.
-        inherits: file descriptors that stay open in it while it runs.
         tree: the checkout whose package it imports; None for the one that this process imports.
         devices: the CUDA devices that it sees, as in `CUDA_VISIBLE_DEVICES`; empty for those that this process sees.
     """
@@ -107,7 +106,6 @@ class Process:
         *,
         ranks: int,
         log: Path,
-        inherits: Sequence[int] = (),
         tree: Path | None = None,
         devices: Sequence[str] = (),
     ) -> None:
@@ -124,7 +122,6 @@ class Process:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=_environment(ranks, devices) | _imports(_OURS if tree is None else tree),
-                pass_fds=inherits,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 

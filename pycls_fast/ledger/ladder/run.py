@@ -11,7 +11,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
 from pycls_fast.ledger.ladder.plan import check_reference, pick, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
@@ -116,11 +115,9 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:
         raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
-    for key, instead in (("run_dir", "output="), ("seed", "first_seed=")):
+    for key, instead in (("run_dir", "use output="), ("seed", "use first_seed="), ("resume", "leave it out")):
         if any(override.lstrip("+").startswith(f"{key}=") for override in typed):
-            raise UserError(f"{key}: each run of a ledger has its own; use {instead}")
-    if config.resume != "auto":
-        raise UserError("resume: the trainings of a ledger resume by themselves; leave it out")
+            raise UserError(f"{key}: each run of a ledger has its own; {instead}")
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
@@ -153,20 +150,13 @@ def _trees(ladder: Ladder) -> list[Path]:
     Raises:
         UserError: a folder is not a checkout.
     """
-    found, wrong = [], []
-    for variant in (ladder.baseline, *ladder.variants):
-        if variant.tree is None:
-            continue
-        tree, why = tree_path(variant.tree), None
-        if not tree.is_dir():
-            why = f"there is no folder {tree}"
-        elif not (tree / "pycls_fast/__main__.py").is_file():
-            why = f"{tree} is not a checkout of pycls_fast (it has no pycls_fast/__main__.py)"
-        if why is not None:
-            wrong.append(f"ladder: '{variant.name}': {why}; give the folder of a checkout as its tree")
-        found.append(tree)
-    refuse(wrong)
-    return found
+    trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
+    refuse(
+        f"ladder: '{name}': {tree} is no checkout of pycls_fast; give the folder of one as its tree"
+        for name, tree in trees.items()
+        if not (tree / "pycls_fast/__main__.py").is_file()
+    )
+    return list(trees.values())
 
 
 @contextmanager
@@ -197,10 +187,7 @@ def _work(ledger: Ledger, config_name: str) -> Record:
     with ledger.folder.opened(ledger.plan()), _stopped_by_signals(ledger):
         finished = False
         try:
-            ledger.run(
-                after_phase=lambda: _report(ledger, config_name, finished=False),
-                after_first=lambda seconds: before_the_rest(ledger, seconds, ledger.say),
-            )
+            ledger.run(after_phase=lambda: _report(ledger, config_name, finished=False))
             finished = True
         finally:
             record = _report(ledger, config_name, finished=finished)
@@ -231,71 +218,11 @@ def refusal(variant: Variant, compose: Callable[[Sequence[str]], RunConfig], dev
     return None
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long the parts of the work take, in seconds.
-
-    Attributes:
-        start: a process, apart from its steps: imports, building, writing.
-        step: a training step on images that are on the device.
-        fed_step: a training step together with the loading of its images.
-        steps: training steps of a run.
-        evaluation_steps: as many steps take as long as all evaluations of a run.
-    """
-
-    start: float
-    step: float
-    fed_step: float
-    steps: int
-    evaluation_steps: float = 0.0
-
-
-def pace_of(seconds: float, timed: Mapping[str, Any], fed_step: float | None = None) -> Pace:
-    """The pace of a variant, from the seconds of a process, and its record of mode=train; `fed_step` if it is known."""
-    train = timed["train"]
-    # The warm-up takes half as long as the timed steps.
-    start = max(seconds - 1.5 * sum(map(sum, train["step_seconds_each"])), 0.0)
-    # A forward pass is a third of a step, and each evaluation starts its own workers.
-    evaluation_steps = timed["evaluated_images_per_run"] / train["images_per_step"] / 2
-    step = train["step_seconds_p50"]
-    return Pace(start, step, step if fed_step is None else fed_step, timed["steps_per_run"], evaluation_steps)
-
-
-def announce(ledger: Ledger, timed: Mapping[str, Any], pace: Pace | None, say: Callable[[str], None]) -> None:
-    """Say how long the rest takes and the smallest difference that it can show; nothing without a pace.
-
-    Raises:
-        UserError: the margin is smaller than one image.
-    """
-    images, margin = timed["evaluated_images"], ledger.settings.margin
-    if ledger.settings.trains and images and margin < 100 / images:
-        raise UserError(
-            f"margin: {margin:g} points are less than one of {images:,} images; use "
-            f"margin={math.ceil(2000 / images) / 10:g}, or more images"
-        )
-    if pace is None:
-        return
-    parts = {name: seconds for name, seconds in estimate(ledger, pace).items() if seconds > 0}
-    for name, seconds in parts.items():
-        say(f"{name}: {'at most ' if name == 'training' else ''}about {seconds / 60:.0f} min")
-    runs = ledger.trainings()
-    if ledger.settings.trains and runs and images:
-        say(
-            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, runs):.2f} "
-            "points at best; the first ones will say more"
-        )
-    left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
-    say(
-        f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
-        f"({pace.step * 1e3:.0f} ms a step, {pace.steps:,} steps a run){left_out}"
-    )
-
-
 def show_plan(ledger: Ledger, say: Callable[[str], None]) -> None:
     """Print the variants of a ledger that is not open, and an estimate of the time for what its folder does not have.
 
     Raises:
-        UserError: the reference does not run, or the margin is smaller than one image.
+        UserError: the reference does not run.
     """
     if ledger.settings.trains:
         ledger.plan_trainings()
@@ -304,16 +231,23 @@ def show_plan(ledger: Ledger, say: Callable[[str], None]) -> None:
     say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
         finished, timed = _measured(ledger, Path(temporary), "train")
-        fed_step = None
+        fed_step = timed["train"]["step_seconds_p50"]
         if ledger.settings.trains:
             fed_step = _measured(ledger, Path(temporary), "both")[1]["both"]["step_seconds_p50"]
-    announce(ledger, timed, pace_of(finished.seconds, timed, fed_step), say)
-
-
-def before_the_rest(ledger: Ledger, seconds: float | None, say: Callable[[str], None]) -> None:
-    """Announce the rest of a ledger after its first timing, which took so long; None if an earlier start made it."""
-    timed = read_measurement(ledger.folder.timing_file(ledger.selection.variants()[0], 0))
-    announce(ledger, timed, None if seconds is None else pace_of(seconds, timed), say)
+    parts = {name: took for name, took in estimate(ledger, finished.seconds, timed, fed_step).items() if took > 0}
+    for name, seconds in parts.items():
+        say(f"{name}: {'at most ' if name == 'training' else ''}about {seconds / 60:.0f} min")
+    runs, images = ledger.trainings(), timed["evaluated_images"]
+    if ledger.settings.trains and runs and images:
+        say(
+            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, runs):.2f} "
+            "points at best; the first ones will say more"
+        )
+    left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
+    say(
+        f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
+        f"({timed['train']['step_seconds_p50'] * 1e3:.0f} ms a step, {timed['steps_per_run']:,} steps a run){left_out}"
+    )
 
 
 def _what(ledger: Ledger, variant: Variant) -> str:
@@ -337,16 +271,28 @@ def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, d
     return finished, json.loads(file.read_text(encoding="utf-8"))
 
 
-def estimate(ledger: Ledger, pace: Pace) -> dict[str, float]:
-    """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take."""
-    s, missing = ledger.settings, ledger.missing()
-    turn = max(s.steps * pace.step, s.seconds) + max(s.warmup_steps * pace.step, s.seconds / 2)
+def estimate(ledger: Ledger, seconds: float, timed: Mapping[str, Any], fed_step: float) -> dict[str, float]:
+    """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take.
+
+    Args:
+        ledger: the ledger.
+        seconds: what a process of the first variant took.
+        timed: its record, of mode=train.
+        fed_step: seconds of a training step together with the loading of its images.
+    """
+    s, missing, train = ledger.settings, ledger.missing(), timed["train"]
+    # Imports, building, writing. The warm-up takes half as long as the timed steps.
+    start = max(seconds - 1.5 * sum(map(sum, train["step_seconds_each"])), 0.0)
+    step = train["step_seconds_p50"]
+    turn = max(s.steps * step, s.seconds) + max(s.warmup_steps * step, s.seconds / 2)
+    # A forward pass is a third of a step, and each evaluation starts its own workers.
+    steps = timed["steps_per_run"] + timed["evaluated_images_per_run"] / train["images_per_step"] / 2
     # On a CPU, concurrent runs share the cores.
     jobs = s.jobs if ledger.device == "cuda" else 1
     runs = math.ceil(missing["training"] / jobs) if s.trains else 0
     return {
-        "timings": missing["timings"] * (pace.start + turn),
-        "rounding": missing["rounding"] * (pace.start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * pace.fed_step),
-        "gradients": missing["gradients"] * (pace.start + _GRADIENT_STEPS * pace.fed_step),
-        "training": runs * (pace.start + (pace.steps + pace.evaluation_steps) * pace.fed_step),
+        "timings": missing["timings"] * (start + turn),
+        "rounding": missing["rounding"] * (start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * fed_step),
+        "gradients": missing["gradients"] * (start + _GRADIENT_STEPS * fed_step),
+        "training": runs * (start + steps * fed_step),
     }

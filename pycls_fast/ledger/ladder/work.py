@@ -88,23 +88,17 @@ class Ledger:
             **self.conditions,
         }
 
-    def run(
-        self,
-        after_phase: Callable[[], object] = lambda: None,
-        after_first: Callable[[float | None], object] = lambda seconds: None,
-    ) -> None:
-        """Do everything that is not done yet.
-
-        Args:
-            after_phase: called after the timings and before the trainings.
-            after_first: called after the first timing with the seconds that its process took, or None if an earlier
-                start made it.
+    def run(self, after_phase: Callable[[], object] = lambda: None) -> None:
+        """Do everything that is not done yet; calls `after_phase` after the timings and before the trainings.
 
         Raises:
             UserError: the reference does not run.
             KeyboardInterrupt: a stop was requested.
         """
-        self._try_out(after_first)
+        # The first round finds what cannot run here; later variants go without it. One that fails in a later round is
+        # left out alone: those after it include its change and already have timings.
+        for variant in self.selection.in_order():
+            self._time(variant, 0)
         s = self.settings
         for number in range(1, s.rounds):
             # Alternating order: a steady drift cancels over two rounds.
@@ -182,18 +176,7 @@ class Ledger:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
         return with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _try_out(self, after_first: Callable[[float | None], object]) -> None:
-        """Time the first round, in the ladder's order, which finds what cannot run here; later variants go without it.
-
-        If a variant fails in a later round, only that one is left out: those after it include its change and already
-        have timings.
-        """
-        for variant in self.selection.in_order():
-            finished = self._time(variant, 0)
-            if variant.against is None:
-                after_first(None if finished is None else finished.seconds)
-
-    def _time(self, variant: Variant, number: int) -> ProcessResult | None:
+    def _time(self, variant: Variant, number: int) -> None:
         s, file = self.settings, self.folder.timing_file(variant, number)
         arguments = timing_arguments(variant, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         # In later rounds it has run before: another program may have been in its way.
@@ -201,7 +184,6 @@ class Ledger:
         finished = self._measure(what, "time", variant, arguments, file, again=again)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished, is_first=number == 0)
-        return finished
 
     def _extra(self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
         """Make an optional measurement, in one process: if it fails, the variant continues without it."""
@@ -307,7 +289,7 @@ class Ledger:
     def process(
         self, verb: str, variant: Variant, arguments: Sequence[str], *, log: Path, devices: Sequence[str] = ()
     ) -> Process:
-        """Start a verb with a variant's code and ranks; it holds the folder's lock, if there is one.
+        """Start a verb with a variant's code and ranks.
 
         `arguments` replace the experiment's own overrides of the same keys.
         """
@@ -316,7 +298,6 @@ class Ledger:
             [*self.flags, *merged(self.typed, arguments)],
             ranks=variant.ranks or 1,
             log=log,
-            inherits=self.folder.inherited,
             tree=None if variant.tree is None else tree_path(variant.tree),
             devices=devices,
         )

@@ -56,10 +56,9 @@ class FakeProcess:
     trees: ClassVar[list[object]] = []
 
     def __init__(
-        self, verb: str, arguments: list[str], *, ranks: int, log: Path, inherits: object = (), tree: object = None,
-        devices: object = (),
+        self, verb: str, arguments: list[str], *, ranks: int, log: Path, tree: object = None, devices: object = ()
     ) -> None:  # fmt: skip
-        del ranks, inherits, devices
+        del ranks, devices
         self.trees.append(tree)
         self.started.append([verb, *arguments])
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -17,17 +16,10 @@ from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.folder import (
-    LedgerFolder,
-    changed,
-    code_digest,
-    conditions,
-    default_folder,
-    locked,
-)
-from pycls_fast.ledger.ladder.processes import Process
+from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions, default_folder
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.text import facts
+from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet
 
 
@@ -119,40 +111,13 @@ def test_the_default_folder_depends_on_what_was_picked() -> None:
     assert list(map(str, folders)) == [every, *2 * [f"{every}-bf16_speed_optimizer"]]
 
 
-def test_one_ledger_at_a_time(tmp_path: Path) -> None:
+def test_one_ledger_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LedgerFolder(tmp_path).opened({}):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
+        monkeypatch.setattr(RunFolder, "_try_lock", lambda folder: "process 9 on here")
         second = LedgerFolder(tmp_path).opened({})
-        with pytest.raises(UserError, match=f"process {os.getpid()} on "), second:
+        with pytest.raises(UserError, match=f"^output: {tmp_path} is in use by process 9 on here"), second:
             pass
-    with LedgerFolder(tmp_path).opened({}):
-        pass
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    said: list[str] = []
-    with LedgerFolder(tmp_path, say=said.append).opened({}):
-        pass
-    assert said == [f"{tmp_path} cannot be locked (Function not implemented): do not start a second ledger in it"]
-
-
-def test_a_process_of_a_killed_ledger_is_waited_for(tmp_path: Path) -> None:
-    main = tmp_path / "pycls_fast/__main__.py"
-    main.parent.mkdir()
-    main.with_name("__init__.py").touch()
-    main.write_text("import sys, time\ntime.sleep(0.5)\nopen(sys.argv[2], 'w').close()\n")
-    ended = tmp_path / "ended"
-    said: list[str] = []
-    with locked(tmp_path, said.append) as inherited:
-        process = Process("time", [str(ended)], ranks=1, log=tmp_path / "log.txt", inherits=(inherited,), tree=tmp_path)
-    assert not said
-    with locked(tmp_path, said.append):
-        assert ended.exists()
-    assert len(said) == 1
-    assert process.wait().status == 0
 
 
 def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,13 +235,12 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     ("typed", "settings", "changed", "line"),
     [
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
-        (("resume=never",), {}, {}, "resume: the trainings of a ledger resume by themselves; leave it out"),
         ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the baseline 'base' needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
         ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),
         (
             (), {"mode": "crossed"}, {"variants": (Variant(name="old", tree="/nowhere"),)},
-            "ladder: 'old': there is no folder /nowhere; give the folder of a checkout as its tree",
+            "ladder: 'old': /nowhere is no checkout of pycls_fast; give the folder of one as its tree",
         ),
     ],
 )  # fmt: skip
