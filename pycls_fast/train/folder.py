@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Self
 
 import yaml
@@ -89,15 +88,14 @@ def write_text(file: Path, text: str, *, key: str = "output") -> None:
 class RunFolder:
     """The files of one run. Made on rank 0; on other ranks only the path is used.
 
-    A context manager: its end releases the lock (see `occupy`), then removes an unused folder.
+    A context manager: its end releases the lock (see `occupy`), then removes the folders that were made for a run that
+    did not begin to train.
 
     Args:
-        path: `runs/EXPERIMENT/TIME`, or the folder that the user named.
-        remove_unused: at the end of the context, remove the folder and its parents if no step was trained in it, except
-            for files that are not the run's; not after `keep`.
+        path: the folder that the user named, or `runs/EXPERIMENT/TIME`, which this process has made (`is_new`).
     """
 
-    def __init__(self, path: Path, *, remove_unused: bool = False) -> None:
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
@@ -105,7 +103,7 @@ class RunFolder:
         self.predictions = path / "predictions.npz"
         self.lock_file = path / ".lock"
         self._lock: int | None = None
-        self._remove_unused = remove_unused
+        self._made = [path, *list(path.parents)[:2]] if is_new else []
         # Kept open between records: on network file systems closing waits for the server.
         self._metrics: int | None = None
 
@@ -115,23 +113,22 @@ class RunFolder:
         return self.metrics.is_file() or self.checkpoints.is_dir()
 
     def create(self) -> None:
-        """Make the folder.
+        """Make the folder for a run's files.
 
         Raises:
-            UserError: it cannot be made or written to.
+            UserError: it cannot be made.
         """
         with writing(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=self.path).close()
 
     def keep(self) -> None:
         """Keep the folder even if no step is trained in it."""
-        self._remove_unused = False
+        self._made = []
 
     def occupy(
         self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None, *, key: str = "run_dir"
     ) -> None:
-        """Lock an existing folder until the context ends.
+        """Make the folder, and lock it until the context ends.
 
         The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
         run that is about to end, saving its last step; `on_wait` gets a line that says so. `key` names the folder.
@@ -139,9 +136,12 @@ class RunFolder:
         Raises:
             UserError: another process still holds it, or the folder cannot be written to.
         """
+        with writing(self.path):
+            self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         until, holder = time.monotonic() + wait_seconds, ""
-        while self._lock is None and self.path.is_dir():
+        while self._lock is None:
             with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
                 found = self._try_lock()
             if found is None:
                 return
@@ -187,19 +187,13 @@ class RunFolder:
                 self.lock_file.unlink(missing_ok=True)
                 os.close(self._lock)
                 self._lock = None
-            if self._remove_unused:
-                self._remove_if_unused()
-
-    def _remove_if_unused(self) -> None:
-        with suppress(OSError):
-            if not self.metrics.exists():
-                # Fails if there is a checkpoint.
-                self.checkpoints.rmdir()
-                for name in ("config.yaml", "environment.json"):
-                    (self.path / name).unlink(missing_ok=True)
-        for folder in (self.path, *list(self.path.parents)[:2]):
-            with suppress(OSError):
-                folder.rmdir()
+            if self._made and not self.metrics.exists():
+                for file in (self.path / "config.yaml", self.path / "environment.json"):
+                    file.unlink(missing_ok=True)
+                for folder in (self.checkpoints, *self._made):
+                    # Not where there are other files.
+                    with suppress(OSError):
+                        folder.rmdir()
 
     def write_config(self, values: dict[str, Any], command: str | None = None) -> None:
         """Write `config.yaml`: the command (None: that of this process), and every value, defaults included."""

@@ -141,9 +141,9 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
         UserError: the checkpoint does not fit this run.
     """
     if opened is None:
-        if run.world.is_main and run.folder.has_run:
-            # Killed before its first checkpoint: start again from step 0.
+        if run.world.is_main:
             run.folder.create()
+            # Killed before its first checkpoint: start again from step 0.
             run.folder.forget_after(0)
         return
     path = opened.path

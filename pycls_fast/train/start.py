@@ -30,8 +30,8 @@ from pycls_fast.train.trackers import check_installed
 def started(config: RunConfig, world: World, display: Display, command: str | None = None) -> Iterator[Run]:
     """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder.
 
-    The folder is locked until the context ends. If nobody named it, it is then removed, unless a step was trained or
-    `RunFolder.keep` was called.
+    The folder is locked until the context ends. If it is new, it is then removed, unless training began
+    (`RunFolder.keep`).
 
     Args:
         command: what started the run; None for this process's command line.
@@ -43,14 +43,15 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
     check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
-    with RunFolder(run_dir, remove_unused=world.is_main and config.run_dir is None) as folder:
+    with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
+        on_main(world, lambda: folder.occupy(on_wait=display.note))
+        check_same_folder(folder, world)
         yield _start(config, world, display, command, folder, restarted=restarted)
 
 
 def _start(
     config: RunConfig, world: World, display: Display, command: str | None, folder: RunFolder, *, restarted: bool
 ) -> Run:
-    _occupy(folder, world, display)
     opened = find_start(config, folder, world, display, restarted=restarted)
     parts = build_parts(config, world, display, opened)
     if opened is None:
@@ -59,23 +60,13 @@ def _start(
     saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
     total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
     run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
-    # Again: it may not have existed before, and another run may have begun in it meanwhile.
-    _occupy(folder, world, display)
     resume(run, opened)
-    if world.is_main:
-        folder.create()
-    _occupy(folder, world, display)
-    check_same_folder(folder, world)
     # Settings with which nothing is trained are not the run's.
     if world.is_main and not run.finished:
         folder.write_config(run.settings(), command)
         folder.write_json("environment.json", environment(world.device, world.size, command))
     introduce(run)
     return run
-
-
-def _occupy(folder: RunFolder, world: World, display: Display) -> None:
-    on_main(world, lambda: folder.occupy(on_wait=display.note))
 
 
 def check_same_folder(folder: RunFolder, world: World) -> None:
