@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -33,16 +32,15 @@ _WIDE = 100
 
 
 class Display:
-    """Everything that rank 0 prints; other ranks print nothing. Training survives the loss of its output (`_Output`).
+    """Everything that rank 0 prints; other ranks print nothing.
 
     Args:
         mode: "bar", "plain", or "auto": a bar if standard output is a terminal.
     """
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
-        # A daemon may have no standard output; rich's Console handles None itself.
-        output = None if sys.stdout is None else cast(TextIO, _Output())
-        self.console = Console(file=output, quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
+        self.console = _Console(quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
+        self.console.says_so = True
         if not self.console.is_terminal:
             # The width is unknown, and wrapped lines are hard to search.
             self.console.width = 160
@@ -150,44 +148,28 @@ class _Numbers(ProgressColumn):
         return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
 
-class _Output:
-    """Standard output until it fails, then nothing: training outlives its terminal, `| tee` and a full disk."""
+class _Console(Console):
+    """Prints until output fails, then no more: training outlives its terminal, `| tee` and a full disk."""
 
-    def __init__(self) -> None:
-        self._gone = False
+    says_so = False
+    """Whether a line on standard error says that it has failed."""
 
-    def write(self, text: str) -> int:
-        """Write, unless output has failed before."""
-        if not self._gone:
-            try:
-                _stdout().write(text)
-            except OSError as error:
-                self._give_up(error)
-        return len(text)
+    def __exit__(self, *error: Any) -> None:
+        # Everything that is printed, by the bar's thread too, is written here.
+        try:
+            super().__exit__(*error)
+        except OSError as failure:
+            self.quiet = True
+            discard_output()
+            if self.says_so:
+                # Not through `sys.stderr`: a live bar redirects it to the output that has just failed.
+                with suppress(OSError):
+                    reason = failure.strerror
+                    os.write(2, f"warning: standard output failed ({reason}); nothing more is shown\n".encode())
 
-    def flush(self) -> None:
-        """Flush, unless output has failed before; most failures surface here."""
-        if not self._gone:
-            try:
-                _stdout().flush()
-            except OSError as error:
-                self._give_up(error)
-
-    def __getattr__(self, name: str) -> Any:
-        # The console reads `isatty` and `encoding`.
-        return getattr(_stdout(), name)
-
-    def _give_up(self, error: OSError) -> None:
-        self._gone = True
-        discard_output()
-        # Not through `sys.stderr`: a live bar redirects it to the output that has just failed.
-        with suppress(OSError):
-            os.write(2, f"warning: standard output failed ({error.strerror}); nothing more is shown\n".encode())
-
-
-def _stdout() -> TextIO:
-    # While a bar is live, rich replaces sys.stdout by a proxy that would lead back to this console.
-    return cast(TextIO, getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+    def on_broken_pipe(self) -> None:
+        """Leave it to `__exit__`; rich would end the process with status 1."""
+        raise
 
 
 def plain_table(
@@ -211,19 +193,12 @@ def plain_table(
     return table
 
 
-class _TableConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """Print no more, like `Display`; rich would end the process with status 1."""
-        self.quiet = True
-        discard_output()
-
-
 def wide_console(file: TextIO | None = None) -> Console:
     """A console for tables, on standard output if no file is given.
 
     Without a terminal nothing is wrapped: a path stays in one piece.
     """
-    console = _TableConsole(file=file, highlight=False, emoji=False)
+    console = _Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
     return console
