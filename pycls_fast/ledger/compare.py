@@ -52,7 +52,7 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "compare.json", record)
-        html = comparison_page(record, _pictures(a, b, record)).html()
+        html = comparison_page(record, _pictures(a, b, record))
         (folder / "index.html").write_text(html, encoding="utf-8", errors="backslashreplace")
     print_comparison(record)
     print(f"page: {folder / 'index.html'}")

@@ -13,7 +13,7 @@ from PIL import Image
 from pycls_fast.config.keys import as_typed
 from pycls_fast.inference.contact_sheet import tile
 from pycls_fast.ledger.report.charts import INK, LINE, PALE, Chart, literal, plain_axes
-from pycls_fast.ledger.report.page import Page, PagePart, Tile
+from pycls_fast.ledger.report.page import render
 from pycls_fast.ledger.report.text import duration
 from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.display import epochs, human, plain_table, wide_console
@@ -174,30 +174,12 @@ def print_comparison(record: Record) -> None:
         console.print(plain_table(list(classes[0]), [list(row.values()) for row in classes]))
 
 
-def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> Page:
+def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
     """The page; for images that cannot be read the name is shown."""
-    a, b, found = record["a"], record["b"], record["images"]
-    words = ("setting", "A", "B")
-    parts = [
-        PagePart("Numbers", numbers(record)),
-        PagePart("Settings that differ", _rows(record["settings"]), words=words),
-        PagePart("Versions and machine", _rows(record["environment"]), words=words),
-    ]
-    for kind, title, key in (
-        ("only_a", "Right in A, wrong in B", "only_first"),
-        ("only_b", "Right in B, wrong in A", "only_second"),
-    ):
-        shown = [_picture(each, pictures) for each in shown_images(record, kind)]
-        if shown and found is not None:
-            count = found["pair"][key]
-            of = f"{count:,}" if len(shown) == count else f"{len(shown):,} of {count:,}"
-            parts.append(PagePart(f"{title}: {of}", pictures=shown, notes=["In brackets: cross-entropy in nats."]))
-    classes = _class_rows(record, changed=False)
-    more = [f"{len(classes) - _CLASSES:,} more, which changed less, are in compare.json."]
-    parts.append(PagePart("Accuracy by class", classes[:_CLASSES], notes=more if len(classes) > _CLASSES else []))
-    commands = [f"{name.upper()}: {record[name]['environment'].get('command')}" for name in ("a", "b")]
-    parts.append(PagePart("Commands", codes=[*commands, f"this page: {record['command']}"]))
-    return Page(
+    a, b = record["a"], record["b"]
+    return render(
+        "comparison.html.j2",
+        record=record,
         title=f"Two runs: {a['path']} and {b['path']}",
         heading="Two runs",
         intro=[f"{name}: {run['path']} ({run['config_name']})" for name, run in (("A", a), ("B", b))],
@@ -208,15 +190,14 @@ def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> Page
             ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         ],
         charts=charts(record),
-        parts=[part for part in parts if part.rows or part.pictures or part.codes],
+        numbers=numbers(record),
+        settings=_rows(record["settings"]),
+        environment=_rows(record["environment"]),
+        pictures={index: _embedded(picture) for index, picture in pictures.items()},
+        said=said,
+        classes=_class_rows(record, changed=False),
+        most=_CLASSES,
     )
-
-
-def _picture(each: Record, pictures: Mapping[int, Image.Image]) -> Tile:
-    name = each["name"] or f"image {each['index']}"
-    picture = pictures.get(each["index"])
-    lines = [] if picture is not None else [name]
-    return Tile(name, each["class"], None if picture is None else _embedded(picture), [*said(each), *lines])
 
 
 def _embedded(picture: Image.Image) -> str:

@@ -108,7 +108,7 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
 
 
 def html(record: Record) -> str:
-    return ledger_page(record).html()
+    return ledger_page(record, [])
 
 
 @pytest.mark.slow

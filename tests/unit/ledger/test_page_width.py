@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pycls_fast.ledger.report.charts import charts
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import read_record
 
@@ -47,7 +48,8 @@ def overflow(text: str, width: int, folder: Path) -> int:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_does_not_scroll_sideways(width: int, tmp_path: Path) -> None:
-    text = ledger_page(read_record(RESULTS / "ledger_cpu" / "ledger.json")).html()
+    record = read_record(RESULTS / "ledger_cpu" / "ledger.json")
+    text = ledger_page(record, charts(record))
     assert overflow(text, width, tmp_path) == 0
     wide = f"<p style='width:{width + 100}px;max-width:none'>wide</p></body>"
     assert overflow(text.replace("</body>", wide), width, tmp_path) > 0
