@@ -86,94 +86,64 @@ def make_recordable(network: nn.Module, world: World) -> None:
 
 
 @dataclass
-class Tape:
-    """The fixed memory that a recorded step reads, and the number of steps so far."""
-
-    images_BCHW: Tensor
-    labels_B: Tensor
-    mixed_B: Tensor | None
-    lam: Tensor
-    ema_share: Tensor
-    metrics: TrainMetrics
-    steps: int = 0
-
-    @classmethod
-    def like(cls, images_BCHW: Tensor, targets: Targets, metrics: TrainMetrics, *, mixes: bool) -> Tape:
-        """Allocate memory for inputs of these shapes; `mixes` says whether later batches may be mixed."""
-        device = images_BCHW.device
-        return cls(
-            images_BCHW=torch.empty_like(images_BCHW),
-            labels_B=torch.empty_like(targets.labels_B),
-            mixed_B=torch.empty_like(targets.labels_B) if mixes else None,
-            lam=torch.ones(targets.lam.shape if isinstance(targets.lam, Tensor) else (), device=device),
-            ema_share=torch.zeros((), device=device),
-            metrics=metrics,
-        )
-
-    def take(self, images_BCHW: Tensor, targets: Targets) -> None:
-        """Write a step's inputs where the graph reads them.
-
-        Raises:
-            ValueError: inputs of a different shape, or mixed inputs although `mixes` was False.
-        """
-        if images_BCHW.shape != self.images_BCHW.shape:
-            raise ValueError(f"recorded with images {tuple(self.images_BCHW.shape)}; got {tuple(images_BCHW.shape)}")
-        self.images_BCHW.copy_(images_BCHW)
-        self.labels_B.copy_(targets.labels_B)
-        if self.mixed_B is not None:
-            # An unmixed batch has its labels in both places, with a share of 1 on the first.
-            self.mixed_B.copy_(targets.labels_B if targets.mixed_B is None else targets.mixed_B)
-            if isinstance(targets.lam, Tensor):
-                self.lam.copy_(targets.lam)
-            else:
-                self.lam.fill_(targets.lam)
-        elif targets.mixed_B is not None:
-            raise ValueError("a mixed batch for a step that was recorded without mixing")
-
-    def targets(self) -> Targets:
-        """The targets, as views of the memory that the recorded step reads."""
-        return Targets(self.labels_B, self.mixed_B, self.lam if self.mixed_B is not None else 1.0)
-
-
-@dataclass
 class GraphedStep(Step):
     """A `Step` that is replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
 
     Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`.
 
     Attributes:
-        tape: what the recorded step reads; None before the first call.
+        fixed: the memory that the recorded step reads; empty before the first call.
     """
 
     recorder: CudaRecorder = field(kw_only=True)
-    tape: Tape | None = field(default=None, init=False)
+    fixed: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _done: int = field(default=0, init=False)
 
     def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
-        """Train on the one microbatch of a step, counted from 0."""
+        """Train on the one microbatch of a step, counted from 0; `metrics` are those of the first call."""
         (batch,) = microbatches
         set_lr(self.optimizer, self.schedule(step))
-        images_BCHW, targets = self._inputs(step, 0, batch)
-        if self.tape is None:
-            self.tape = Tape.like(images_BCHW, targets, metrics, mixes=self.mixer is not None)
-        tape = self.tape
-        if metrics is not tape.metrics:
-            raise ValueError("the recorded step adds to the metrics that it was recorded with")
-        tape.take(images_BCHW, targets)
-        if self.ema is not None:
-            tape.ema_share.fill_(self.ema.share(step))
-        if tape.steps < WARM_UP:
-            self.recorder.warm_up(lambda: self._recorded(tape))
+        self._write(step, *self._inputs(step, 0, batch))
+        if self._done < WARM_UP:
+            self.recorder.warm_up(lambda: self._recorded(metrics))
         else:
-            if tape.steps == WARM_UP:
-                self.recorder.record(lambda: self._recorded(tape))
+            if self._done == WARM_UP:
+                self.recorder.record(lambda: self._recorded(metrics))
             self.recorder.replay()
-        tape.steps += 1
+        self._done += 1
 
-    def _recorded(self, tape: Tape) -> None:
-        loss = self._add_gradients(tape.images_BCHW, tape.targets())
+    def _write(self, step: int, images_BCHW: Tensor, targets: Targets) -> None:
+        """Write a step's inputs where the graph reads them.
+
+        Raises:
+            ValueError: images of another shape than the first.
+        """
+        inputs = {"images_BCHW": images_BCHW, "labels_B": targets.labels_B}
+        if self.mixer is not None:
+            # An unmixed batch has its labels in both places, with a share of 1 on the first.
+            inputs["mixed_B"] = targets.labels_B if targets.mixed_B is None else targets.mixed_B
+            inputs["lam"] = _on_device(targets.lam, images_BCHW.device)
+        if self.ema is not None:
+            inputs["ema_share"] = _on_device(self.ema.share(step), images_BCHW.device)
+        if not self.fixed:
+            self.fixed = {name: torch.empty_like(value) for name, value in inputs.items()}
+        if images_BCHW.shape != self.fixed["images_BCHW"].shape:
+            raise ValueError(f"recorded with images {tuple(self.fixed['images_BCHW'].shape)}; got {images_BCHW.shape}")
+        for name, value in inputs.items():
+            self.fixed[name].copy_(value)
+
+    def _recorded(self, metrics: TrainMetrics) -> None:
+        fixed = self.fixed
+        targets = Targets(fixed["labels_B"], fixed.get("mixed_B"), fixed.get("lam", 1.0))
+        loss = self._add_gradients(fixed["images_BCHW"], targets)
         self._take_gradients()
-        tape.metrics.add_loss(loss)
+        metrics.add_loss(loss)
         grad_norm = self._update()
         if self.ema is not None:
-            self.ema.update_by(tape.ema_share)
-        tape.metrics.add_step(grad_norm)
+            self.ema.update_by(fixed["ema_share"])
+        metrics.add_step(grad_norm)
+
+
+def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    # Filled there: a copy from the host would wait.
+    return value if isinstance(value, Tensor) else torch.full((), value, device=device)
