@@ -35,16 +35,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train.tasks.score import score
 
-        return score(
-            config,
-            self.split,
-            self.output,
-            predictions=self.predictions,
-            report=self.report,
-            tta=self.tta,
-            exported=self.exported,
-            own_preprocessing=self.preprocessing == "weights",
-        )
+        return score(config, **dict(self))
 
 
 class SoupVerb(Verb, config_of_weights=True):
@@ -115,11 +106,4 @@ class KnnVerb(Verb, default="finetune", config_of_weights=True):
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train.tasks.knn import score_neighbours
 
-        return score_neighbours(
-            config,
-            k=self.k,
-            temperature=self.temperature,
-            split=self.split,
-            output=self.output,
-            own_preprocessing=self.preprocessing == "weights",
-        )
+        return score_neighbours(config, **dict(self))

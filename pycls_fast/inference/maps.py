@@ -42,13 +42,7 @@ def draw_maps(
 ) -> int:
     """Write a sheet with one row per image: the crop that the network sees, and its maps; returns the exit status.
 
-    Args:
-        run, which, device: see `inference.load`.
-        images: see `predict.predict`.
-        kind: "attention", "rollout", "features" or "class".
-        output: a PNG file; None: `KIND.png`.
-        heads: "attention" shows each head, otherwise only their mean.
-        opacity: opacity of the maps over the images, 0 to 1.
+    For the arguments see `MapsVerb`.
 
     Raises:
         UserError: no such weights or images, too many of them, or maps that this model does not have.

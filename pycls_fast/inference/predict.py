@@ -42,14 +42,8 @@ def predict(
     batch_size: int | None,
     num_workers: int | None,
 ) -> int:
-    """Predict, write, and list the images that could not be read; returns the exit status.
-
-    Args:
-        run, which, device, precision: see `inference.load`.
-        images: files, folders, patterns; "-" reads a list of files from standard input, one per line.
-        format: "table", "json", "csv" or "sheet".
-        output: a file; None: standard output, for "sheet" `predictions.png`.
-        topk, batch_size, num_workers: see `Classifier.stream`.
+    """Predict, write, and list the images that could not be read; returns the exit status. For the arguments see
+    `PredictVerb`.
 
     Raises:
         UserError: no such weights or images, or a file that cannot be written.

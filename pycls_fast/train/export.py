@@ -51,16 +51,9 @@ def export(
     overwrite: bool,
     format: str = "safetensors",  # noqa: A002  # the key that the user types
 ) -> int:
-    """Write a checkpoint in another format and print what was written.
+    """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
 
     Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
-
-    Args:
-        source: a source of our own, as `restore` takes.
-        output: the file; for "timm" a folder.
-        dtype: format of floating-point tensors; None: as saved. For "safetensors" and "timm" only.
-        overwrite: an existing file may be replaced; of a folder only the files that are written.
-        format: "safetensors", "timm", "onnx" or "program"; see `models.export`.
 
     Raises:
         UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.

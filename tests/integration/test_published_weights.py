@@ -113,7 +113,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert "preprocessed as the weights say" in printed
     # The configuration's own preprocessing is another one, and has no published number.
     other = load_config("deit_s16", [*settings, "data.image_size=96"])
-    assert score(other, "val", str(tmp_path / "other.json"), own_preprocessing=False) == 0
+    assert score(other, "val", str(tmp_path / "other.json"), preprocessing="config") == 0
     told = json.loads((tmp_path / "other.json").read_text())
     assert told["preprocessing"].startswith("short side 110 (bicubic), centre 96 x 96, mean 0.485")
     assert "published" not in told
@@ -165,15 +165,12 @@ def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Pat
     own_size = ["data.image_size=64", "data.exif_orientation=false"]
     given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE, *own_size]
     told = {}
-    for own in (True, False):
-        output = tmp_path / f"{own}.json"
-        config = load_config("finetune", given)
-        assert score_neighbours(
-            config, k=3, temperature=0.1, split="val", output=str(output), own_preprocessing=own
-        ) == 0  # fmt: skip
-        told[own] = json.loads(output.read_text())["preprocessing"]
-    assert told[True] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
-    assert told[False].startswith("short side 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
+    for whose in ("weights", "config"):
+        output, config = tmp_path / f"{whose}.json", load_config("finetune", given)
+        score_neighbours(config, k=3, temperature=0.1, split="val", output=str(output), preprocessing=whose)
+        told[whose] = json.loads(output.read_text())["preprocessing"]
+    assert told["weights"] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told["config"].startswith("short side 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
 
 
 @pytest.mark.slow
@@ -183,11 +180,11 @@ def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images
     config = load_config("deit_s16", [f"data.root={images}", f"weights={tmp_path / 'larger'}", *OURS, *MACHINE])
     with pytest.raises(UserError, match=r"preprocessing=config"):
         score(config, "val", None)
-    assert score(config, "val", None, own_preprocessing=False) == 0
+    assert score(config, "val", None, preprocessing="config") == 0
     neighbours = {"k": 3, "temperature": 0.1, "split": "val", "output": None}
     with pytest.raises(UserError, match=r"preprocessing=config"):
         score_neighbours(config, **neighbours)  # type: ignore[arg-type]
-    assert score_neighbours(config, **neighbours, own_preprocessing=False) == 0  # type: ignore[arg-type]
+    assert score_neighbours(config, **neighbours, preprocessing="config") == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -61,14 +61,11 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
     of the other images.
 
-    Args:
-        overwrite: an existing file may be replaced.
-
     Raises:
         UserError: see `best_temperature`, `score` and `export`; or the scores are not those of the last layer.
     """
     path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
-    with set_up(config, own_preprocessing=False) as setup:
+    with set_up(config) as setup:
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup, split)
         scored.source.refuse_several("calibrate")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, one_of
@@ -18,21 +20,16 @@ def score_neighbours(
     temperature: float,
     split: str,
     output: str | None,
-    own_preprocessing: bool = True,
+    preprocessing: Literal["weights", "config"] = "weights",
 ) -> int:
-    """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores.
-
-    Args:
-        config: the model, its `weights`, the data and the preprocessing (that of evaluation, for both splits).
-        split: "val", or "test" if the data has one.
-        output: a JSON file for the numbers.
-        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
+    """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores. For
+    the arguments see `KnnVerb`. Both splits are preprocessed as for evaluation.
 
     Raises:
         UserError: weights or split do not exist, images cannot be read (`data.max_damaged`), `output` cannot be
             written, or out of memory.
     """
-    with set_up(config, own_preprocessing=own_preprocessing) as setup:
+    with set_up(config, preprocessing=preprocessing) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         sources = build.sources(setup.config, world)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -132,11 +132,11 @@ class Setup:
 
 
 @contextmanager
-def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
+def set_up(config: RunConfig, *, preprocessing: Literal["weights", "config"] = "config") -> Iterator[Setup]:
     """Join the ranks, find the weights and apply the settings of the process.
 
     Args:
-        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
+        preprocessing: whose is used; weights of other projects may specify theirs.
 
     Raises:
         UserError: no such weights, or settings that are not possible on this device.
@@ -153,7 +153,7 @@ def set_up(config: RunConfig, *, own_preprocessing: bool) -> Iterator[Setup]:
         ours = opened(found, world)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if ours is None or ours.config is None else None
-        about = pretrained.described(found, model=name) if own_preprocessing else None
+        about = pretrained.described(found, model=name) if preprocessing == "weights" else None
         if about is not None:
             config = build.with_preprocessing(config, about)
         switches = build.switches(config, world.device)
@@ -243,23 +243,16 @@ def score(
     report: str | None = None,
     tta: str = "none",
     exported: str | None = None,
-    own_preprocessing: bool = True,
+    preprocessing: Literal["weights", "config"] = "weights",
 ) -> int:
-    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores.
-
-    Args:
-        output: a JSON file for the numbers.
-        predictions: a CSV file for each image's prediction; see `predictions_csv`.
-        report: a folder for the page of `write_report`.
-        tta: test-time augmentation, "none" or "flip".
-        exported: an ONNX file to score in place of the network that it was exported from.
-        own_preprocessing: use the preprocessing that weights of other projects specify, if they do.
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores. For
+    the arguments see `TestVerb`.
 
     Raises:
         UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
             cannot be written, or out of memory.
     """
-    with set_up(config, own_preprocessing=own_preprocessing) as setup:
+    with set_up(config, preprocessing=preprocessing) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None

@@ -53,18 +53,14 @@ def greedy(ingredients: Sequence[Weights], top1: Callable[[Sequence[Weights]], f
 def soup(
     config: RunConfig, others: Sequence[str], output: str, *, method: str, split: str, which: str, overwrite: bool
 ) -> int:
-    """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights.
-
-    Args:
-        method: "uniform", the mean of all, or "greedy", by the top-1 accuracy (or mAP) on `split`.
-        which: see `open_weights`.
-        overwrite: an existing file may be replaced.
+    """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights. For
+    the arguments see `SoupVerb`.
 
     Raises:
         UserError: weights that do not exist or are of different networks or classes; see `score` and `export`.
     """
     path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
-    with set_up(config, own_preprocessing=False) as setup:
+    with set_up(config) as setup:
         found = [open_weights(find_weights(each), kind=which) for each in (setup.weights, *others)]
         for each in found[1:]:
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
