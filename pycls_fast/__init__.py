@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pycls_fast.files import name_user
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
     from pycls_fast.optim.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
-
-# Before anything imports torchvision.
-name_user()
 
 # The families that a file of the user's own can add a class to (docs/extend.md), and the place of each.
 _FAMILIES = {

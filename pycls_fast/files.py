@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import getpass
 import os
 import re
 import secrets
@@ -35,18 +34,6 @@ def cache_folder() -> Path:
     general = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     # Never make a folder called `~` in the working directory: somebody would remove it with `rm -r ~`.
     return (Path(".cache") if general.parts[0] == "~" else general) / "pycls_fast"
-
-
-def name_user() -> None:
-    """Set `LOGNAME` for a user without a name, as in a container that was started with a number (`--user 1000`).
-
-    torch names its cache of compiled code after the user. torch 2.11 looks the name up when torchvision is imported
-    and when an optimizer is made, and raises if there is none. The name set here is the fallback of later versions.
-    """
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["LOGNAME"] = f"uid_{os.getuid()}"
 
 
 def timestamp() -> str:

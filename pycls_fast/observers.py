@@ -176,19 +176,8 @@ class MLflow(Tracker, name="mlflow"):
         return self._id
 
     def _experiment(self) -> str:
-        from mlflow.exceptions import MlflowException
-
         found = self._client.get_experiment_by_name(self.project)
-        if found is None:
-            try:
-                created: str = self._client.create_experiment(self.project)
-                return created
-            except MlflowException:
-                # Another run may have created it since.
-                found = self._client.get_experiment_by_name(self.project)
-                if found is None:
-                    raise
-        experiment: str = found.experiment_id
+        experiment: str = self._client.create_experiment(self.project) if found is None else found.experiment_id
         return experiment
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:

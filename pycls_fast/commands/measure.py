@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pycls_fast.config import Purpose, RunConfig, Section, Verb, variant
+from pycls_fast.config import Purpose, RunConfig, Verb, variant
 from pycls_fast.config.ladder import LadderSettings, Mode, Repeats, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -93,16 +93,6 @@ class TimeVerb(Verb):
         return time_variants(chosen, **{key: value for key, value in self if key != "compare"})
 
 
-class Named(Section):
-    """A ladder, by its name or the path of its file."""
-
-    name: str = "auto"
-    """Its name, or the path of its file; auto: modern, or of the experiment as it is if there are switches."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
 class ReportVerb(Verb, default=None, words=("ledger",)):
     """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
 
@@ -181,7 +171,7 @@ class LedgerVerb(
 ):
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.
 
-    Every variant of a ladder (configs/ladder/NAME.yaml) is timed in turns with the others and compared with float64.
+    Every variant of a ladder (configs/ladders/NAME.yaml) is timed in turns with the others and compared with float64.
     In every training about half of them are on, until each is known to cost accuracy or not. A page and `ledger.json`
     are written to `output`. Started again, it resumes.
 
@@ -203,8 +193,8 @@ class LedgerVerb(
     mode: Mode | None = None
     """What is timed: each variant by itself (crossed), or on top of those before it (cumulative); null: the ladder's
     own."""
-    ladder: Named = Named()
-    """The variants: a ladder of configs/ladder/, or a file; auto: modern, or just the switches if there are any."""
+    ladder: str = "auto"
+    """The variants: a ladder of configs/ladders/, or a file; auto: modern, or just the switches if there are any."""
     switches: Texts = ()
     """Variants of the ladder, by name or by a key that they set; []: all. Without a ladder: overrides, as optim.lr=1 or
     precision.amp_bf16, and names of switches, each by itself on the experiment as it is."""
@@ -221,8 +211,8 @@ class LedgerVerb(
         from pycls_fast.ledger.ladder.plan import pick
         from pycls_fast.ledger.ladder.run import run_ladder
 
-        asks = self.ladder.name == "auto" and bool(self.switches)
-        name = {"auto": "switches" if asks else "modern"}.get(self.ladder.name, self.ladder.name)
+        asks = self.ladder == "auto" and bool(self.switches)
+        name = {"auto": "switches" if asks else "modern"}.get(self.ladder, self.ladder)
         ladder = ladder_of(self.switches) if asks else read_ladder(name, config_folders())
         mode = self.mode or ladder.mode
         settings = LadderSettings(mode=mode, **{key: getattr(self, key) for key in Repeats.model_fields})
@@ -231,14 +221,14 @@ class LedgerVerb(
         def composed(overrides: Sequence[str]) -> RunConfig:
             return variant(overrides, purpose, options=type(self))
 
-        if asks and all(composed(each.overrides) == composed(()) for each in pick(ladder, self.switches).variants):
+        ladder = pick(ladder, self.switches)
+        if asks and all(composed(each.overrides) == composed(()) for each in ladder.variants):
             raise UserError("switches: the experiment has them already; add what to compare with: speed=reference")
         output = self.output or default_folder(config.config_name, name, mode, self.switches)
         return run_ladder(
             config,
             ladder,
             settings,
-            switches=self.switches,
             base=same_command(options=type(self)),
             compose=composed,
             folder=user_path(output),

@@ -25,7 +25,7 @@ from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
-from pycls_fast.config.presets import LADDERS, OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
+from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
 from pycls_fast.files import user_path
@@ -306,9 +306,6 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
     name, separator, value = override.lstrip("+").partition("=")
     if not name or not (separator or override.startswith("~")):
         raise messages.unreadable(override, folders)
-    if name == LADDERS and separator and not value.startswith("{"):
-        # Hydra treats every folder as a group and would compose the file; it leaves a mapping alone.
-        return f"++{LADDERS}={{name: {value}}}"
     if name.partition("@")[0] in groups and not value.startswith("{"):
         # A number or a truth value is no name of a file, and Hydra would not say of which group.
         is_name = re.match(r"[A-Za-z_]", value) and value.lower() not in _VALUES

@@ -67,8 +67,9 @@ def _page(own: type[Section], folders: Sequence[Path], experiments: Iterable[str
         yield "\nexperiments, --config-name NAME (--help NAME describes one):"
         yield _filled(", ".join(experiments), width, "  ", "  ")
         yield "\ngroups, GROUP=NAME (--help GROUP or --help GROUP.KEY describes keys):"
-        for group in sorted({*groups(folders), LADDERS}):
-            yield _filled(", ".join(options(group, folders)), width, f"  {group:<10} ", " " * 13)
+        there = {group: options(group, folders) for group in groups(folders)} | {"ladder": options(LADDERS, folders)}
+        for group, names in sorted(there.items()):
+            yield _filled(", ".join(names), width, f"  {group:<10} ", " " * 13)
         yield "\nof every run: GROUP.KEY=VALUE run_dir=PATH seed=N resume=auto|never|PATH"
         yield "              weights=RUN|CHECKPOINT|FILE|timm:NAME|torchvision:NAME|hf:ORG/NAME[@REVISION]"
         yield "--cfg job prints the configuration; --multirun all combinations of key=a,b; --config-dir adds a folder"

@@ -1,17 +1,17 @@
-"""Ladders: ordered lists of changes to an experiment, in `configs/ladder/NAME.yaml`."""
+"""Ladders: ordered lists of changes to an experiment, in `configs/ladders/NAME.yaml`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationInfo, field_validator
 
+from pycls_fast.config.compose import validate
 from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
-from pycls_fast.errors import UserError, did_you_mean, one_of, refuse, refusing
+from pycls_fast.errors import UserError, did_you_mean, one_of, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_yaml
 from pycls_fast.speed import SWITCHES
@@ -58,6 +58,20 @@ class Ladder(Section):
     baseline: Variant
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
 
+    @field_validator("variants")
+    @classmethod
+    def _each_has_its_name(cls, variants: tuple[Variant, ...], info: ValidationInfo) -> tuple[Variant, ...]:
+        names = [variant.name for variant in variants]
+        every = [*names, *(baseline.name for baseline in (info.data.get("baseline"),) if baseline is not None)]
+        twice = sorted({name for name in every if every.count(name) > 1})
+        if twice:
+            raise ValueError(f"more than one variant is called {', '.join(twice)}")
+        for variant in variants:
+            if variant.against is not None and variant.against not in set(names) - {variant.name}:
+                near = did_you_mean(variant.against, names)
+                raise ValueError(f"'{variant.name}' is against {variant.against}, which is not another variant{near}")
+        return variants
+
 
 class Repeats(Section):
     """How often each variant of a ladder is measured."""
@@ -99,7 +113,7 @@ class LadderSettings(Repeats):
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
-    """Read a ladder by its name in `configs/ladder/`, or by the path of a YAML file.
+    """Read a ladder by its name in `configs/ladders/`, or by the path of a YAML file.
 
     Raises:
         UserError: there is no such ladder, or one line per mistake in it.
@@ -107,27 +121,11 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
     if not file.is_file():
         raise UserError(f"ladder: there is no file {file}")
-    with refusing(f"ladder: {file} cannot be read", OSError, ValueError, TypeError):
+    with refusing(f"ladder: {file} cannot be read", OSError, ValueError):
         values = read_yaml(file)
-        if isinstance(values, dict) and values.get("variants") == "switches":
-            values["variants"] = [variant.model_dump() for variant in of_switches()]
-        text = json.dumps(values)
-    try:
-        ladder = Ladder.model_validate_json(text)
-    except ValidationError as error:
-        lines = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'].lower()}" for e in error.errors())
-        raise UserError(*(f"ladder: {file}: {line}" for line in lines)) from error
-    names = [variant.name for variant in (ladder.baseline, *ladder.variants)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"ladder: {file}: more than one variant is called {', '.join(twice)}; give each its own name")
-    refuse(
-        f"ladder: {file}: '{variant.name}' is against {variant.against}, which is not another variant"
-        f"{did_you_mean(variant.against, names[1:])}; give the name of one, or leave it out for the baseline"
-        for variant in ladder.variants
-        if variant.against is not None and variant.against not in set(names[1:]) - {variant.name}
-    )
-    return ladder
+    if isinstance(values, dict) and values.get("variants") == "switches":
+        values["variants"] = [variant.model_dump() for variant in of_switches()]
+    return validate(Ladder, values, lambda key: f"the ladder {file}")
 
 
 def ladder_of(switches: Sequence[str]) -> Ladder:
@@ -139,7 +137,7 @@ def ladder_of(switches: Sequence[str]) -> Ladder:
     """
     named = {text for name in SWITCHES for text in (name, f"speed.{name}")}
     own = []
-    for switch in switches:
+    for switch in dict.fromkeys(switches):
         if switch not in named and ("=" in switch or "." in switch):
             override = switch if "=" in switch else "=".join(switch.split(".", 1))
             own.append(Variant(name=switch, overrides=(override,)))

@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 # The folder of the ledger's plans, which are not part of a configuration.
-LADDERS = "ladder"
+LADDERS = "ladders"
 
 
 def groups(folders: Sequence[Path]) -> set[str]:

@@ -1,12 +1,9 @@
-"""Paths with a tilde, and users without a home or a name."""
+"""Paths with a tilde, and users without a home."""
 
 from __future__ import annotations
 
-import getpass
 import os
 import pwd
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from pycls_fast.data import native
 from pycls_fast.data.sources.index import _places
 from pycls_fast.errors import UserError
-from pycls_fast.files import cache_folder, name_user, user_path
+from pycls_fast.files import cache_folder, user_path
 
 
 def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,33 +47,3 @@ def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.Monke
         native.library()
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert cache_folder() == Path("/elsewhere/pycls_fast")
-
-
-def test_a_user_without_a_name_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_a_passwd_line(monkeypatch)
-    # As good as missing, and restored behind the test.
-    monkeypatch.setenv("LOGNAME", "")
-    name_user()
-    assert getpass.getuser() == f"uid_{os.getuid()}"
-    monkeypatch.setenv("LOGNAME", "anna")
-    name_user()
-    assert getpass.getuser() == "anna"
-
-
-def test_importing_the_package_names_the_user() -> None:
-    """torchvision asks for the name when it is imported with torch 2.11, and an optimizer when it is made."""
-    code = """
-import pwd
-
-def unknown(number):
-    raise KeyError("getpwuid(): uid not found")
-
-pwd.getpwuid = unknown
-import pycls_fast, getpass
-print(getpass.getuser())
-"""
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == f"uid_{os.getuid()}\n"

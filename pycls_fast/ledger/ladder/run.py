@@ -24,7 +24,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experi
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
-from pycls_fast.ledger.ladder.plan import check_reference, pick, tree_path
+from pycls_fast.ledger.ladder.plan import check_reference, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
@@ -47,7 +47,6 @@ def run_ladder(
     ladder: Ladder,
     settings: LadderSettings,
     *,
-    switches: Sequence[str],
     base: tuple[Sequence[str], Sequence[str]],
     compose: Callable[[Sequence[str]], RunConfig],
     folder: Path,
@@ -60,7 +59,6 @@ def run_ladder(
     Returns the exit status: 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
 
     Args:
-        switches: variants to run, by name or by a key that they set; empty for all.
         base: options and overrides of the experiment, for every tool.
         compose: composes the experiment with the overrides of a variant.
         configs: folders of configurations, which are part of the code.
@@ -72,7 +70,7 @@ def run_ladder(
     typed = _checked(config, ladder, settings, base[1])
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
-    chosen = for_experiment(pick(ladder, switches), config)
+    chosen = for_experiment(ladder, config)
     code = partial(code_digest, configs, _trees(chosen))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
     why_not = partial(refusal, compose=compose, device=torch.device(device))

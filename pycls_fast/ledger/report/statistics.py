@@ -42,18 +42,14 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The sign test's confidence interval of the median, which only assumes independent samples.
-
-    The k-th smallest and the k-th largest sample enclose the median unless fewer than k samples fall on one
-    side, which happens with probability 2 P(Binomial(n, 1/2) < k) (Conover, Practical Nonparametric
-    Statistics, 1999, section 3.2). The largest k that keeps this within `1 - confidence` is taken.
+    """The sign test's confidence interval of the median, which only assumes independent samples (Conover, Practical
+    Nonparametric Statistics, 1999, section 3.2).
 
     Returns:
         (low, high), or None if even the extremes do not reach the confidence (fewer than 6 samples at 0.95).
     """
-    ordered = sorted(samples)
-    k = int(stats.binom.ppf((1 - confidence) / 2, len(ordered), 0.5)) if ordered else 0
-    return (ordered[k - 1], ordered[-k]) if k else None
+    low, high = map(float, stats.quantile_test(samples, p=0.5).confidence_interval(confidence))
+    return None if math.isnan(low) else (low, high)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def work(
 ) -> int:
     """The whole command; returns its status."""
     return run_ladder(
-        load_config("vit_digits", typed), ladder, LadderSettings(**{**SETTINGS, **settings}), switches=(),
+        load_config("vit_digits", typed), ladder, LadderSettings(**{**SETTINGS, **settings}),
         base=([], []), compose=composed, folder=folder, dry_run=dry_run,
     )  # fmt: skip
 

@@ -87,7 +87,7 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "__file__", str(package / "ledger" / "ladder" / "folder.py"))
     files = {
         package / "data" / "region.c": True, package / "a.py": True, configs / "augment" / "own.yaml": True,
-        configs / "mine.yaml": False, configs / "ladder" / "l.yaml": False,
+        configs / "mine.yaml": False, configs / "ladders" / "l.yaml": False,
     }  # fmt: skip
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)

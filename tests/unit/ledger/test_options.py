@@ -9,7 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands import measure
-from pycls_fast.commands.measure import LedgerVerb, Named
+from pycls_fast.commands.measure import LedgerVerb
 from pycls_fast.config import launch, load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
@@ -40,13 +40,13 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
-    assert LedgerVerb(ladder=Named(name=ladder), **given)(load_config("vit_digits")) == 0
+    assert LedgerVerb(ladder=ladder, **given)(load_config("vit_digits")) == 0
     assert asked == [expected or given["mode"]]
 
 
 def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(run, "run_ladder", lambda *arguments, **named: asked.append((arguments[2], named)) or 0)
+    monkeypatch.setattr(run, "run_ladder", lambda *arguments, **named: asked.append((*arguments[1:], named)) or 0)
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
@@ -56,15 +56,15 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     assert set(values) == set(LadderSettings.model_fields)
     more: dict[str, Any] = {
-        "ladder": Named(name="modern"),
+        "ladder": "modern",
         "switches": ("sdpa",),
         "dry_run": True,
         "output": str(tmp_path),
     }
     assert LedgerVerb(**values, **more)(load_config("vit_digits")) == 0
-    ((settings, named),) = asked
+    ((picked, settings, named),) = asked
     assert settings == LadderSettings(**values)
-    assert (named["switches"], named["dry_run"], named["folder"]) == (("sdpa",), True, tmp_path)
+    assert ([v.name for v in picked.variants], named["dry_run"], named["folder"]) == (["sdpa"], True, tmp_path)
 
 
 @pytest.mark.parametrize(("runs", "refused"), [(32, ["model.init"]), (0, [])])

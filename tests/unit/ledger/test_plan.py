@@ -124,7 +124,7 @@ def test_a_batch_is_scaled_from_the_experiments() -> None:
 
 
 # The variants of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).
-TOGETHER = sorted(file for file in (CONFIGS / "ladder").glob("*.yaml") if file.stem != "switches")
+TOGETHER = sorted(file for file in (CONFIGS / "ladders").glob("*.yaml") if file.stem != "switches")
 
 
 @pytest.mark.slow
@@ -145,7 +145,10 @@ def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
     [
         (None, "there is no file"),
         ("description: x\nbaseline: {name: a}\nvariants: []\n", "variants"),
-        ("description: x\nbaseline: {name: a}\nvariants: [{name: b, overide: [x=1]}]\n", "variants.0.overide"),
+        (
+            "description: x\nbaseline: {name: a}\nvariants: [{name: b, overide: [x=1]}]\n",
+            "variants[0].overide: unknown key",
+        ),
         ("description: x\nbaseline: {name: a}\nvariants: [{name: a}]\n", "more than one variant is called a"),
         (
             "description: x\nbaseline: {name: a}\nvariants: [{name: bat, against: cat}, {name: cats}]\n",

@@ -20,7 +20,7 @@ from tests.unit.ledger.stand_ins import FakeProcess, made
 
 # What vit_digits cannot have, beside what needs CUDA.
 REFUSED = {"switches": {"convolution products"}}
-SHIPPED = sorted((CONFIGS / "ladder").glob("*.yaml"))
+SHIPPED = sorted((CONFIGS / "ladders").glob("*.yaml"))
 
 
 def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[str] = ()) -> Ledger:
