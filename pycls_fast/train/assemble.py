@@ -48,7 +48,6 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     sources = build.sources(config, world)
     classes = build.num_classes(config, sources["train"])
     config = after_data(config, len(sources["train"]), world, classes=classes, note=display.note)
-    build.check_mixing(config, world)
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)
@@ -81,6 +80,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.teacher = distillation(config, train, world, switches)
+    if resumed_from is None:
+        _check_head(config, network, world)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 
 
@@ -114,7 +115,7 @@ def _load_initial(
     return f"{network.head_name}.weight" in origin.fitted.fresh
 
 
-def check_head(config: RunConfig, network: Network, world: World) -> None:
+def _check_head(config: RunConfig, network: Network, world: World) -> None:
     """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
 
     `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from pycls_fast.errors import UserError, first_line, refusing
+from pycls_fast.errors import UserError, first_line, refuse, refusing
 from pycls_fast.files import STATE, checkpoints
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.reading import SavedWeights, check, read_bytes, read_json
@@ -234,9 +234,14 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
     Raises:
         UserError: no such checkpoint, a damaged one, or not a checkpoint of ours; the same on all ranks.
     """
-    opened = _open(path.resolve(), world)
-    if isinstance(opened, str):
-        raise UserError(opened)
+    opened, mistake = None, None
+    try:
+        opened = _described(path.resolve(), world)
+    except UserError as error:
+        mistake = error.lines[0]
+    # One rank may see a folder that another does not.
+    refuse([line for line in world.gather(mistake) if line is not None][:1])
+    assert opened is not None
     return opened
 
 
@@ -250,12 +255,14 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     """
     damaged: list[str] = []
     for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
-        opened = _open(path, world)
-        if isinstance(opened, Checkpoint):
-            for line in damaged:
-                warn(f"{line}; taking the one before it")
-            return opened
-        damaged.append(opened)
+        try:
+            opened = open_checkpoint(path, world)
+        except UserError as error:
+            damaged += error.lines
+            continue
+        for line in damaged:
+            warn(f"{line}; taking the one before it")
+        return opened
     if damaged:
         raise UserError(
             *damaged,
@@ -264,32 +271,21 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     return None
 
 
-def _open(path: Path, world: World) -> Checkpoint | str:
-    """The checkpoint, or what is wrong with it; the same on all ranks."""
-    opened = _described(path, world)
-    # One rank may see a folder that another does not.
-    mistakes = [mistake for mistake in world.gather(opened if isinstance(opened, str) else None) if mistake]
-    return mistakes[0] if mistakes else opened
-
-
-def _described(path: Path, world: World) -> Checkpoint | str:
-    try:
+def _described(path: Path, world: World) -> Checkpoint:
+    # A name may be too long.
+    with refusing(f"{path}: cannot be read"):
         is_checkpoint, is_there = any((path / name).is_file() for name in (".metadata", STATE)), path.exists()
-    except OSError as error:
-        # A name that is too long.
-        return f"{path}: cannot be read ({reason_of(error)})"
     if not is_checkpoint:
         kind = "not a checkpoint of pycls_fast" if is_there else "no such checkpoint"
-        return f"{path}: {kind}; give a folder like RUN/checkpoints/step_000000100"
-    try:
+        raise UserError(f"{path}: {kind}; give a folder like RUN/checkpoints/step_000000100")
+    # A file that torch did not write, or half of one, raises many kinds.
+    with refusing(f"{path}: the checkpoint is damaged", Exception):
         plain = read_json(path / STATE)
         metadata = _Reader(path).read_metadata()
         specs = {name: _spec(name, entry) for name, entry in metadata.state_dict_metadata.items()}
         _check_sizes(path, metadata, world)
-    except Exception as error:  # noqa: BLE001  # a file that torch did not write, or half of one, raises many kinds
-        return f"{path}: the checkpoint is damaged ({reason_of(error)})"
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-        return f"{path}: not a checkpoint of this version of pycls_fast"
+        raise UserError(f"{path}: not a checkpoint of this version of pycls_fast")
     return Checkpoint(path, plain, specs)
 
 

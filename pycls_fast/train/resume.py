@@ -178,14 +178,9 @@ def _nothing_left(run: Run) -> str | None:
     stopped = early_stop(run, list(run.folder.records("eval")))
     if done < asked and stopped is None:
         return None
-    text = f"{epochs(run.epoch(done))} epochs ({done:,} steps) are done"
-    if done < asked and stopped is not None:
-        best, _ = stopped
-        metric = run.config.schedule.best_metric
-        return f"{text}, after which early stopping ended the run ({metric} was best at epoch {epochs(best['epoch'])})"
+    why = "early stopping ended the run" if done < asked else f"{asked:,} were asked for"
     # Fewer do not undo steps.
-    only = "only " if done > asked else ""
-    return f"{text}, and {only}{epochs(run.epoch(asked))} ({asked:,}) were asked for"
+    return f"{epochs(run.epoch(done))} epochs ({done:,} steps) are done, and {why}"
 
 
 def _named(config: RunConfig) -> Path | None:

@@ -219,7 +219,7 @@ def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: py
     assert finetune(images, run, *IMPATIENT) == 0
     assert_stopped_early(run, 6)
     assert (run / "metrics.jsonl").read_text() == before
-    assert "nothing to train: 3 epochs (18 steps) are done, after which early stopping" in capsys.readouterr().out
+    assert "nothing to train: 3 epochs (18 steps) are done, and early stopping" in capsys.readouterr().out
     assert finetune(images, run, *IMPATIENT, "schedule.early_stopping_evals=3") == 0
     assert [record["step"] for record in records(run, "eval")] == [6, 12, 18, 24]
     assert json.loads((run / "summary.json").read_text())["steps"] == 24

@@ -21,7 +21,7 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE
 from pycls_fast.files import atomic_write, timestamp, user_path
 from pycls_fast.parallel import World
-from pycls_fast.train.assemble import build_parts, check_head
+from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
@@ -100,7 +100,6 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         file = output_file(folder / "lr_find.json", world)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
-        check_head(config, parts.network, world)
         config = parts.config
         rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
         losses = _sweep(parts, rates, world, display)
