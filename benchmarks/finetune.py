@@ -8,8 +8,9 @@ part of all; `rules=true` also scores the checkpoint that each rule would take f
 A task is CLASSESxIMAGES@PIXELS, IMAGES of each class for training, or 10x200:20@PIXELS for every other class with 20.
 An eighth as many again, at least 5, are for choosing (the epoch, the plain loop's setting); 100 of each class from
 `test/` are scored. `imagenet@PIXELS` tells the first half of ImageNet's sample (animals) from the second (mostly
-things), with 50 images of each for training and 38 to score. `vit:` tasks begin with a small ViT that this command
-trains on the first seven classes of CIFAR-10, and use the other three.
+things), with 50 images of each for training and 38 to score. NAME@PIXELS is any folder of DATA with `train/` and
+`test/` (or `val/`), which is scored. `vit:` tasks begin with a small ViT that this command trains on the first seven
+classes of CIFAR-10, and use the other three.
 
 Columns: kNN and linear probe on the same features; `finetune` with nothing but data, weights and size given; a plain
 loop (timm's random head, all layers, batch norm trained, 160 steps of 32, cosine) with the best of 8 settings; and that
@@ -75,6 +76,16 @@ def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]
             draw.shuffle(half)
             for name, images in zip(parts, (half[:50], half[50:62], half[62:]), strict=True):
                 parts[name] += [(file, label) for file in images]
+        return parts
+    if (folder := root / shape).is_dir():
+        scored = folder / ("test" if (folder / "test").is_dir() else "val")
+        for label, own in enumerate(sorted((folder / "train").iterdir())):
+            files = sorted(own.iterdir())
+            draw.shuffle(files)
+            held = max(len(files) // 8, 5)
+            parts["val"] += [(file, label) for file in files[:held]]
+            parts["train"] += [(file, label) for file in files[held:]]
+            parts["test"] += [(file, label) for file in sorted((scored / own.name).iterdir())]
         return parts
     classes, _, each = shape.partition("x")
     many, _, few = each.partition(":")
