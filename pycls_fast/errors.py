@@ -224,26 +224,34 @@ _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_CPUS_PER_TASK"),
 )
+_LAST_PORT = 65_535
 
 
 def check_launcher() -> None:
     """Check the current folder, and launchers' environment variables.
 
     Raises:
-        UserError: a variable is no number or is missing, or the folder is gone.
+        UserError: a variable has no usable value or is missing, or the folder is gone.
     """
     try:
         Path.cwd()
     except FileNotFoundError as error:
         raise UserError("the current folder is gone; change to one that is there") from error
-    is_rank = os.environ.get("WORLD_SIZE", "1") != "1" and "SUBMITIT_EXECUTOR" not in os.environ
-    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if is_rank else ()
-    wrong = [name for name in _NUMBERS if not os.environ.get(name, "0").isdecimal()]
-    wrong = wrong or [name for name in needed if name not in os.environ]
-    refuse(
-        f"{name}: {os.environ.get(name, 'not set')} (the environment); start with torchrun, or unset its variables"
-        for name in wrong
-    )
+    values = {name: os.environ.get(name, "0") for name in _NUMBERS}
+    wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not _is_number(text)]
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not wrong and size != "1" and "SUBMITIT_EXECUTOR" not in os.environ:
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        wrong += [f"{name}: not set, but WORLD_SIZE={size} is" for name in needed if name not in os.environ]
+    if not wrong and int(rank) >= int(size):
+        wrong = [f"RANK: must be below WORLD_SIZE={size}, got {rank}"]
+    if not wrong and int(values["MASTER_PORT"]) > _LAST_PORT:
+        wrong = [f"MASTER_PORT: must be at most {_LAST_PORT}, got {values['MASTER_PORT']}"]
+    refuse(f"{line} (the environment); start with torchrun, or unset its variables" for line in wrong)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def discard_output() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -34,9 +35,29 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         # One rank needs no launcher.
         return dist.HashStore()
     global _round
+    _await_master(rank, timeout)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     _round = meet(store, rank, size, timeout)
     return dist.PrefixStore(_round, store)
+
+
+def _await_master(rank: int, timeout: timedelta) -> None:
+    """Wait until something listens at the master's address: of each failed attempt torch prints fifty C++ functions."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            if is_master:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), timeout=10).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until:
+                reason = f"waited {timeout.total_seconds():g} s for {host}:{port}: {first_line(error)}"
+                raise dist.DistStoreError(reason) from error
+            time.sleep(0.2)
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

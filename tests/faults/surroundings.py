@@ -115,6 +115,8 @@ _LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "LOCAL_RANK=": {"LOCAL_RANK": ""},
     "MASTER_PORT=abc": {"MASTER_PORT": "abc", "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     "no RANK": {"WORLD_SIZE": "2"},
+    "RANK=5 of 2": {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+    "no such host": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
     "no home": {"HOME": "", "XDG_CACHE_HOME": ""},
     "no folder for temporary files": {"TMPDIR": "/nonexistent"},
     "SLURM_PROCID=x": {"SLURM_PROCID": "x"},

@@ -40,6 +40,8 @@ def test_the_first_line_of_any_error(text: str, line: str) -> None:
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+        ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "99999"}, "MASTER_PORT"),
     ],
 )
 def test_variables_of_launchers_are_checked_first(

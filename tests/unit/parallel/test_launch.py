@@ -59,13 +59,14 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "has_master"), [(0, True), (1, True), (1, False)])
 def test_ranks_of_a_node_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int, has_master: bool
 ) -> None:
     """One line and a status at which a launcher starts again."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_RANK", 0), ("MASTER_PORT", store.port)):
+    port = store.port if has_master else 1
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -79,7 +80,7 @@ def test_ranks_of_a_node_that_does_not_come(
     ):
         pass
     assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: rank {rank}: not all 3 ranks have started (")
 
 
