@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torchvision import transforms
 
-from pycls_fast.train.evaluate import Predictions, mistakes
+from pycls_fast.train.by_class import mistakes
+from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.features import fit_logistic
 
 FIRST, FOLDS = 100, 5

@@ -7,10 +7,10 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -281,117 +281,6 @@ def places(scores_BK: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
     classes_K = torch.arange(scores_BK.shape[1], device=scores_BK.device)
     ahead_BK = (scores_BK > right_B1) | ((scores_BK == right_B1) & (classes_K < labels_B[:, None]))
     return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), scores_BK.shape[1])
-
-
-class Confusion(NamedTuple):
-    """The C non-zero cells of a confusion matrix, row by row; C is at most the number of images.
-
-    The dense matrix would take 80 GB for 100,000 classes.
-    """
-
-    right_C: np.ndarray
-    """int64, true classes: the rows."""
-    predicted_C: np.ndarray
-    """int64, predicted classes: the columns."""
-    images_C: np.ndarray
-    """int64, at least 1."""
-
-
-def confusion(predictions: Predictions, classes: int) -> Confusion:
-    """Count images by true class and predicted class.
-
-    Images without a true class or with scores that are not finite are left out; so are predictions of outputs without a
-    class.
-    """
-    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
-    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
-    cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)
-    return Confusion(cells_C // classes, cells_C % classes, images_C)
-
-
-def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
-    """The values of `classes.json`.
-
-    `class_top1` is the mean accuracy in percent over the classes that have images (balanced accuracy); `classes` has
-    for each class its images, the correct ones, its accuracy (null without images), and the class that it was most
-    often confused with; `precision` and `f1` in percent, null for a class without images (`precision` also for one that
-    is never predicted). `f1` is their mean over the classes, `calibration_error` as the function.
-    """
-    count = len(classes)
-    right_C, predicted_C, images_C = confusion(predictions, count)
-    images_K = np.bincount(predictions.labels_N[predictions.labels_N >= 0], minlength=count)
-    hit_C = right_C == predicted_C
-    right_K, times_K, taken_for_K = (np.zeros(count, dtype=np.int64) for _ in range(3))
-    right_K[right_C[hit_C]] = images_C[hit_C]
-    # Per true class, the confusion with the most images first; ties by the lower class index.
-    order = np.lexsort((predicted_C, -images_C, right_C))
-    mistaken = order[~hit_C[order]]
-    rows_M, first_M = np.unique(right_C[mistaken], return_index=True)
-    taken_for_K[rows_M], times_K[rows_M] = predicted_C[mistaken][first_M], images_C[mistaken][first_M]
-    guessed_K = np.bincount(predicted_C, images_C, minlength=count)
-    rows: list[dict[str, Any]] = []
-    for k, name in enumerate(classes):
-        row: dict[str, Any] = {"class": name, "images": int(images_K[k]), "right": int(right_K[k])}
-        row["top1"] = 100.0 * row["right"] / row["images"] if row["images"] else None
-        row["precision"] = 100.0 * row["right"] / guessed_K[k] if row["images"] and guessed_K[k] else None
-        row["f1"] = 200.0 * row["right"] / (row["images"] + guessed_K[k]) if row["images"] else None
-        row["taken_for"] = classes[taken_for_K[k]] if times_K[k] else None
-        row["times"] = int(times_K[k])
-        rows.append(row)
-    seen = [row for row in rows if row["images"]]
-    means = {name: sum(row[name] for row in seen) / len(seen) if seen else None for name in ("top1", "f1")}
-    error = calibration_error(predictions)
-    return {"class_top1": means["top1"], "f1": means["f1"], "calibration_error": error, "classes": rows}
-
-
-def roc_auc(labels_N: np.ndarray, scores_NK: np.ndarray) -> list[float | None]:
-    """For each class the area under the ROC curve of its scores: the probability that an image of it has a higher one
-    than an image of another class (ties count half); None if there are no images of one of both kinds, or scores that
-    are not finite.
-    """
-    from sklearn.metrics import roc_auc_score
-
-    scores_NK, labels_N = scores_NK[labels_N >= 0], labels_N[labels_N >= 0]
-    areas: list[float | None] = []
-    for k in range(scores_NK.shape[1] if scores_NK.ndim == 2 else 0):
-        mine_N = labels_N == k
-        usable = mine_N.any() and not mine_N.all() and np.isfinite(scores_NK[:, k]).all()
-        areas.append(float(roc_auc_score(mine_N, scores_NK[:, k])) if usable else None)
-    return areas
-
-
-def calibration_error(predictions: Predictions, bins: int = 15) -> float | None:
-    """Expected calibration error: how far the predicted class's probability is from the share that is right, from 0 to
-    1, over bins of equal width (Guo et al., On Calibration of Modern Neural Networks, 2017); None without images.
-    """
-    counted_N = (predictions.labels_N >= 0) & (predictions.predicted_N >= 0)
-    probabilities_N = predictions.probabilities_N[counted_N].astype(np.float64)
-    right_N = (predictions.labels_N == predictions.predicted_N)[counted_N]
-    bins_N = np.minimum((probabilities_N * bins).astype(np.int64), bins - 1)
-    gaps = np.bincount(bins_N, probabilities_N - right_N, minlength=bins)
-    return float(np.abs(gaps).sum() / len(right_N)) if len(right_N) else None
-
-
-def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The wrong predictions, likely errors of the labels first.
-
-    Confident learning (Northcutt, Jiang and Chuang 2021, section 3.1), from the predicted class alone: a label is
-    doubted if the predicted class is at least as probable as it is on average where it is the label. Within both kinds
-    the larger difference to the label's own probability comes first. The images must not have been trained on.
-
-    Returns:
-        int64, positions in `predictions`, and bool, whether the label is doubted.
-    """
-    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
-    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
-    own_N = np.exp(-predictions.losses_N.astype(np.float64))
-    images_K = np.bincount(labels_N[counted_N], minlength=classes)
-    usual_K = np.bincount(labels_N[counted_N], own_N[counted_N], minlength=classes) / np.maximum(images_K, 1)
-    wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
-    guess_M = predictions.probabilities_N[wrong_M]
-    doubted_M = (guess_M >= usual_K[predicted_N[wrong_M]]) & (images_K[predicted_N[wrong_M]] > 0)
-    order_M = np.lexsort((own_N[wrong_M] - guess_M, ~doubted_M))
-    return wrong_M[order_M], doubted_M[order_M]
 
 
 COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probability", "loss")

@@ -16,7 +16,8 @@ from jinja2 import Environment, StrictUndefined
 from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.files import atomic_write
-from pycls_fast.train.evaluate import Confusion, Predictions, class_scores, confusion, mistakes
+from pycls_fast.train.by_class import Confusion, class_scores, confusion, mistakes
+from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import write_text
 
 if TYPE_CHECKING:

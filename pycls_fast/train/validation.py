@@ -12,21 +12,15 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, checkpoints, step_of
 from pycls_fast.reading import read_json
 from pycls_fast.train import saving
+from pycls_fast.train.by_class import class_scores, confusion, set_scores
 from pycls_fast.train.display import epochs, told
 from pycls_fast.train.environment import device_name, versions
-from pycls_fast.train.evaluate import (
-    Evaluation,
-    Predictions,
-    class_scores,
-    confusion,
-    evaluate,
-)
+from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import draw_confusion, draw_curves
 from pycls_fast.train.run import Run
-from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.trackers import Board
 
 

@@ -13,7 +13,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
-from pycls_fast.train.evaluate import Predictions, calibration_error
+from pycls_fast.train.by_class import calibration_error
+from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.export import checked, write_weights
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import find_weights, open_weights

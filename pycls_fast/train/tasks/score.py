@@ -21,24 +21,16 @@ from pycls_fast.models.export import OnnxNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
+from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluate import (
-    Evaluation,
-    FlipAveraged,
-    Scorer,
-    class_scores,
-    evaluate,
-    predictions_csv,
-    roc_auc,
-)
+from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
-from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.weights import Weights, find_weights, opened
 
 # Classes that are printed.

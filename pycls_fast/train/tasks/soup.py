@@ -10,8 +10,8 @@ from torch import Tensor
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
+from pycls_fast.train.by_class import set_scores
 from pycls_fast.train.export import checked, write_weights
-from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import Weights, find_weights, open_weights
 

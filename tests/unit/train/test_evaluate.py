@@ -29,24 +29,13 @@ from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
+from pycls_fast.train.by_class import Confusion, class_scores, confusion, mistakes, roc_auc, set_scores
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import (
-    Confusion,
-    Evaluation,
-    FlipAveraged,
-    Predictions,
-    Scorer,
-    class_scores,
-    confusion,
-    evaluate,
-    mistakes,
-    roc_auc,
-)
+from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import _shares, draw_confusion
-from pycls_fast.train.set_scores import set_scores
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
 from tests.factories import save_checkpoint

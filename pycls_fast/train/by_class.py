@@ -1,0 +1,155 @@
+"""Scores of each class, for images with one label and with several; which predictions may be wrong labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pycls_fast.data.sources.base import Images
+from pycls_fast.train.evaluate import Evaluation, Predictions
+
+
+class Confusion(NamedTuple):
+    """The C non-zero cells of a confusion matrix, row by row; C is at most the number of images.
+
+    The dense matrix would take 80 GB for 100,000 classes.
+    """
+
+    right_C: np.ndarray
+    """int64, true classes: the rows."""
+    predicted_C: np.ndarray
+    """int64, predicted classes: the columns."""
+    images_C: np.ndarray
+    """int64, at least 1."""
+
+
+def confusion(predictions: Predictions, classes: int) -> Confusion:
+    """Count images by true class and predicted class.
+
+    Images without a true class or with scores that are not finite are left out; so are predictions of outputs without a
+    class.
+    """
+    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
+    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
+    cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)
+    return Confusion(cells_C // classes, cells_C % classes, images_C)
+
+
+def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
+    """The values of `classes.json`.
+
+    `class_top1` is the mean accuracy in percent over the classes that have images (balanced accuracy); `classes` has
+    for each class its images, the correct ones, its accuracy (null without images), and the class that it was most
+    often confused with; `precision` and `f1` in percent, null for a class without images (`precision` also for one that
+    is never predicted). `f1` is their mean over the classes, `calibration_error` as the function.
+    """
+    count = len(classes)
+    right_C, predicted_C, images_C = confusion(predictions, count)
+    images_K = np.bincount(predictions.labels_N[predictions.labels_N >= 0], minlength=count)
+    hit_C = right_C == predicted_C
+    right_K = np.zeros(count, dtype=np.int64)
+    right_K[right_C[hit_C]] = images_C[hit_C]
+    rows = _rows(classes, images_K, right_K, np.bincount(predicted_C, images_C, minlength=count))
+    # Per true class, the confusion with the most images comes last; of equal ones the lower class index.
+    for place in np.lexsort((-predicted_C, images_C)).tolist():
+        if not hit_C[place]:
+            rows[right_C[place]] |= {"taken_for": classes[predicted_C[place]], "times": int(images_C[place])}
+    means = {"class_top1": _mean(rows, "top1"), "f1": _mean(rows, "f1")}
+    return {**means, "calibration_error": calibration_error(predictions), "classes": rows}
+
+
+def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
+    """The values of `classes.json` where images have several labels, all in percent.
+
+    `map` is the mean of the classes' average precisions (the area under the curve of precision and recall), `f1` that
+    of their F1 with the classes of a probability over 0.5, without classes that have no images. `top1` of a class
+    is its recall there, and `class_top1` the mean. None if scores are not finite.
+    """
+    from sklearn.metrics import average_precision_score
+
+    assert source.label_sets is not None
+    assert result.scores_NK is not None
+    true_NK = source.label_sets[source.labels[result.predictions.indices_N]].astype(bool)
+    scores_NK = result.scores_NK[:, : true_NK.shape[1]]
+    guessed_NK, finite = scores_NK > 0, np.isfinite(scores_NK).all()
+    rows = _rows(source.classes, true_NK.sum(0), (true_NK & guessed_NK).sum(0), guessed_NK.sum(0))
+    for k, row in enumerate(rows):
+        row["average_precision"] = None
+        if not finite:
+            row |= {"top1": None, "precision": None, "f1": None}
+        elif row["images"]:
+            row["average_precision"] = 100 * float(average_precision_score(true_NK[:, k], scores_NK[:, k]))
+    names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
+    return {name: _mean(rows, key) for name, key in names.items()} | {"classes": rows}
+
+
+def _rows(
+    classes: Sequence[str], images_K: np.ndarray, right_K: np.ndarray, guessed_K: np.ndarray
+) -> list[dict[str, Any]]:
+    rows = []
+    for name, *counts in zip(classes, images_K.tolist(), right_K.tolist(), guessed_K.tolist(), strict=True):
+        images, right, guessed = map(int, counts)
+        row = {"class": name, "images": images, "right": right, "top1": None, "precision": None, "f1": None}
+        if images:
+            row |= {"top1": 100 * right / images, "f1": 200 * right / (images + guessed)}
+            row["precision"] = 100 * right / guessed if guessed else None
+        rows.append(row | {"taken_for": None, "times": 0})
+    return rows
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The mean over the classes for which it is known."""
+    values = [row[name] for row in rows if row[name] is not None]
+    return sum(values) / len(values) if values else None
+
+
+def roc_auc(labels_N: np.ndarray, scores_NK: np.ndarray) -> list[float | None]:
+    """For each class the area under the ROC curve of its scores: the probability that an image of it has a higher one
+    than an image of another class (ties count half); None if there are no images of one of both kinds, or scores that
+    are not finite.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    scores_NK, labels_N = scores_NK[labels_N >= 0], labels_N[labels_N >= 0]
+    areas: list[float | None] = []
+    for k in range(scores_NK.shape[1] if scores_NK.ndim == 2 else 0):
+        mine_N = labels_N == k
+        usable = mine_N.any() and not mine_N.all() and np.isfinite(scores_NK[:, k]).all()
+        areas.append(float(roc_auc_score(mine_N, scores_NK[:, k])) if usable else None)
+    return areas
+
+
+def calibration_error(predictions: Predictions, bins: int = 15) -> float | None:
+    """Expected calibration error: how far the predicted class's probability is from the share that is right, from 0 to
+    1, over bins of equal width (Guo et al., On Calibration of Modern Neural Networks, 2017); None without images.
+    """
+    counted_N = (predictions.labels_N >= 0) & (predictions.predicted_N >= 0)
+    probabilities_N = predictions.probabilities_N[counted_N].astype(np.float64)
+    right_N = (predictions.labels_N == predictions.predicted_N)[counted_N]
+    bins_N = np.minimum((probabilities_N * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(bins_N, probabilities_N - right_N, minlength=bins)
+    return float(np.abs(gaps).sum() / len(right_N)) if len(right_N) else None
+
+
+def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The wrong predictions, likely errors of the labels first.
+
+    Confident learning (Northcutt, Jiang and Chuang 2021, section 3.1), from the predicted class alone: a label is
+    doubted if the predicted class is at least as probable as it is on average where it is the label. Within both kinds
+    the larger difference to the label's own probability comes first. The images must not have been trained on.
+
+    Returns:
+        int64, positions in `predictions`, and bool, whether the label is doubted.
+    """
+    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
+    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
+    own_N = np.exp(-predictions.losses_N.astype(np.float64))
+    images_K = np.bincount(labels_N[counted_N], minlength=classes)
+    usual_K = np.bincount(labels_N[counted_N], own_N[counted_N], minlength=classes) / np.maximum(images_K, 1)
+    wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
+    guess_M = predictions.probabilities_N[wrong_M]
+    doubted_M = (guess_M >= usual_K[predicted_N[wrong_M]]) & (images_K[predicted_N[wrong_M]] > 0)
+    order_M = np.lexsort((own_N[wrong_M] - guess_M, ~doubted_M))
+    return wrong_M[order_M], doubted_M[order_M]
