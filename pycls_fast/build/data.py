@@ -40,9 +40,6 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     Args:
         index_all: cache the indexes of small datasets, too.
         whole: a dataset without a validation split is not split at random; it is the split "all".
-
-    Raises:
-        UserError: the data is missing or in an unknown layout.
     """
     data = config.data
     if data.root is None and data.needs_root:
@@ -60,11 +57,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
 
 
 def microbatch_size(config: RunConfig, world: World) -> int:
-    """Number of images in one forward pass on one rank.
-
-    Raises:
-        UserError: the global batch cannot be divided.
-    """
+    """Number of images in one forward pass on one rank."""
     batch, accumulation = config.data.global_batch_size, config.optim.microbatches
     parts = world.data_size * accumulation
     if batch % parts:
@@ -78,11 +71,7 @@ def microbatch_size(config: RunConfig, world: World) -> int:
 
 
 def steps_per_epoch(config: RunConfig, images: int) -> int:
-    """Number of whole global batches in a training set of so many images.
-
-    Raises:
-        UserError: there is not even one.
-    """
+    """Number of whole global batches in a training set of so many images."""
     batch = config.data.global_batch_size
     if images < batch:
         raise UserError(

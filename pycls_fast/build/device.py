@@ -33,11 +33,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @contextmanager
 def world(config: RunConfig) -> Iterator[World]:
-    """The ranks of the run, joined inside the context; each has imported the user's own modules.
-
-    Raises:
-        UserError: see `parallel.start_world` and `import_modules`.
-    """
+    """The ranks of the run, joined inside the context; each has imported the user's own modules."""
     with start_world(
         device=config.runtime.device,
         backend=config.parallel.backend,

@@ -113,9 +113,6 @@ def counted_model(config: RunConfig, classes: int) -> Network:
 def freeze(config: RunConfig, network: Network) -> set[str]:
     """Freeze everything that `optim.trainable` does not name, and batch norm's statistics if configured, in place;
     returns the names of what `optim.lora_rank` adapts.
-
-    Raises:
-        UserError: the network does not have a name.
     """
     adapted = freezing.freeze(network, config.optim.trainable, adapted=config.optim.lora_rank is not None)
     if config.optim.batch_norm == "frozen":
@@ -138,9 +135,6 @@ def apply_precision(
     """Cast a network that is on its device to the precision's format, in place; returns its masters, if any.
 
     If it is `sharded`, the strategy casts what it gathers, and the shards are the masters.
-
-    Raises:
-        UserError: this device does not have the format.
     """
     chosen = level(config)
     if chosen.float8:
@@ -193,9 +187,6 @@ def wrap(
     Args:
         initialise: loads other values than the initial ones into a network from the meta device; see `wrap_model`.
         pipeline: of `cut`.
-
-    Raises:
-        UserError: it is to be compiled, and there is no compiler.
     """
     settings, precision = config.parallel, level(config)
     if chosen.compile != "off":

@@ -44,9 +44,6 @@ def write_sheets(
         columns: cells per row.
         side: a picture's width and height, in pixels.
         page: cells per file, a multiple of `columns`.
-
-    Raises:
-        UserError: a file that cannot be written.
     """
     written = []
     for number, start in enumerate(range(0, len(cells), page), start=1):

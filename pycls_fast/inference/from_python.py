@@ -57,11 +57,7 @@ class Trained:
         return self.classifier.predict(images, **options)
 
     def export(self, output: str | Path, **options: Any) -> Path:
-        """Write the best weights for other programs; the options are the keys of `pycls-fast export` (`format="onnx"`).
-
-        Raises:
-            UserError: see `train.export.export`.
-        """
+        """Write the best weights for other programs; the options are the keys of `pycls-fast export`."""
         export(str(self.run_dir), str(output), **{"which": "auto", "dtype": None, "overwrite": False, **options})
         return user_path(str(output))
 

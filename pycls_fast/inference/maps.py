@@ -43,9 +43,6 @@ def draw_maps(
     """Write a sheet with one row per image: the crop that the network sees, and its maps; returns the exit status.
 
     For the arguments see `MapsVerb`.
-
-    Raises:
-        UserError: no such weights or images, too many of them, or maps that this model does not have.
     """
     source = GivenImages(collect(images))
     if len(source) > MOST_IMAGES:

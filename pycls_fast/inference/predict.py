@@ -44,9 +44,6 @@ def predict(
 ) -> int:
     """Predict, write, and list the images that could not be read; returns the exit status. For the arguments see
     `PredictVerb`.
-
-    Raises:
-        UserError: no such weights or images, or a file that cannot be written.
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images))
@@ -87,11 +84,7 @@ def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None
 
 
 def collect(images: Sequence[str]) -> list[Path]:
-    """The files that the command line names; those listed on standard input need not exist.
-
-    Raises:
-        UserError: an argument matches nothing.
-    """
+    """The files that the command line names; those listed on standard input need not exist."""
     listed: list[Path] = []
     if "-" in images:
         if isinstance(sys.stdin, io.TextIOWrapper):

@@ -37,9 +37,6 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
 
     Args:
         resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
-
-    Raises:
-        UserError: any obstacle in the configuration, the data or the machine.
     """
     config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
@@ -120,9 +117,6 @@ def _check_head(config: RunConfig, network: Network, world: World) -> None:
 
     `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
-
-    Raises:
-        UserError: it does.
     """
     if not config.optim.trust_ratio or not config.optim.weight_decay:
         return

@@ -169,11 +169,7 @@ class Checkpoint:
         return {path.removeprefix(f"{name}/"): spec for path, spec in self.specs.items() if path.startswith(f"{name}/")}
 
     def read(self, into: Tensors) -> None:
-        """Fill tensors and DTensors in place, by path; each rank reads only the parts that it holds.
-
-        Raises:
-            UserError: the files cannot be read.
-        """
+        """Fill tensors and DTensors in place, by path; each rank reads only the parts that it holds."""
         if not into:
             return
         quiet()

@@ -53,11 +53,7 @@ class Predictions:
 
     @classmethod
     def load(cls, file: Path) -> Predictions:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: no such file, or not one of predictions.
-        """
+        """Read what `save` wrote."""
         if not file.exists():
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet")
         kinds = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)

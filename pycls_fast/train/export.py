@@ -54,9 +54,6 @@ def export(
     """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
 
     Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
-
-    Raises:
-        UserError: the source cannot be read, the format does not support the model, or `output` cannot be written.
     """
     path = checked(user_path(output), format, dtype, overwrite=overwrite)
     weights = open_weights(find_weights(source), kind=which)
@@ -79,21 +76,13 @@ def export(
 
 
 def export_best(checkpoint: Path, file: Path) -> None:
-    """Write the weights of a checkpoint, their average if there is one, into one file.
-
-    Raises:
-        UserError: it cannot be read or written.
-    """
+    """Write the weights of a checkpoint, their average if there is one, into one file."""
     weights = open_weights(checkpoint.resolve())
     write_weights(file, weights, weights.read())
 
 
 def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:
-    """Write tensors into one file, with the description of some weights.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write tensors into one file, with the description of some weights."""
     _write(file, lambda temporary: save_file(tensors, temporary, metadata=_about(weights)))
 
 
@@ -129,11 +118,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
 
 
 def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
-    """The path, if this format can be written there.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """The path, if this format can be written there."""
     suffix, problem = SUFFIXES[format], None
     try:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):

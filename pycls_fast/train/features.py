@@ -239,9 +239,6 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
 
     Args:
         after_batch: called after each batch; may raise to stop.
-
-    Raises:
-        UserError: images cannot be read (`data.max_damaged`).
     """
     last = run.parts.network.last_layer()
     train, val = run.parts.sources["train"], run.parts.sources["val"]

@@ -67,20 +67,12 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write values to a path from `output_file`; numbers that are not finite become null.
-
-    Raises:
-        UserError: for example, the disk is full.
-    """
+    """Write values to a path from `output_file`; numbers that are not finite become null."""
     write_text(file, json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_text(file: Path, text: str, *, key: str = "output") -> None:
-    """Write a text to a path from `output_file`, with the same `key`.
-
-    Raises:
-        UserError: for example, the disk is full.
-    """
+    """Write a text to a path from `output_file`, with the same `key`."""
     with refusing(f"{key}: {file} could not be written"):
         atomic_text(file, text)
 
@@ -113,11 +105,7 @@ class RunFolder:
         return self.metrics.is_file() or self.checkpoints.is_dir()
 
     def create(self) -> None:
-        """Make the folder for a run's files.
-
-        Raises:
-            UserError: it cannot be made.
-        """
+        """Make the folder for a run's files."""
         with writing(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
 
@@ -273,11 +261,7 @@ class RunFolder:
 
 
 def writing(path: Path) -> AbstractContextManager[None]:
-    """Turn the system's errors while writing a file of the run folder into a `UserError`.
-
-    Raises:
-        UserError: the disk is full, or any other `OSError`.
-    """
+    """Turn the system's errors while writing a file of the run folder into a `UserError`."""
     way_out = "fix this, then the same command resumes from the newest checkpoint, or give another run_dir"
     return refusing(f"run_dir: {path} cannot be written", use=way_out)
 

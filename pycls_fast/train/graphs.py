@@ -44,11 +44,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, action: Action) -> None:
-        """Call the function to capture its kernels; nothing is computed.
-
-        Raises:
-            UserError: something in the step cannot be recorded.
-        """
+        """Call the function to capture its kernels; nothing is computed."""
         failure: BaseException | None = None
         try:
             # Only this thread is captured: the loader's pinning thread allocates meanwhile.

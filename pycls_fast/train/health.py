@@ -122,9 +122,6 @@ def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", r
         what: with what the device is out of memory, and the way out.
         cpu: a key that chooses the CPU instead, if that is a way out, too.
         ranks: "8 x " for several devices.
-
-    Raises:
-        UserError: out of memory.
     """
     try:
         yield

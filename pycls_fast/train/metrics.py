@@ -218,11 +218,7 @@ class StepProfile:
             self._running.start()
 
     def after(self, step: int) -> None:
-        """Write and show the profile if this was the last of the steps.
-
-        Raises:
-            UserError: the trace cannot be written.
-        """
+        """Write and show the profile if this was the last of the steps."""
         running = self._running
         if running is None or self._first is None or step < self._first + STEPS - 1:
             return

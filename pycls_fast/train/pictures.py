@@ -192,11 +192,7 @@ _MOST_TILES, _TILE_SIDE = 200, 160
 def write_report(
     index: Path, predictions: Predictions, source: Images, title: str, facts: Sequence[tuple[str, str]]
 ) -> None:
-    """Write the page, which needs no other file, and `confusion.png` beside it.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
+    """Write the page, which needs no other file, and `confusion.png` beside it."""
     picture = index.with_name("confusion.png")
     draw_confusion(confusion(predictions, len(source.classes)), source.classes, picture, title)
     wrong_M, doubted_M = mistakes(predictions, len(source.classes))

@@ -108,11 +108,7 @@ def load_network(
     *,
     for_training: bool,
 ) -> tuple[Network, Loaded]:
-    """The network with the weights that `weights` names, on its device and in the precision's format; their origin.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
+    """The network with the weights that `weights` names, on its device and in the precision's format; their origin."""
     assert config.weights is not None
     network = build.model(config, build.num_classes(config, data), switches)
     origin = load_weights(
@@ -183,9 +179,6 @@ def fit_weights(
         network: neither its values nor its memory are touched.
         classes: names of the data's classes, in the order of the outputs.
         for_training: if the file's classes differ, initialise the head newly; otherwise every tensor must be filled.
-
-    Raises:
-        UserError: weights that do not fit.
     """
     source = read.source
     place = other_class(read.classes, classes)

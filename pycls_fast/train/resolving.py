@@ -31,9 +31,6 @@ def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None
     """The configuration with the commit of `weights`, a precision and a number of threads, or with the checkpoint's.
 
     All ranks call this. `resumed_from` is the checkpoint from which a run resumes.
-
-    Raises:
-        UserError: see `pin_weights`.
     """
     if resumed_from is not None:
         return as_saved(config, world, resumed_from)
@@ -93,9 +90,6 @@ def after_data(
         images: number of images in the training split (for scoring: in the one that is scored).
         classes: the number of classes in the data, if it is known.
         note: reports weights whose mean and standard deviation are not known.
-
-    Raises:
-        UserError: see `plan.resolve_auto` and `resolve_normalization`.
     """
     return resolve_normalization(plan.resolve_auto(config, images, world, classes=classes), world, note=note)
 
@@ -121,9 +115,6 @@ def resolve_normalization(config: RunConfig, world: World, *, note: Callable[[st
 
     Args:
         note: reports weights for which they are not known, if the configuration's values are the default.
-
-    Raises:
-        UserError: no such weights.
     """
     if config.data.normalization == "configured":
         return config
@@ -157,9 +148,6 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     Our runs and files record them, timm and torchvision know those of their hubs, timm's folders have them in
     `config.json`, and Google's `.npz` files all use the same. Any other file has those that timm knows of its `model`;
     None without one.
-
-    Raises:
-        UserError: no such weights.
     """
     found = find_weights(source)
     path = Path(found)

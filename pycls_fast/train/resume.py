@@ -135,11 +135,7 @@ def find_start(
 
 
 def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
-    """Resume from what `find_start` returned.
-
-    Raises:
-        UserError: the checkpoint does not fit this run.
-    """
+    """Resume from what `find_start` returned."""
     if opened is None:
         if run.world.is_main:
             run.folder.create()
@@ -196,11 +192,7 @@ def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
 
 
 def _check_resumable(run: Run, path: Path, state: State) -> Changed:
-    """The settings that differ from the checkpoint's and affect the result: its value and this run's by key.
-
-    Raises:
-        UserError: some must not differ.
-    """
+    """The settings that differ from the checkpoint's and affect the result: its value and this run's by key."""
     before, now = flat(state["config"]), flat(run.config.model_dump(mode="json"))
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     same = (*_SAME_ON_RESUME, *(f"optim.{key}" for key in run.config.optim.state_keys))

@@ -34,9 +34,6 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
 
     Args:
         command: what started the run; None for this process's command line.
-
-    Raises:
-        UserError: any obstacle in the configuration, the data or the machine.
     """
     check_same_settings(config, world)
     check_installed(config, world)

@@ -115,11 +115,7 @@ def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_installed(config: RunConfig, world: World) -> None:
-    """Check that rank 0 can import the packages of the trackers; all ranks call this.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that rank 0 can import the packages of the trackers; all ranks call this."""
 
     def check() -> None:
         for name in filter(None, (tracker.package for tracker in config.trackers)):

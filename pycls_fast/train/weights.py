@@ -71,9 +71,6 @@ def find_weights(source: str | Path) -> Path | str:
     A file with the name of timm's or torchvision's weights in the current folder comes first.
     `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder (its best checkpoint, else the newest), a
     checkpoint or a timm model (`config.json` beside `model.safetensors`).
-
-    Raises:
-        UserError: there is none.
     """
     if str(source).startswith(pretrained.HUGGING_FACE):
         return pretrained.download(str(source))
@@ -103,9 +100,6 @@ def opened(found: Path | str, world: World = ALONE) -> Weights | None:
     """Open what `find_weights` found lazily; None for a hub name or a file type that must be read whole.
 
     All ranks call this.
-
-    Raises:
-        UserError: see `open_weights`.
     """
     if isinstance(found, str) or (found.is_file() and found.suffix != ".safetensors"):
         return None

@@ -90,9 +90,6 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
         steps: length of the sweep, which ends earlier if the loss blows up.
         lr_min, lr_max: `optim.lr` at the first and the last step.
         output: the folder for the two files; None: a new one in `lr_find/`.
-
-    Raises:
-        UserError: anything that training would reject, or a folder that cannot be written to.
     """
     config = _uncompiled(config)
     folder = user_path(output or Path("lr_find") / f"{config.config_name}-{timestamp()}")

@@ -82,9 +82,6 @@ class Setup:
         Args:
             data: the images that are scored.
             for_training: a new head is no mistake.
-
-        Raises:
-            UserError: see `after_data` and `load_weights`.
         """
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
@@ -129,9 +126,6 @@ def set_up(config: RunConfig, *, preprocessing: Literal["weights", "config"] = "
 
     Args:
         preprocessing: whose is used; weights of other projects may specify theirs.
-
-    Raises:
-        UserError: no such weights, or settings that are not possible on this device.
     """
     if config.weights is None:
         raise UserError(

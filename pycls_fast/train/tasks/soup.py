@@ -55,9 +55,6 @@ def soup(
 ) -> int:
     """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights. For
     the arguments see `SoupVerb`.
-
-    Raises:
-        UserError: weights that do not exist or are of different networks or classes; see `score` and `export`.
     """
     path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
     with set_up(config) as setup:
