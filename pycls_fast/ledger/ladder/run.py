@@ -90,7 +90,7 @@ def run_ladder(
     ledger.conditions = conditions(config, device)
     if dry_run:
         place.check(ledger.plan())
-        show_plan(ledger, display.note)
+        show_plan(ledger)
         return DONE
     for name, why in refused.items():
         display.note(f"{name}: cannot run: {why}")
@@ -185,7 +185,10 @@ def _work(ledger: Ledger, config_name: str) -> Record:
     with ledger.folder.opened(ledger.plan()), _stopped_by_signals(ledger):
         finished = False
         try:
-            ledger.run(after_phase=lambda: _report(ledger, config_name, finished=False))
+            ledger.run(
+                after_phase=lambda: _report(ledger, config_name, finished=False),
+                after_first=partial(announce, ledger),
+            )
             finished = True
         finally:
             record = _report(ledger, config_name, finished=finished)
@@ -216,27 +219,47 @@ def refusal(variant: Variant, compose: Callable[[Sequence[str]], RunConfig], dev
     return None
 
 
-def show_plan(ledger: Ledger, say: Callable[[str], None]) -> None:
+def show_plan(ledger: Ledger) -> None:
     """Print the variants of a ledger that is not open, and an estimate of the time for what its folder does not have.
 
     Raises:
-        UserError: the reference does not run.
+        UserError: the reference does not run, or see `announce`.
     """
     if ledger.settings.trains:
         ledger.plan_trainings()
     for variant in ledger.selection.variants():
-        say(f"{variant.name}: {_what(ledger, variant)}")
-    say("timing a few steps of the first variant for the estimate")
+        ledger.say(f"{variant.name}: {_what(ledger, variant)}")
+    ledger.say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
         finished, timed = _measured(ledger, Path(temporary), "train")
-        fed_step = timed["train"]["step_seconds_p50"]
+        fed_step = None
         if ledger.settings.trains:
             fed_step = _measured(ledger, Path(temporary), "both")[1]["both"]["step_seconds_p50"]
-    parts = {name: took for name, took in estimate(ledger, finished.seconds, timed, fed_step).items() if took > 0}
-    for name, seconds in parts.items():
-        say(f"{name}: {'at most ' if name == 'training' else ''}about {seconds / 60:.0f} min")
-    runs, images = ledger.trainings(), timed["evaluated_images"]
-    if ledger.settings.trains and runs and images:
+    announce(ledger, finished.seconds, timed, fed_step)
+
+
+def announce(ledger: Ledger, seconds: float | None, timed: Mapping[str, Any], fed_step: float | None = None) -> None:
+    """Say how long the rest takes, and the smallest difference that it can show.
+
+    Args:
+        ledger: it and the others as for `estimate`; nothing is said without seconds.
+
+    Raises:
+        UserError: the margin is smaller than one image.
+    """
+    say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
+    runs, images, step = ledger.trainings(), timed["evaluated_images"], timed["train"]["step_seconds_p50"]
+    if trains and images and margin < 100 / images:
+        raise UserError(
+            f"margin: {margin:g} points are less than one of {images:,} images; use "
+            f"margin={math.ceil(2000 / images) / 10:g}, or more images"
+        )
+    if seconds is None:
+        return
+    parts = {name: took for name, took in estimate(ledger, seconds, timed, fed_step or step).items() if took > 0}
+    for name, took in parts.items():
+        say(f"{name}: {'at most ' if name == 'training' else ''}about {took / 60:.0f} min")
+    if trains and runs and images:
         say(
             f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, runs):.2f} "
             "points at best; the first ones will say more"
@@ -244,7 +267,7 @@ def show_plan(ledger: Ledger, say: Callable[[str], None]) -> None:
     left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
     say(
         f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
-        f"({timed['train']['step_seconds_p50'] * 1e3:.0f} ms a step, {timed['steps_per_run']:,} steps a run){left_out}"
+        f"({step * 1e3:.0f} ms a step, {timed['steps_per_run']:,} steps a run){left_out}"
     )
 
 

@@ -88,8 +88,17 @@ class Ledger:
             **self.conditions,
         }
 
-    def run(self, after_phase: Callable[[], object] = lambda: None) -> None:
-        """Do everything that is not done yet; calls `after_phase` after the timings and before the trainings.
+    def run(
+        self,
+        after_phase: Callable[[], object] = lambda: None,
+        after_first: Callable[[float | None, Mapping[str, Any]], object] = lambda seconds, timed: None,
+    ) -> None:
+        """Do everything that is not done yet.
+
+        Args:
+            after_phase: called after the timings and before the trainings.
+            after_first: called after the first timing with the seconds that its process took (None if an earlier start
+                made it) and its record.
 
         Raises:
             UserError: the reference does not run.
@@ -97,8 +106,11 @@ class Ledger:
         """
         # The first round finds what cannot run here; later variants go without it. One that fails in a later round is
         # left out alone: those after it include its change and already have timings.
-        for variant in self.selection.in_order():
-            self._time(variant, 0)
+        for place, variant in enumerate(self.selection.in_order()):
+            finished = self._time(variant, 0)
+            if place == 0:
+                took = None if finished is None else finished.seconds
+                after_first(took, read_measurement(self.folder.timing_file(variant, 0)))
         s = self.settings
         for number in range(1, s.rounds):
             # Alternating order: a steady drift cancels over two rounds.
@@ -176,7 +188,7 @@ class Ledger:
         """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
         return with_own_rounding(self.selection.runnable(), self.typed)
 
-    def _time(self, variant: Variant, number: int) -> None:
+    def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s, file = self.settings, self.folder.timing_file(variant, number)
         arguments = timing_arguments(variant, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         # In later rounds it has run before: another program may have been in its way.
@@ -184,6 +196,7 @@ class Ledger:
         finished = self._measure(what, "time", variant, arguments, file, again=again)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished, is_first=number == 0)
+        return finished
 
     def _extra(self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
         """Make an optional measurement, in one process: if it fails, the variant continues without it."""

@@ -85,3 +85,17 @@ def test_it_leaves_out_what_its_folder_has(
     assert after.endswith(f"; what {tmp_path / 'report'} already has is not counted")
     with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr; choose"):
         totals("optim.lr=0.5")
+
+
+def test_what_is_announced_after_the_first_timing(
+    tmp_path: Path, fake: type[FakeProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work(tmp_path / "a", runs_at_most=8, margin=50) == 0
+    said = capsys.readouterr().out
+    first, *_ = [line for line in said.splitlines() if "timing 2 of 2" in line]
+    before = said[: said.index(first)]
+    assert "training: at most about 121 min" in before
+    assert "8 trainings, scored on 100 images, show differences of 1.52 points at best" in before
+    with pytest.raises(UserError, match=r"^margin: 0.9 points are less than one of 100 images; use margin=2, or more"):
+        work(tmp_path / "b", runs_at_most=8, margin=0.9)
+    assert not list((tmp_path / "b").rglob("summary.json"))
