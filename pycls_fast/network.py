@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, did_you_mean
 
 Units = Sequence[tuple[str, nn.Module]]
-Division = Literal["tokens", "heads", "branch", "outputs", "inputs"]
+Division = Literal["tokens", "heads", "branch", "whole", "outputs", "inputs"]
 """How several ranks share a module: each has some of the "tokens" or of the "heads" (dimension 1 of its input), all of
-its parameters; a "branch" sees all tokens; each has some of a linear layer's "outputs", or of its "inputs"."""
+its parameters; a "branch" sees all tokens, and a "whole" one gives all of them too; each has some of a linear layer's
+"outputs", or of its "inputs"."""
 
 
 class Network(nn.Module):
@@ -39,8 +40,8 @@ class Network(nn.Module):
         """The repeated blocks with their qualified names, in forward order, if there are any."""
         return []
 
-    def divisions(self) -> Mapping[str, Division]:
-        """How ranks share each of `units()`, by the names of modules within one; empty if they cannot."""
+    def divisions(self, unit: nn.Module) -> Mapping[str, Division]:
+        """How ranks share one of `units()`, by the names of modules within it; empty if they cannot."""
         return {}
 
     def draws(self) -> list[int]:
@@ -64,7 +65,8 @@ class Network(nn.Module):
 
     def experts(self) -> Sequence[tuple[nn.Module, nn.Module, nn.Module]]:
         """Each mixture of experts, with its first and its last layer: their parameters, and what goes in and comes out,
-        have an expert for each index of the first dimension, and tokens along the second."""
+        have an expert for each index of the first dimension, and tokens along the second. The first one's parameters
+        have its outputs as the second dimension, the last one's matrices their inputs as the third."""
         return []
 
     def auxiliary_loss(self) -> Tensor | None:

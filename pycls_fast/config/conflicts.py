@@ -172,7 +172,6 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
     ("pipeline", "model.kind!=vit", "it divides the blocks of this project's ViT", ""),
     ("expert", NO_EXPERTS, "the model has none", "model.experts=8"),
-    ("tensor", EXPERTS, "experts are not divided", "model.experts=0"),
     ("pipeline", EXPERTS, "routers' losses would be of one stage", "model.experts=0"),
     ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
     ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
@@ -265,7 +264,6 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "a ViT has positions for one image size", "data.image_size_schedule=[]"),
     ("model.experts=1", "model.experts_per_token=2",
      "there is no second one", "model.experts_per_token=1 or model.experts=2"),
-    (EXPERTS, "speed.sequence_padding=8|64", "padding would take the experts' room", "speed.sequence_padding=none"),
     # Several ranks.
     ("parallel.shard_degree!=null", NO_GROUPS, "it is for groups of ranks",
      "parallel=hsdp or parallel.shard_degree=null"),

@@ -112,11 +112,23 @@ class ExpertsMlp(nn.Module):
         hidden_width: M.
         experts: their number, and how tokens come to them.
         gelu: how GELU is computed, a key of `cpu_kernels.GELU`.
+        token_dim: of the input.
+        keys: how many tokens of an image there are; those after them are padding. None for all.
     """
 
-    def __init__(self, width: int, hidden_width: int, experts: Experts, *, gelu: str = "torch") -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        experts: Experts,
+        *,
+        gelu: str = "torch",
+        token_dim: int = 1,
+        keys: int | None = None,
+    ) -> None:
         super().__init__()
         self.experts = experts
+        self.token_dim, self.keys = token_dim, keys
         self.gelu = GELU[gelu]
         self.router = Router(width, experts.count)
         self.fc1 = ExpertLinear(experts.count, width, hidden_width)
@@ -132,8 +144,12 @@ class ExpertsMlp(nn.Module):
             nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., D) -> (..., D). In training, `loss` then is what the routers add to the loss of this microbatch, and
-        `facts` are numbers (0-dimensional tensors) about the load."""
+        """(..., D) -> (..., D), zeros for padding. In training, `loss` then is what the routers add to the loss of this
+        microbatch, and `facts` are numbers (0-dimensional tensors) about the load."""
+        padding = 0
+        if self.keys is not None:
+            padding = features.shape[self.token_dim] - self.keys
+            features = features.narrow(self.token_dim, 0, self.keys)
         tokens_TD = features.flatten(0, -2)
         logits_TX = self.router(tokens_TD)
         expert_kT, gate_kT = route(logits_TX, self.experts.per_token)
@@ -146,7 +162,8 @@ class ExpertsMlp(nn.Module):
             out_TD = self.all_on_all(tokens_TD, expert_kT, gate_kT)
         else:
             out_TD = self.one_by_one(tokens_TD, expert_kT, gate_kT)
-        return out_TD.view(features.shape)
+        out = out_TD.view(features.shape)
+        return F.pad(out, (0, 0) * (features.dim() - 1 - self.token_dim) + (0, padding)) if padding else out
 
     def with_room(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor, place_kT: Tensor, room: int) -> Tensor:
         """The experts' outputs from batched products over (X, S, ...): shapes do not depend on where tokens go, so the

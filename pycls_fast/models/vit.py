@@ -66,7 +66,8 @@ class Block(nn.Module):
         if experts is None:
             self.mlp = Mlp(width, mlp_width, compute)
         else:
-            self.mlp = ExpertsMlp(width, mlp_width, experts, gelu=compute.gelu)
+            token_dim = 1 - compute.batch_dim
+            self.mlp = ExpertsMlp(width, mlp_width, experts, gelu=compute.gelu, token_dim=token_dim, keys=keys)
         self.scale2 = None if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path, batch_dim=compute.batch_dim, compute=compute.drop_path_compute)
 
@@ -240,8 +241,8 @@ class VisionTransformer(Network):
         """The repeated blocks with their qualified names, in forward order."""
         return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
 
-    def divisions(self) -> Mapping[str, Division]:
-        """Attention by its heads, MLPs by their hidden width, the rest of a block by tokens."""
+    def divisions(self, unit: nn.Module) -> Mapping[str, Division]:
+        """Attention by its heads, MLPs by their hidden width, the rest of a block by tokens; routers see all tokens."""
         kinds: dict[Division, str] = {
             "tokens": "norm1 scale1 norm2 scale2",
             "branch": "attention mlp",
@@ -249,8 +250,11 @@ class VisionTransformer(Network):
             "heads": "attention.query_norm attention.key_norm",
             "inputs": "attention.projection mlp.fc2",
         }
-        own = {name for block in self.blocks for name, _ in block.named_modules()}
-        return {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
+        own = {name for name, _ in unit.named_modules()}
+        found = {name: kind for kind, names in kinds.items() for name in names.split() if name in own}
+        if "mlp.router" in own:
+            found = {name: kind for name, kind in found.items() if not name.startswith("mlp")} | {"mlp": "whole"}
+        return found
 
     def embedding_names(self) -> set[str]:
         """Tokens and positions."""

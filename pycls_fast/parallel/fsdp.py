@@ -46,15 +46,17 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         parts = [(stage, list(stage.units)) for stage in pipeline.stages]
     if shared:
         for _, units in parts:
-            divide(units, network.divisions(), world.mesh["tensor"])
+            divide(network, units, world.mesh["tensor"])
     offload: OffloadPolicy = OffloadPolicy()
     if settings.param_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
+    apart = world.mesh if world.experts is None else world.experts
+    if dividing := tuple(name for name in apart.mesh_dim_names or () if name in ("expert", "tensor")):
+        divide_experts(network, apart[dividing], settings.compute)
     if world.experts is not None:
-        divide_experts(network, world.experts["expert"], settings.compute)
         # Together: a mesh of the ranks that have the same experts.
-        alike = world.experts[tuple(name for name in world.experts.mesh_dim_names or () if name != "expert")]
+        alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
         for _, first, last in network.experts():
             # The outputs' dimension: there may be fewer experts here than ranks that have them.
             fully_shard([first, last], **{**common, "mesh": alike}, shard_placement_fn=lambda _: Shard(1))

@@ -81,11 +81,12 @@ def start_world(
                 # Longer than the monitor's, which knows where the ranks are and so reports first.
                 timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
                 world = _join(group, world, _backends(backend, chosen, facts), timeout)
+                parts = {"tensor": tensor_degree, "pipeline": pipeline_degree}
                 if facts.has_mesh or pipeline_degree > 1:
-                    parts = {"tensor": tensor_degree, "pipeline": pipeline_degree}
                     world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, **parts))
                 if expert_degree > 1:
-                    world = replace(world, experts=make_mesh(chosen.type, *grid, timeout, expert=expert_degree))
+                    apart = make_mesh(chosen.type, *grid, timeout, expert=expert_degree, **parts)
+                    world = replace(world, experts=apart)
             if size > 1:
                 monitor = watch.enter_context(_monitor(world, timeout_seconds))
                 world = replace(world, monitor=monitor)
@@ -261,13 +262,13 @@ def make_mesh(
     pipeline: int = 1,
 ) -> DeviceMesh:
     """A mesh of all ranks: `pipeline` (1: no such dimension) x `replicate` (None: no such dimension) x `shard` x
-    `tensor` (1: no such dimension), or with the shards divided by `expert` (1: no such dimension); all ranks call this.
+    `tensor` (1: no such dimension), with the shards divided by `expert` (1: no such dimension); all ranks call this.
     Neighbours differ in the last one, which exchanges most.
 
     The groups are created here because torch's mesh would give them its own timeout.
     """
     wanted = {"pipeline": pipeline, "replicate": replicate, "shard": shard // expert}
-    wanted |= {"tensor": tensor, "expert": expert}
+    wanted |= {"expert": expert, "tensor": tensor}
     sizes = {name: size for name, size in wanted.items() if size is not None and (name in _ALWAYS or size > 1)}
     if len(sizes) == 1:
         line: Any = dist.new_group(timeout=timeout)

@@ -8,7 +8,7 @@ holds a part of the tokens; a branch begins with an all-gather and ends with a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from pycls_fast.network import Division
+from pycls_fast.network import Division, Network
 
 # Features are (B, N, D): tokens are dimension 1. Attention works on plain tensors, its own heads.
 _TOKENS, _HEADS = Shard(1), 1
@@ -31,23 +32,31 @@ _STYLES: dict[Division, ParallelStyle] = {
     "tokens": SequenceParallel(sequence_dim=1, use_local_output=True),
     "heads": SequenceParallel(sequence_dim=_HEADS, use_local_output=True),
     "branch": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
+    "whole": PrepareModuleInputOutput(
+        input_layouts=_TOKENS,
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=_TOKENS,
+    ),
     "outputs": ColwiseParallel(),
     "inputs": RowwiseParallel(output_layouts=_TOKENS),
 }
 
 
-def divide(blocks: Sequence[nn.Module], divisions: Mapping[str, Division], mesh: DeviceMesh) -> None:
+def divide(network: Network, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Divide neighbouring blocks over a mesh of one dimension, in place; they may be on the meta device.
 
-    Parameters keep their names and become DTensors. What is outside the blocks is computed by every rank alike.
+    Parameters keep their names and become DTensors. What is outside the blocks is computed by every rank alike, as are
+    routers; `divide_experts` divides what is behind these.
 
     Args:
+        network: says how (`divisions`).
         blocks: their number of tokens is a multiple of the ranks, as are their heads and the MLPs' width.
-        divisions: how, see `Network.divisions`.
         mesh: the ranks that compute the blocks together, which see the same images.
     """
     for block in blocks:
-        parallelize_module(block, mesh, {name: _STYLES[kind] for name, kind in divisions.items()})
+        parallelize_module(block, mesh, {name: _STYLES[kind] for name, kind in network.divisions(block).items()})
 
     def own_tokens(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         return _placed(inputs[0], mesh, Replicate(), _TOKENS)

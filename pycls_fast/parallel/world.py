@@ -39,7 +39,7 @@ class World:
     # them see the same images.
     tensor: int = 1
     pipeline: int = 1
-    # For experts that are divided: dimensions "replicate" (or not), "shard" and "expert".
+    # For experts that are divided: the same with "expert" after "shard", which it divides.
     experts: DeviceMesh | None = None
 
     def at(self, doing: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -132,7 +133,7 @@ class MemoryPlan:
         """Each rank's actions of a step of a pipeline."""
         key = (self.config.parallel.pipeline_schedule, self.world.pipeline, accumulation)
         if key not in _orders:
-            with group("pipeline", self.world.pipeline, self.world.mesh) as mesh:
+            with group({"pipeline": self.world.pipeline}, self.world.mesh) as mesh:
                 _orders[key] = orders(key[0], mesh.get_group(), accumulation)
         return _orders[key]
 
@@ -229,7 +230,7 @@ class MemoryPlan:
             mixes = config.augment.mixes
             return of_logits(logits_BK, Targets(labels_B, labels_B if mixes else None, 0.5 if mixes else 1.0))
 
-        with self._divided(network, "tensor", "expert"):
+        with self._divided(network, "expert", "tensor"):
             activations = measure(
                 network,
                 whole_loss,
@@ -244,14 +245,16 @@ class MemoryPlan:
     @contextmanager
     def _divided(self, network: Network, *names: str) -> Iterator[None]:
         """This rank's part of a network, in place, for as long as the context."""
-        parallel, world = self.config.parallel, self.world
-        with ExitStack() as meshes:
-            if "tensor" in names and world.tensor > 1:
-                mesh = meshes.enter_context(group("tensor", world.tensor, world.mesh))
-                divide([unit for _, unit in network.units()], network.divisions(), mesh)
-            if "expert" in names and parallel.expert_degree > 1:
-                mesh = meshes.enter_context(group("expert", parallel.expert_degree, world.experts))
-                divide_experts(network, mesh, compute_dtype(self.config))
+        world = self.world
+        ranks = {"expert": self.config.parallel.expert_degree, "tensor": world.tensor}
+        wanted = {name: ranks[name] for name in names if ranks[name] > 1}
+        if not wanted:
+            yield
+            return
+        with group(wanted, world.mesh if world.experts is None else world.experts) as mesh:
+            if "tensor" in wanted:
+                divide(network, [unit for _, unit in network.units()], mesh["tensor"])
+            divide_experts(network, mesh, compute_dtype(self.config))
             yield
 
     def _network(self) -> Network:
@@ -325,15 +328,17 @@ class MemoryPlan:
 
 
 @contextmanager
-def group(name: str, ranks: int, mesh: DeviceMesh | None) -> Iterator[DeviceMesh]:
-    """A mesh of one dimension on the CPU, for fake tensors: over an existing one's ranks, or over imagined ones."""
+def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceMesh]:
+    """A mesh on the CPU, for fake tensors: over an existing one's ranks, or over imagined ones."""
+    names = tuple(ranks)
     if mesh is not None:
         # Nothing is exchanged: fake tensors only take note of it.
-        yield DeviceMesh.from_group(mesh.get_group(name), "cpu", mesh_dim_names=(name,))
+        groups, part = [mesh.get_group(name) for name in names], mesh[names]
+        yield DeviceMesh.from_group(groups, "cpu", mesh=part.mesh, mesh_dim_names=names)
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(ranks.values()))
     try:
-        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+        yield init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ Networks run on fake tensors only, once for each way of recomputing, with two nu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +34,11 @@ _OVERLAP = 0.92
 _BUCKET = 25 * 2**20
 _DEGREES = (1, 2, 4, 8)
 _DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
+# What a layout decides, if the configuration already has it.
+_UNDIVIDED = {
+    "name": "auto", "shard_degree": None, "replicate_degree": None,
+    "tensor_degree": 1, "expert_degree": 1, "pipeline_degree": 1,
+}  # fmt: skip
 # Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
 _MOST = 8
 # gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
@@ -199,7 +204,7 @@ class Search:
     def __init__(self, config: RunConfig, cluster: Cluster, classes: int = 1000) -> None:
         if config.data.global_batch_size == AUTO:
             raise UserError("data.global_batch_size: auto depends on the data; give a number")
-        self.config, self.cluster, self.classes = config, cluster, classes
+        self.config, self.cluster, self.classes = config.with_values(parallel=_UNDIVIDED), cluster, classes
         self.device = torch.device(cluster.accelerator.device)
         self.batch = config.data.global_batch_size
         self.image_size = max(config.data.training_image_sizes.values())
@@ -399,13 +404,16 @@ class Search:
             last = cluster.reduce(min(_BUCKET, found["all_reduce"]), layout.replicate, apart=near)
             # A pipeline averages gradients when all are there.
             exposed += whole if layout.pipeline > 1 else max(last, whole - overlap * backward)
-        for kind, size in self._features(layout, images):
+        # Tokens travel to their experts where those are divided.
+        features = Counter(self._features(layout, images))
+        travels = features - Counter(self._features(replace(layout, expert=1), images))
+        for (kind, size), count in travels.items():
+            # An all-to-all, for which gloo gathers.
+            local = size / layout.expert if kind == "all_gather" else size
+            exposed += parts * count * cluster.gather(local, layout.expert, apart=near)
+        for kind, size in (features - travels).elements():
             if kind == "send":
                 exposed += parts * cluster.send(size, apart=cluster.ranks // layout.pipeline)
-            elif layout.expert > 1:
-                # An all-to-all, for which gloo gathers.
-                local = size / layout.expert if kind == "all_gather" else size
-                exposed += parts * cluster.gather(local, layout.expert)
             else:
                 # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
                 exposed += parts * cluster.gather(size, layout.tensor) * (2 if kind == "all_reduce" else 1)

@@ -54,6 +54,7 @@ LAYOUTS = {
         Layout(shard=2, tensor=2, recompute="full"),
         Layout(shard=4, expert=2),
         Layout(shard=4, expert=4),
+        Layout(shard=2, tensor=2, expert=2),
         Layout(replicate=2, pipeline=2, accumulation=4),
         Layout(replicate=2, pipeline=2, accumulation=4, schedule="gpipe"),
         Layout(replicate=2, pipeline=2, accumulation=4, schedule="interleaved_1f1b"),
@@ -79,10 +80,11 @@ def divided(world: World, layout: Layout) -> World:
     """The same ranks with the meshes of a layout; a process cannot leave and join the same ranks again."""
     timeout = datetime.timedelta(seconds=600)
     grid = (None if layout.replicate == 1 else layout.replicate, layout.shard)
-    mesh = make_mesh("cpu", *grid, timeout, tensor=layout.tensor, pipeline=layout.pipeline)
+    parts = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    mesh = make_mesh("cpu", *grid, timeout, **parts)
     world = replace(world, mesh=mesh, tensor=layout.tensor, pipeline=layout.pipeline)
     if layout.expert > 1:
-        world = replace(world, experts=make_mesh("cpu", *grid, timeout, expert=layout.expert))
+        world = replace(world, experts=make_mesh("cpu", *grid, timeout, expert=layout.expert, **parts))
     return world
 
 

@@ -130,9 +130,10 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
                 shards = {"hsdp": shape[1], "ddp": 1}.get(shape[0], models)
                 grid = (models // shards if shape[0] in ("hsdp", "ddp") else None, shards)
                 timeout = datetime.timedelta(seconds=600)
-                meshes[shape] = make_mesh(device, *grid, timeout, tensor=together, pipeline=stages)
+                parts = {"tensor": together, "pipeline": stages}
+                meshes[shape] = make_mesh(device, *grid, timeout, **parts)
                 if apart > 1:
-                    experts[shape] = make_mesh(device, *grid, timeout, expert=apart)
+                    experts[shape] = make_mesh(device, *grid, timeout, expert=apart, **parts)
             if case.get("double", False):
                 monkeypatch.setitem(DTYPES, "float32", torch.float64)
                 torch.set_default_dtype(torch.float64)

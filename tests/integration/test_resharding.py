@@ -24,6 +24,7 @@ STRATEGIES = {
     "hsdp": ["parallel=hsdp", "parallel.shard_degree=2"],
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
+    "experts tensor": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.tensor_degree=2"],
     "pipeline": ["parallel=ddp", "parallel.pipeline_degree=2", "optim.accumulation_steps=2"],
     "all": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2", "optim.accumulation_steps=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
@@ -93,15 +94,16 @@ def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -
             assert end["losses"] == pytest.approx(losses.setdefault(before, end["losses"]), abs=1e-5), name
 
 
-def test_divided_experts_are_saved_whole(tmp_path: Path, digits: Path) -> None:
-    """Saved with 2 x 2 ranks, loaded by one, by two that divide them and by two that do not."""
+@pytest.mark.parametrize("strategy", ["experts", "experts tensor"])
+def test_divided_experts_are_saved_whole(tmp_path: Path, digits: Path, strategy: str) -> None:
+    """Saved with 2 x 2 ranks, loaded by one, by several that divide them and by several that do not."""
     # With room for all tokens; the balancing loss is of each rank's own tokens.
     model = ["model=vit_moe_digits", *COMMON[:5], "model.expert_capacity=8", "model.balance_loss=0"]
-    origin = run_ranks({"experts": case("experts", digits, SAVED_AT, *model)}, tmp_path / "saved", 4)
-    state = load_checkpoint(saved(origin, "experts"))
-    resume = [*model, f"resume={saved(origin, 'experts')}"]
+    origin = run_ranks({strategy: case(strategy, digits, SAVED_AT, *model)}, tmp_path / "saved", 4)
+    state = load_checkpoint(saved(origin, strategy))
+    resume = [*model, f"resume={saved(origin, strategy)}"]
     ends = {}
-    for ranks, strategies in {1: ["single"], 2: ["fsdp", "experts"]}.items():
+    for ranks, strategies in {1: ["single"], 2: ["tensor", "experts"], 4: ["fsdp", "experts tensor"]}.items():
         cases = {name: case(name, digits, SAVED_AT + MORE, *resume) for name in strategies}
         folder = run_ranks(cases, tmp_path / str(ranks), ranks)
         ends |= {name: torch.load(folder / f"{name}.pt") for name in cases}

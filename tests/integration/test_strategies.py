@@ -37,6 +37,7 @@ STRATEGIES = {
     "pipeline tensor": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
+    "experts tensor": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.tensor_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale2": ["parallel=fairscale_fsdp", "parallel.reshard_after_forward=false"],
     "fairscale3": ["parallel=fairscale_fsdp"],
@@ -83,6 +84,8 @@ CASES = [
     # Only a dense ViT has heads to divide, and only a mixture has experts.
     and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
+    # In float64.
+    and strategy != "experts tensor"
     # One schedule for both formats; the others in float64.
     and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
@@ -189,6 +192,9 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "expert 2 x shard 2": ("moe", "experts", 4, "zero3", 4, [*APART, *DRAWN]),
     "expert 2 x replicate 2": ("moe", "experts hsdp", 4, "hsdp", 4, [*APART, *DRAWN]),
     "expert 2 and one process": ("moe", "experts", 2, "single", 1, []),
+    "experts in tensor 2": ("moe", "tensor", 2, "single", 1, [*APART, *DRAWN, "model.class_token=true"]),
+    "expert 2 x tensor 2": ("moe", "experts tensor", 4, "zero3", 2, [*APART, *DRAWN, "model.class_token=true"]),
+    "expert 2 x shard 2 x tensor 2": ("moe", "experts tensor", 8, "zero3", 4, [*APART, *DRAWN]),
 }
 
 

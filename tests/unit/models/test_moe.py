@@ -94,6 +94,19 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
     assert mlp.facts["dropped_tokens"].item() == pytest.approx(1 - len(kept) / (per_token * TOKENS))
 
 
+@pytest.mark.parametrize("token_dim", [0, 1])
+def test_padding_takes_no_room_and_gets_zeros(token_dim: int) -> None:
+    features, count = tokens(), tokens().shape[token_dim]
+    padded = torch.cat([features, torch.full_like(features, 9.0)], token_dim)
+    mlp = layer(per_token=2, capacity_factor=0.5).train()
+    alone, alone_loss = mlp(features), mlp.loss
+    mlp.token_dim, mlp.keys = token_dim, count
+    out = mlp(padded)
+    assert torch.equal(out.narrow(token_dim, 0, count), alone)
+    assert not out.narrow(token_dim, count, count).any()
+    assert mlp.loss == alone_loss
+
+
 def test_an_exported_program_computes_the_same() -> None:
     mlp = layer(per_token=2).eval()
     program = torch.export.export(mlp, (tokens(),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False)
