@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -69,12 +69,14 @@ class Network(nn.Module):
         have its outputs as the second dimension, the last one's matrices their inputs as the third."""
         return []
 
-    def auxiliary_loss(self) -> Tensor | None:
-        """What the last forward pass adds to the mean loss of its microbatch, if anything (routers of experts)."""
+    def auxiliary_loss(self, units: Iterable[nn.Module] | None = None) -> Tensor | None:
+        """What the last forward pass adds to the mean loss of its microbatch, if anything (routers of experts): all of
+        it, or the part of some of `units()`."""
         return None
 
     def facts(self) -> Mapping[str, Tensor]:
-        """Numbers about the last forward pass in training, for the metrics: tensors of one element, on the device."""
+        """Numbers about the last forward pass in training, for the metrics: tensors of one element, on the device. Of
+        a network that was cut, those of its stages are to be added."""
         return {}
 
     def layers(self) -> Units:

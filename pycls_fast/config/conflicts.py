@@ -144,7 +144,6 @@ ERASED_BY_WORKERS = Fact(
 ERASED_ON_DEVICE = Fact(
     "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
 MIXED_BY_WORKERS = Fact("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
-EXPERTS, NO_EXPERTS = "model.experts!=0|null", "model.experts=0|null"
 SEVERAL = "data.label_separator!=null"
 ONE_LABEL = Fact("data.label_separator", lambda now: getattr(now.config.data, "label_separator", None) is None)
 SOFTMAX = Fact("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
@@ -171,8 +170,7 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("pipeline", NO_STAGES, "stages are those of ddp, fsdp and hsdp", "parallel=ddp"),
     ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
     ("pipeline", "model.kind!=vit", "it divides the blocks of this project's ViT", ""),
-    ("expert", NO_EXPERTS, "the model has none", "model.experts=8"),
-    ("pipeline", EXPERTS, "routers' losses would be of one stage", "model.experts=0"),
+    ("expert", "model.experts=0|null", "the model has none", "model.experts=8"),
     ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
     ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
     ("pipeline", "optim.trainable!=[all]", "a stage may have nothing to train", "optim.trainable=[all]"),

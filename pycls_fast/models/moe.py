@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pycls_fast.models.cpu_kernels import GELU
 
 Choices = Literal[1, 2]
+FACTS = ("expert_load", "dropped_tokens")
 
 
 @dataclass(frozen=True)
@@ -210,4 +211,5 @@ class ExpertsMlp(nn.Module):
         self.loss = self.experts.balance_loss * balance + self.experts.z_loss * z
         # The fullest expert's share, where 1 is an even load; and the part of the choices that had no room.
         load = count * F.one_hot(expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
-        self.facts = {"expert_load": load, "dropped_tokens": (place_kT >= room).to(logits_TX.dtype).mean()}
+        dropped = (place_kT >= room).to(logits_TX.dtype).mean()
+        self.facts = dict(zip(FACTS, (load, dropped), strict=True))

@@ -5,7 +5,7 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from pycls_fast.models.layers import (
     PatchStem,
     SinCos2dPositions,
 )
-from pycls_fast.models.moe import Experts, ExpertsMlp
+from pycls_fast.models.moe import FACTS, Experts, ExpertsMlp
 from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
 
@@ -195,6 +195,7 @@ class VisionTransformer(Network):
             block = partial(Block, width, heads, mlp_width, compute, **settings)
             rates = enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
             self.blocks = nn.ModuleList(block(drop_path=p, experts=experts if n % 2 else None) for n, p in rates)
+            self.mixtures = len(self._expert_layers())
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             has_map = classifier == "map"
             self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, compute=compute) if has_map else None
@@ -268,22 +269,27 @@ class VisionTransformer(Network):
         owners = ((path, module) for path, module in self.named_modules() if isinstance(module, kinds))
         return {f"{path}.{name}" for path, module in owners for name, _ in module.named_parameters(recurse=False)}
 
-    def _expert_layers(self) -> list[ExpertsMlp]:
-        return [block.mlp for block in self.blocks if isinstance(block, Block) and isinstance(block.mlp, ExpertsMlp)]
+    def _expert_layers(self, units: Iterable[nn.Module] | None = None) -> list[ExpertsMlp]:
+        blocks = (block for block in (self.blocks if units is None else units) if isinstance(block, Block))
+        return [block.mlp for block in blocks if isinstance(block.mlp, ExpertsMlp)]
 
     def experts(self) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
         """The MLPs of which a router chooses."""
         return [(layer, layer.fc1, layer.fc2) for layer in self._expert_layers()]
 
-    def auxiliary_loss(self) -> Tensor | None:
+    def auxiliary_loss(self, units: Iterable[nn.Module] | None = None) -> Tensor | None:
         """The routers' losses of the last forward pass in training, summed over the blocks."""
-        losses = [layer.loss for layer in self._expert_layers() if layer.loss is not None]
+        losses = [layer.loss for layer in self._expert_layers(units) if layer.loss is not None]
         return torch.stack(losses).sum() if losses else None
 
     def facts(self) -> Mapping[str, Tensor]:
         """The experts' load and the dropped tokens (see `moe`), means over the blocks."""
-        facts = [layer.facts for layer in self._expert_layers() if layer.facts]
-        return {name: torch.stack([each[name] for each in facts]).mean() for name in (facts[0] if facts else ())}
+        facts = [layer.facts for layer in self._expert_layers()]
+        nothing = torch.zeros((), device=next(self.parameters()).device)
+        return {
+            name: torch.stack([nothing, *(each[name] for each in facts)]).sum() / self.mixtures
+            for name in (FACTS if self.mixtures else ())
+        }
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Images (B, C, image_size, image_size), any memory format -> logits_BK.

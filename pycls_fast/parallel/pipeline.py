@@ -111,7 +111,8 @@ class Elsewhere(nn.Module):
 class Stage(nn.Module):
     """Neighbouring blocks of a network, with what is before the first one or after the last one.
 
-    Only these are its submodules; the network keeps all names.
+    Only these are its submodules; the network keeps all names. In the training of a network with experts the routers'
+    losses travel with the features, each stage adding its own.
     """
 
     def __init__(self, network: Network, units: Sequence[nn.Module], draws_before: int, *, first: bool, last: bool):
@@ -123,11 +124,14 @@ class Stage(nn.Module):
         # Not as a submodule.
         self._network = (network,)
         self._draws_before, self._first, self._last = draws_before, first, last
+        self._routes = bool(network.experts())
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         # Of the host's generator, where one process would begin the forward pass of a microbatch.
         self.generator_states: Sequence[Tensor] = ()
 
-    def forward(self, features: Tensor, position: int = 0) -> Tensor:
+    def forward(
+        self, features: Tensor, auxiliary: Tensor | None = None, *, position: int = 0
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Images (first stage) or features (B, N, D) -> features or (last stage) logits (B, K)."""
         (network,) = self._network
         if self.training and self.generator_states:
@@ -139,7 +143,13 @@ class Stage(nn.Module):
                 features = network.enter(features)
             for unit in self.units:
                 features = unit(features)
-            return network.leave(features) if self._last else features
+            features = network.leave(features) if self._last else features
+        if not (self._routes and self.training):
+            return features
+        losses = [auxiliary, network.auxiliary_loss(self.units)]
+        # One that can have a gradient, even if there is none to give it to.
+        nothing = torch.zeros((), device=features.device, requires_grad=True)
+        return features, torch.stack([nothing, *(loss for loss in losses if loss is not None)]).sum()
 
 
 def cut(network: Network, world: World, schedule: ScheduleName, *, averages: bool) -> Pipeline:
@@ -191,7 +201,7 @@ class Pipeline:
         self._mine = [index for index, owner in enumerate(self._owners) if owner == world.stage]
         self._engines: dict[tuple[torch.Size, int], Any] = {}
         # Of the current step.
-        self._loss_of: Callable[[Tensor, int], Tensor] = lambda logits, position: logits.sum()
+        self._loss_of: Callable[[Tensor, Tensor | None, int], Tensor] = lambda logits, auxiliary, position: logits.sum()
 
     @property
     def takes_images(self) -> bool:
@@ -201,7 +211,7 @@ class Pipeline:
     def run(
         self,
         images: Sequence[Tensor],
-        loss_of: Callable[[Tensor, int], Tensor],
+        loss_of: Callable[[Tensor, Tensor | None, int], Tensor],
         states: Sequence[Tensor],
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -209,7 +219,8 @@ class Pipeline:
 
         Args:
             images: of each microbatch, all of one shape, on every rank.
-            loss_of: what is differentiated, of a microbatch's logits and its position; called by the last stage.
+            loss_of: what is differentiated, of a microbatch's logits, routers' losses and position; called by the last
+                stage.
             states: of the host's generator before each forward pass.
             autocast: the context of forward passes.
         """
@@ -226,6 +237,10 @@ class Pipeline:
         )
         for stage in self.stages:
             stage.generator_states, stage.autocast = (), nullcontext
+            for parameter in stage.parameters():
+                # Halved backward passes leave any layout, and fused optimizers read gradients in the weights'.
+                if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+                    parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         if self._replicas is not None:
             self._average()
 
@@ -234,8 +249,9 @@ class Pipeline:
         return bubble(orders(self._schedule, self.group, microbatches), len(self._owners))
 
     def _engine(self, shape: torch.Size, count: int) -> Any:
-        def loss_of(logits: Tensor, position: Tensor) -> Tensor:
-            return self._loss_of(logits, int(position))
+        def loss_of(outputs: Tensor | tuple[Tensor, Tensor], position: Tensor) -> Tensor:
+            logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+            return self._loss_of(logits, auxiliary, int(position))
 
         # Each has memory for what it receives, of one shape.
         if (shape, count) not in self._engines:
@@ -260,6 +276,11 @@ class Pipeline:
         """The last stage's values, in place, on all ranks of the pipeline."""
         dist.broadcast(values, group=self.group, group_src=self._owners[-1])
         return values
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The stages' numbers added, in place."""
+        dist.all_reduce(value, group=self.group)
+        return value
 
     @torch.no_grad()
     def logits(self, images_BCHW: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +41,9 @@ class PipelinedStep(Step):
         # A scaler begins with its first loss, which only the last stage has.
         self.scaler.scale(losses)
 
-        def loss_of(logits_BK: Tensor, position: int) -> Tensor:
+        def loss_of(logits_BK: Tensor, auxiliary: Tensor | None, position: int) -> Tensor:
             images_BCHW, targets = inputs[position]
-            loss = self._loss(logits_BK, targets, images_BCHW) / self.accumulation_steps
+            loss = self._loss(logits_BK, targets, images_BCHW, auxiliary) / self.accumulation_steps
             losses[position] = loss.detach()
             return self.scaler.scale(loss)
 
@@ -53,3 +53,7 @@ class PipelinedStep(Step):
                 self.watchdog.check(step, loss)
             metrics.add_loss(loss)
         self._take_gradients()
+
+    def _facts(self) -> Mapping[str, Tensor]:
+        assert self.wrapped.pipeline is not None
+        return {name: self.wrapped.pipeline.sum(value) for name, value in self.network.facts().items()}

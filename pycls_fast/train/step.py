@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ class Step:
         """
         set_lr(self.optimizer, self.schedule(step))
         self._add_all_gradients(step, microbatches, metrics)
-        metrics.add_facts(self.network.facts())
+        metrics.add_facts(self._facts())
         grad_norm = self._update()
         if self.ema is not None:
             self.ema.update(step)
@@ -81,16 +81,18 @@ class Step:
         with self.wrapped.exchange(is_last):
             with self.autocast():
                 logits_BK = self.wrapped.forward(images_BCHW)
-            loss = self._loss(logits_BK, targets, images_BCHW) / parts
+            loss = self._loss(logits_BK, targets, images_BCHW, self.network.auxiliary_loss()) / parts
             self.scaler.scale(loss).backward()
         return loss
 
-    def _loss(self, logits_BK: Tensor, targets: Targets, images_BCHW: Tensor) -> Tensor:
+    def _loss(self, logits_BK: Tensor, targets: Targets, images_BCHW: Tensor, auxiliary: Tensor | None) -> Tensor:
         loss = self.loss(logits_BK, targets)
         if self.teacher is not None:
             loss = self.teacher(loss, logits_BK, images_BCHW)
-        auxiliary = self.network.auxiliary_loss()
         return loss if auxiliary is None else loss + auxiliary
+
+    def _facts(self) -> Mapping[str, Tensor]:
+        return self.network.facts()
 
     def _take_gradients(self, is_last: bool = True) -> None:
         if is_last or self.wrapped.taken_every_microbatch:

@@ -38,6 +38,7 @@ STRATEGIES = {
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
     "experts tensor": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.tensor_degree=2"],
+    "experts pipeline": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.pipeline_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale2": ["parallel=fairscale_fsdp", "parallel.reshard_after_forward=false"],
     "fairscale3": ["parallel=fairscale_fsdp"],
@@ -85,7 +86,7 @@ CASES = [
     and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
     # In float64.
-    and strategy != "experts tensor"
+    and strategy not in ("experts tensor", "experts pipeline")
     # One schedule for both formats; the others in float64.
     and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
@@ -173,6 +174,7 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
 APART = ["model.expert_capacity=1", "model.balance_loss=0.01"]
 DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2"]
 DEEP = [*DRAWN, "model.depth=5"]
+EXPERTS_DEEP = [*DEEP, *APART]
 WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "tensor 2": ("vit", "tensor", 2, "single", 1, DRAWN),
     "tensor 4": ("vit", "tensor 4", 4, "single", 1, DRAWN),
@@ -195,6 +197,12 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "experts in tensor 2": ("moe", "tensor", 2, "single", 1, [*APART, *DRAWN, "model.class_token=true"]),
     "expert 2 x tensor 2": ("moe", "experts tensor", 4, "zero3", 2, [*APART, *DRAWN, "model.class_token=true"]),
     "expert 2 x shard 2 x tensor 2": ("moe", "experts tensor", 8, "zero3", 4, [*APART, *DRAWN]),
+    "experts in pipeline 2": ("moe", "pipeline", 2, "single", 1, [*APART, *DRAWN]),
+    "experts in pipeline 2 interleaved": ("moe", "pipeline twice", 2, "single", 1, EXPERTS_DEEP),
+    "experts in pipeline 2 interleaved zero bubble": ("moe", "pipeline zero", 2, "single", 1, EXPERTS_DEEP),
+    "experts in pipeline 2 zbv": ("moe", "pipeline zbv", 2, "single", 1, EXPERTS_DEEP),
+    "experts in pipeline 2 x tensor 2": ("moe", "pipeline tensor", 4, "single", 1, [*APART, *DRAWN]),
+    "expert 2 x pipeline 2": ("moe", "experts pipeline", 4, "zero3", 2, [*APART, *DRAWN]),
 }
 
 
@@ -294,7 +302,12 @@ def test_divided_models_in_float64(tmp_path: Path, digits: Path) -> None:
     for name, (model, strategy, ranks, reference, theirs, keys) in WHOLE.items():
         for what, of, count in (("ours", strategy, ranks), ("theirs", reference, theirs)):
             parallel = STRATEGIES.get(of, ["parallel=single"])
-            more = ["optim=adamw", "optim.lr=0.001", *([] if keys is DEEP else ["speed.recompute=full"]), *keys]
+            more = [
+                "optim=adamw",
+                "optim.lr=0.001",
+                *([] if "model.depth=5" in keys else ["speed.recompute=full"]),
+                *keys,
+            ]
             settings = case([*parallel, *more], model, "fp32", 4, digits=digits)
             on[count][f"{name} {what}"] = {**settings, "double": True}
     ends = {count: run_ranks(cases, tmp_path / str(count), count) for count, cases in on.items()}

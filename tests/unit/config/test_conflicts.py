@@ -34,7 +34,7 @@ OTHER = {
     "parallel.expert_degree": "2 model=vit_moe_digits parallel=fsdp",
     "parallel.pipeline_degree": "2 parallel=ddp optim.accumulation_steps=2",
 }
-MODELS = {conflicts.EXPERTS: "vit_moe_digits", conflicts.NO_EXPERTS: "vit_digits", "model.kind!=vit": "resnet50"}
+MODELS = {"model.experts=0|null": "vit_digits", "model.kind!=vit": "resnet50"}
 # Settings that make a fact true.
 EXAMPLES = {
     conflicts.DRAWS_ON_DEVICE: "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1",
@@ -88,7 +88,7 @@ def example(condition: str | Fact) -> str:
     """Settings that meet it."""
     if isinstance(condition, Fact):
         return EXAMPLES[condition]
-    if condition in (conflicts.EXPERTS, conflicts.NO_EXPERTS, "model.kind!=vit"):
+    if condition in MODELS:
         return f"model={MODELS[condition]}"
     key, _, values = condition.partition("=")
     if key.endswith("!"):
