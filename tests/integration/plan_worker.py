@@ -64,6 +64,7 @@ LAYOUTS = {
         Layout(shard=2, pipeline=2, accumulation=4, recompute="full"),
         Layout(shard=2, pipeline=2, accumulation=4, schedule="interleaved_1f1b"),
         Layout(shard=2, pipeline=2, accumulation=4, schedule="zbv"),
+        Layout(shard=2, expert=2, pipeline=2, accumulation=4),
         Layout(tensor=2, pipeline=2, accumulation=4),
         Layout(pipeline=4, accumulation=8),
     )

@@ -52,6 +52,19 @@ def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     assert {each.accumulation for each in found if each.shard == 16} == {1, 2, 4}
 
 
+def test_experts_are_divided_beside_all_else() -> None:
+    """What the configuration already has of a layout does not matter."""
+    config = load_config("vit_moe_digits", [*VIT, "parallel=fsdp", "parallel.expert_degree=4"])
+    search = Search(config, plan.cluster("h100x16"), 10)
+    assert {(each.expert > 1, each.tensor > 1, each.pipeline > 1) for each in search.layouts()} == set(
+        itertools.product((False, True), repeat=3)
+    )
+    divided, whole = (Layout(1, 8, tensor=2, expert=expert) for expert in (2, 1))
+    assert search.outcome(divided).exchange > search.outcome(whole).exchange
+    assert search.outcome(divided).state < 1.01 * search.outcome(whole).state
+    assert search.exchanged(divided)["all_reduce"] == search.exchanged(whole)["all_reduce"] > 0
+
+
 def test_more_of_anything_that_is_waited_for_takes_longer(search: Search) -> None:
     best = search.outcome(Layout(1, 16))
     assert search.outcome(Layout(1, 16, recompute="full")).compute > 1.1 * best.compute
