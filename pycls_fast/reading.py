@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
@@ -203,14 +203,17 @@ class _DamagedImage(_Event):
 _RECORDS: Mapping[Any, type[_Record]] = {"train": _Train, "eval": _Eval, "event": _Event}
 
 
-def check(schema: type[BaseModel], values: Any) -> None:
-    """See that decoded values have a schema's fields and types.
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def check(schema: type[Model], values: Any) -> Model:
+    """Decoded values, or bytes of JSON, that have a schema's fields and types.
 
     Raises:
         ValueError: the first that is wrong.
     """
     try:
-        schema.model_validate(values)
+        return schema.model_validate_json(values) if isinstance(values, bytes) else schema.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

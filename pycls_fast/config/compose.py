@@ -232,12 +232,15 @@ def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path])
     main = next((folder for folder in folders if (folder / file).is_file()), folders[0])
     others = ",".join(quoted(f"file://{folder.resolve()}") for folder in folders if folder is not main)
     with hydra.initialize_config_dir(str(main.resolve()), version_base="1.3"):
-        try:
-            settings = [*HYDRA_SETTINGS, f"hydra.searchpath=[{others}]", *as_hydra_overrides(overrides, folders)]
-            config = hydra.compose(config_name, settings, return_hydra_config=True)
-        except messages.COMPOSE_ERRORS as error:
-            raise messages.explain(error, folders) from error
-        return Composed.from_hydra(config, config.hydra)
+        settings = [*HYDRA_SETTINGS, f"hydra.searchpath=[{others}]", *as_hydra_overrides(overrides, folders)]
+        return compose_here(config_name, settings, folders)
+
+
+def compose_here(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:
+    """Compose from Hydra's overrides where Hydra is initialized."""
+    with messages.explaining(folders):
+        config = hydra.compose(config_name, list(overrides), return_hydra_config=True)
+    return Composed.from_hydra(config, config.hydra)
 
 
 def require_folders(folders: Iterable[Path]) -> None:

@@ -33,6 +33,7 @@ from pycls_fast.config.compose import (
     Composed,
     as_hydra_overrides,
     check,
+    compose_here,
     import_modules_of,
     notes,
     require_folders,
@@ -42,7 +43,7 @@ from pycls_fast.config.compose import (
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.keys import CONFIGS, key_of
-from pycls_fast.config.messages import COMPOSE_ERRORS, explain, unreadable
+from pycls_fast.config.messages import explaining, unreadable
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
@@ -174,12 +175,10 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
     if flags.multirun:
         _refuse_shared_folder(overrides)
     try:
-        with _sweep_folder(flags) as settings:
+        with explaining(folders), _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
             _call(job, flags, folders, verb.default if flags.config_name is None else flags.config_name)
-    except COMPOSE_ERRORS as error:
-        raise explain(error, folders) from error
     except TaskStopped as error:
         print_lines("stopped", [str(error)])
         return STOPPED
@@ -258,24 +257,22 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
         elif separator:
             values[key] = text
         else:
-            raise unreadable(argument, [])
+            raise unreadable(argument)
     for key in verb.words:
         is_list = verb.model_fields[key].annotation == tuple[str, ...]
         if key not in values and key not in texts and (bare or is_list):
             texts[key] = tuple(bare) if is_list else bare.pop(0)
             bare = [] if is_list else bare
     if bare:
-        raise unreadable(bare[0], [])
+        raise unreadable(bare[0])
     # Names of files need not be UTF-8, JSON text must be: the validation sees "?" instead.
     seen = json.loads(json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace"))
     return validate(verb, seen, lambda key: "the command line").model_copy(update=texts)
 
 
 def _value(override: str) -> Any:
-    try:
+    with explaining([]):
         (parsed,) = OverridesParser.create().parse_overrides([override])
-    except COMPOSE_ERRORS as error:
-        raise explain(error, []) from error
     return override.partition("=")[2] if parsed.is_sweep_override() else parsed.value()
 
 
@@ -319,11 +316,7 @@ def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section
     _, typed = same_command(options=options)
     folders = config_folders()
     changed = [*typed, *as_hydra_overrides(overrides, folders)]
-    try:
-        config = hydra.compose(HydraConfig.get().job.config_name, changed, return_hydra_config=True)
-    except COMPOSE_ERRORS as error:
-        raise explain(error, folders) from error
-    return check(Composed.from_hydra(config, config.hydra), purpose, options)
+    return check(compose_here(str(HydraConfig.get().job.config_name), changed, folders), purpose, options)
 
 
 def same_command(*, options: type[Section]) -> tuple[list[str], list[str]]:
@@ -396,10 +389,8 @@ def _refuse_shared_folder(overrides: Sequence[str]) -> None:
     Raises:
         UserError: one `run_dir` for several runs.
     """
-    try:
+    with explaining([]):
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except COMPOSE_ERRORS:
-        return  # Hydra parses the overrides next and reports the error.
     given = [override for override in parsed if override.key_or_group == "run_dir"]
     # A sweeper that searches may have its choices in its own settings.
     sweeps = any(override.is_sweep_override() or override.key_or_group == "hydra/sweeper" for override in parsed)

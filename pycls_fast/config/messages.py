@@ -6,7 +6,8 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pycls_fast.config.presets import options
 from pycls_fast.errors import UserError, did_you_mean, nearest
 
 # Raised by composing when a file or an override is wrong.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
 Where = Callable[[str], str]
 
@@ -74,34 +75,48 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> set[str]:
     return keys
 
 
-def explain(error: Exception, folders: Sequence[Path]) -> UserError:
-    """One line for an error of `COMPOSE_ERRORS`: Hydra's own words, and the nearest name that exists in `folders`."""
+@contextmanager
+def explaining(folders: Sequence[Path]) -> Iterator[None]:
+    """Within the block, which composes, an error of Hydra or of a file is one line of a `UserError`."""
+    try:
+        yield
+    except _COMPOSE_ERRORS as error:
+        raise UserError(_explained(error, folders)) from error
+
+
+def _explained(error: Exception, folders: Sequence[Path]) -> str:
+    """Hydra's own words in one line, and the nearest name that exists in `folders`."""
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         missing = str(error.missing_cfg_file).removesuffix(".yaml")
         group, _, name = missing.rpartition("/")
         if str(error).startswith("Cannot find primary config"):
-            return UserError(f"--config-name {missing or repr('')}: no such experiment{_near(name, '', folders)}")
+            return f"--config-name {missing or repr('')}: no such experiment{_near(name, '', folders)}"
         where = re.match(r"In '(.*?)'", str(error))
         if not group and where:
-            return UserError(f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {where[1]})")
-        return UserError(f"{group}={name}: no such option{_near(name, group, folders)}")
+            return f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {where[1]})"
+        return f"{group}={name}: no such option{_near(name, group, folders)}"
     if isinstance(error, OverrideParseException):
-        return unreadable(error.override.removeprefix("++"), folders)
+        return _unreadable(error.override.removeprefix("++"), folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return UserError(f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}")
+        return f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}"
     if isinstance(error, UnicodeDecodeError):
-        return UserError(f"a configuration file is not written in UTF-8 ({error}); save it as UTF-8")
-    return UserError(_one_line(error))
+        return f"a configuration file is not written in UTF-8 ({error}); save it as UTF-8"
+    return _one_line(error)
 
 
-def unreadable(override: str, folders: Sequence[Path]) -> UserError:
+def unreadable(override: str, folders: Sequence[Path] = ()) -> UserError:
     """The error for an argument that is not a `key=value`."""
+    return UserError(_unreadable(override, folders))
+
+
+def _unreadable(override: str, folders: Sequence[Path]) -> str:
+    way_out = "write key=value, quoting lists and spaces"
     if override in _available("", folders):
-        return UserError(f"cannot read '{override}' on the command line; did you mean --config-name {override}?")
-    return UserError(f"cannot read '{override}' on the command line; write key=value, quoting lists and spaces")
+        way_out = f"did you mean --config-name {override}?"
+    return f"cannot read '{override}' on the command line; {way_out}"
 
 
 def _one_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.saved import saved_in_run
-from pycls_fast.errors import DONE, MISTAKE, UserError, refusing
+from pycls_fast.errors import DONE, MISTAKE, UserError, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
 from pycls_fast.ledger.report.text import duration
@@ -90,9 +90,8 @@ def find_runs(folders: Sequence[str]) -> list[Path]:
         UserError: a folder does not exist, or none of them contains a run.
     """
     found, seen = list[Path](), set[Path]()
+    refuse(f"{folder}: no such folder" for folder in folders if not user_path(folder).is_dir())
     for folder in folders:
-        if not user_path(folder).is_dir():
-            raise UserError(f"{folder}: no such folder; give run folders, or folders that contain some")
         for path, inside, files in os.walk(user_path(folder), followlinks=True):
             # Links may lead to a folder that was searched before, or form a loop.
             if (whole := Path(path).resolve()) in seen:

@@ -178,8 +178,8 @@ def read_measurement(file: Path) -> dict[str, Any]:
     """
     with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
         record = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise UserError(f"output: {file} is damaged (not an object); remove it, and it is measured again")
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
     return record
 
 

@@ -141,12 +141,11 @@ class Selection:
         self._ladder, self._mode, self._ranks = ladder, mode, ranks
         # Those that later variants do not include.
         self._excluded: set[str] = set()
-        for variant in (ladder.baseline, *ladder.variants):
+        for variant in self.variants():
             if variant.needs not in (None, device):
-                self._refuse(variant.name, f"needs {str(variant.needs).upper()}")
-        if ladder.baseline.name in self.impossible:
-            why = self.impossible[ladder.baseline.name]
-            raise UserError(f"ladder: the baseline '{ladder.baseline.name}' {why}")
+                why = f"needs {str(variant.needs).upper()}"
+                check_reference(variant, why)
+                self._refuse(variant.name, why)
 
     def _refuse(self, name: str, why: str) -> None:
         self.impossible[name] = why

@@ -8,20 +8,17 @@ workers do to whole batches.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decode import Crop
-from pycls_fast.data.decoders import Open, Picture
 from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import Keys
 from pycls_fast.data.sources.base import Images
@@ -47,37 +44,25 @@ class _Clock:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
+    def timed(self, stage: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function whose calls count towards a stage."""
 
-class _TimedImages(Images):
-    def __init__(self, source: Images, clock: _Clock) -> None:
-        self._source, self._clock = source, clock
-        self.classes, self.labels = source.classes, source.labels
+        def timed(argument: Any) -> Any:
+            with self.during(stage):
+                return call(argument)
 
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        with self._clock.during("read"):
-            return self._source.read(index)
-
-    def name(self, index: int) -> str:
-        return self._source.name(index)
+        return timed
 
 
-class _TimedPicture:
-    def __init__(self, picture: Picture, clock: _Clock) -> None:
-        self._picture, self._clock = picture, clock
-        self.size = picture.size
+class _Timed:
+    """An object with other methods."""
 
-    def crop(self, crop: Crop) -> np.ndarray:
-        with self._clock.during("decode"):
-            return self._picture.crop(crop)
+    def __init__(self, plain: object, **methods: Callable[[Any], Any]) -> None:
+        self._plain = plain
+        vars(self).update(methods)
 
-
-def _timed_decoder(decoder: Open, clock: _Clock) -> Open:
-    def open_picture(data: bytes | np.ndarray) -> Picture:
-        with clock.during("decode"):
-            picture = decoder(data)
-        return _TimedPicture(picture, clock)
-
-    return open_picture
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 def measure_stages(
@@ -115,8 +100,13 @@ def measure_stages(
 
 def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> None:
     own = cast(ImageDataset, loader.dataset)
-    decoder = _timed_decoder(own.open_picture, clock)
-    dataset = replace(own, source=_TimedImages(own.source, clock), open_picture=decoder)
+
+    def open_picture(data: Any) -> Any:
+        picture = clock.timed("decode", own.open_picture)(data)
+        return _Timed(picture, crop=clock.timed("decode", picture.crop))
+
+    source = cast(Images, _Timed(own.source, read=clock.timed("read", own.source.read)))
+    dataset = replace(own, source=source, open_picture=open_picture)
     start = time.perf_counter()
     batch = dataset.__getitems__(keys)
     whole = time.perf_counter() - start

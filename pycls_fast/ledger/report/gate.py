@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
@@ -49,33 +48,6 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
     return LOST if any(change.lost for change in changes) else DONE
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """A variant's speed before and now."""
-
-    quantity: str
-    before: Speedup
-    now: Speedup
-
-    def change(self, variant: str) -> Change:
-        """What is shown of it without a test."""
-        a, b = self.before, self.now
-        return Change(variant, self.quantity, _interval(a), _interval(b), False, f"{b.ratio / a.ratio - 1:+.1%}")
-
-    def tested(self, variant: str, p_value: float, tolerance: float) -> Change:
-        """Whether the speed is lost: it fell by more than the tolerance, and the p-value, after Holm, confirms it."""
-        a, b, shown = self.before, self.now, self.change(variant)
-        beyond, is_shown = b.ratio < a.ratio * (1 - tolerance), p_value <= LEVEL
-        lost, text = beyond and is_shown, shown.text
-        if a.unpaired or b.unpaired:
-            text += ", timed in different starts: not tested"
-        elif a.low is None or b.low is None:
-            lost, text = beyond, f"{text}, without an interval"
-        elif not is_shown:
-            text += ", too few rounds to say" if beyond else ", within the intervals"
-        return replace(shown, lost=lost, text=f"LOST: {text}" if lost else text)
-
-
 def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
     """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules.
 
@@ -92,19 +64,15 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
     by_name = {variant.name: variant for variant in now.variants}
     measured = [variant for variant in before.variants if variant.status == "measured"]
     speeds = [_speeds(old, by_name.get(old.name), before, now, absolute) for old in measured]
-    p_speeds = two_sided([p_slower(found[-1].before, found[-1].now) if found else None for found in speeds])
+    p_speeds = two_sided([p_slower(*found[1:]) if found else None for found in speeds])
     changes: list[Change] = []
     for old, found, p_speed in zip(measured, speeds, p_speeds, strict=True):
-        new = by_name.get(old.name)
+        new, first = by_name.get(old.name), old is before.reference
         if new is None or new.status != "measured":
             reason = "variant is missing" if new is None else (new.reason or new.status)
             changes.append(Change(old.name, "runs", "yes", "no", True, f"LOST: {reason}"))
-            continue
-        first = old is before.reference
-        if found:
-            *shown, tested = found
-            changes += [each.change(old.name) for each in shown]
-            changes.append(tested.tested(old.name, p_speed, tolerance))
+        elif found:
+            changes.append(_speed_change(old.name, *found, p_speed, tolerance))
         elif _is_timed(old, first) and not _is_timed(new, first):
             quantity = "images/s" if first else "speed-up"
             changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
@@ -116,38 +84,54 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
     return [*_different_machine(before, now), *_different_plans(before, now), *changes]
 
 
-def _speeds(old: VariantRecord, new: VariantRecord | None, before: Record, now: Record, absolute: bool) -> list[Speeds]:
-    """What there is to compare, of which the last is to be tested; empty if there is nothing."""
+Speeds = tuple[str, Speedup, Speedup]
+"""A quantity, before and now."""
+
+
+def _speeds(
+    old: VariantRecord, new: VariantRecord | None, before: Record, now: Record, absolute: bool
+) -> Speeds | None:
+    """What there is to compare of a variant's speed."""
     if new is None or not old.timing or not new.timing:
-        return []
+        return None
     if old is before.reference:
         same = _machine(before) == _machine(now) and old.ranks == new.ranks
-        return _first_speeds(old.timing, new.timing) if absolute and same else []
+        return _first_speeds(old.timing, new.timing) if absolute and same else None
     a, b = old.timing.speedup, new.timing.speedup
-    return [Speeds("speed-up", a, b)] if a and b else []
+    return ("speed-up", a, b) if a and b else None
 
 
-def _first_speeds(before: Timing, now: Timing) -> list[Speeds]:
-    """Speeds of the first variant from its timings in two ledgers of one machine; the last one is to be tested.
+def _first_speeds(before: Timing, now: Timing) -> Speeds:
+    """Speeds of the first variant from its timings in two ledgers of one machine.
 
     The rate of the same code differs between two sessions on a shared machine, by more than it does within one. The
     rate of a large matrix product, measured in every round, differs with it; images/s are therefore compared relative
     to it, if both ledgers have it.
     """
+    products = (before.matmul_flops_per_second, now.matmul_flops_per_second)
+    if None in products:
+        return "images/s", geometric_mean(before.rounds), geometric_mean(now.rounds)
 
-    def made(quantity: str, *rounds: Sequence[float]) -> Speeds:
-        return Speeds(quantity, *(geometric_mean(each) for each in rounds))
+    def relative(timing: Timing) -> Speedup:
+        pairs = zip(timing.rounds, timing.matmul_flops_per_second or (), strict=True)
+        return geometric_mean([rate / (flops / 1e12) for rate, flops in pairs])
 
-    rates = (before.rounds, now.rounds)
-    if before.matmul_flops_per_second is None or now.matmul_flops_per_second is None:
-        return [made("images/s", *rates)]
-    products = [[flops / 1e12 for flops in t.matmul_flops_per_second or ()] for t in (before, now)]
-    relative = [[r / p for r, p in zip(*both, strict=True)] for both in zip(rates, products, strict=True)]
-    return [
-        made("images/s", *rates),
-        made("matrix product, TFLOP/s", *products),
-        made("images/s per TFLOP/s", *relative),
-    ]
+    return "images/s per TFLOP/s", relative(before), relative(now)
+
+
+def _speed_change(
+    variant: str, quantity: str, before: Speedup, now: Speedup, p_value: float, tolerance: float
+) -> Change:
+    """A speed is lost if it fell by more than the tolerance, and the p-value, after Holm, confirms it."""
+    beyond, is_shown = now.ratio < before.ratio * (1 - tolerance), p_value <= LEVEL
+    lost, text = beyond and is_shown, f"{now.ratio / before.ratio - 1:+.1%}"
+    if before.unpaired or now.unpaired:
+        text += ", timed in different starts: not tested"
+    elif before.low is None or now.low is None:
+        lost, text = beyond, f"{text}, without an interval"
+    elif not is_shown:
+        text += ", too few rounds to say" if beyond else ", within the intervals"
+    return Change(variant, quantity, _interval(before), _interval(now), lost, f"LOST: {text}" if lost else text)
 
 
 def _is_timed(variant: VariantRecord, first: bool) -> bool:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pycls_fast.config.ladder import Ladder, LadderSettings
-from pycls_fast.errors import UserError
+from pycls_fast.errors import refusing
 from pycls_fast.ledger.report.effects import Effect, Look
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
+from pycls_fast.reading import check
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -181,14 +182,8 @@ def read_record(file: Path) -> Record:
     Raises:
         UserError: it cannot be read, or is not the record of a ledger.
     """
-    try:
-        return Record.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); give the path of a ledger.json") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file}: not a ledger.json ({where and f'{where}: '}{first['msg']}); give another") from error
+    with refusing(f"{file}: cannot be read as a ledger.json", OSError, ValueError, use="give another"):
+        return check(Record, file.read_bytes())
 
 
 def compare_speed(variants: Sequence[VariantRecord], starts: Sequence[float]) -> dict[str, str]:

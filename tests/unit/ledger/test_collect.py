@@ -34,9 +34,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProce
     ("text", "line"),
     [
         (None, "cannot be read"),
-        ("no json", "Invalid JSON"),
-        ("[" * 100_000, "Invalid JSON"),
-        ('{"kind": "timing"}', "not a ledger.json \\(kind: "),
+        ("no json", "invalid JSON"),
+        ("[" * 100_000, "invalid JSON"),
+        ('{"kind": "timing"}', "as a ledger.json \\(kind: "),
     ],
 )
 def test_a_file_that_is_no_record(text: str | None, line: str, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_different_overrides_are_shown() -> None:
         ("good", "other", "a different experiment (vit and resnet) cannot be compared"),
         ("nothing", "good", "nothing to compare"),
         ("good", "unfinished", "unfinished; run the ledger's command again, which resumes it"),
-        ("good", "damaged", "not a ledger.json (variants.1.timing.images_per_second: "),
+        ("good", "damaged", "cannot be read as a ledger.json (variants.1.timing.images_per_second: "),
     ],
 )
 def test_mistakes(before: str, now: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_committed_reports_can_be_drawn(path: Path, tmp_path: Path, capsys: pyte
 def test_a_report_that_cannot_be_drawn(record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("good").write_text(record.model_dump_json())
-    with pytest.raises(UserError, match=r"^nowhere.json: cannot be read \(No such file or directory\); give the path"):
+    with pytest.raises(UserError, match=r"^nowhere.json: cannot be read as a ledger.json \(No such"):
         redraw("nowhere.json", None)
     with pytest.raises(UserError, match=r"^output: good cannot be written \(File exists\); choose another folder"):
         redraw("good", "good")

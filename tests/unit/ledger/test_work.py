@@ -235,7 +235,7 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     ("typed", "settings", "changed", "line"),
     [
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
-        ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the baseline 'base' needs CUDA"),
+        ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the reference 'base' does not run: needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
         ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),
         (
