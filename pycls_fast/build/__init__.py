@@ -6,6 +6,7 @@ models, data, optim and parallel never see a configuration. Read `network.py` fi
 # ruff: noqa: F401
 
 from pycls_fast.build.data import (
+    check_mixing,
     eval_batches,
     for_scoring,
     microbatch_size,

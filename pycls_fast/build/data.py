@@ -80,6 +80,23 @@ def steps_per_epoch(config: RunConfig, images: int) -> int:
     return images // batch
 
 
+def check_mixing(config: RunConfig, world: World) -> None:
+    """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
+
+    Raises:
+        UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
+    """
+    images = microbatch_size(config, world) if config.augment.mixes else 0
+    pairs = config.augment.mix_mode == "pair"
+    if images == 1 or (pairs and images % 2):
+        needs = "pair needs an even number of images" if pairs else "mixing needs at least 2 images"
+        raise UserError(
+            f"augment.mix_mode: {needs} in a microbatch; data.global_batch_size={config.data.global_batch_size} leaves "
+            f"{images} to each of {world.data_size} ranks x optim.accumulation_steps={config.optim.microbatches}; use "
+            "a larger batch, fewer parts, or augment.mix_probability=0"
+        )
+
+
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
     """The length of the run in steps, if it does not stop early."""
     whole, most = config.schedule.epochs * steps_per_epoch, config.schedule.max_steps

@@ -402,7 +402,7 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.optim.accumulation_steps != AUTO:
         yield from _divided("optim.accumulation_steps", parts, stages, f"parallel.pipeline_degree={stages}")
     yield from _divided("data.global_batch_size", batch, parts, f"optim.accumulation_steps={parts}")
-    # On any number of ranks.
+    # On any number of ranks; `build.check_mixing` knows how many there are.
     if augment.mixes and batch == parts:
         ways_out = f"data.global_batch_size={2 * batch} or augment.mix_probability=0"
         yield (

@@ -45,6 +45,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     sources = build.sources(config, world)
     classes = build.num_classes(config, sources["train"])
     config = after_data(config, len(sources["train"]), world, classes=classes, note=display.note)
+    build.check_mixing(config, world)
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)

@@ -132,8 +132,9 @@ def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", r
         raise UserError(f"{key}: {ranks}{device_name(device)} is {OUT_OF_MEMORY} with {what}{other}") from error
 
 
-def enough_to_train(config: RunConfig, world: World) -> AbstractContextManager[None]:
-    """`enough_memory` for training."""
+@contextmanager
+def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
+    """`enough_memory` for training, and images enough for batch norm."""
     per_rank = config.data.global_batch_size // world.data_size
     steps = next((n for n in plan.divisors(per_rank) if n > config.optim.microbatches), None)
     smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
@@ -141,7 +142,17 @@ def enough_to_train(config: RunConfig, world: World) -> AbstractContextManager[N
         f"{config.data.global_batch_size}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller "
         "batch or model; earlier checkpoints are kept"
     )
-    return enough_memory("data.global_batch_size", world.device, what, ranks=f"{world.size} x ")
+    try:
+        with enough_memory("data.global_batch_size", world.device, what, ranks=f"{world.size} x "):
+            yield
+    except ValueError as error:
+        # Whether one image is too few depends on the size of the network's smallest maps.
+        if "Expected more than 1 value per channel when training" not in str(error):
+            raise
+        raise UserError(
+            "data.global_batch_size: batch norm cannot train on one image whose maps shrink to one pixel; use at least "
+            "2 images per rank and microbatch (optim.accumulation_steps), or a larger data.image_size"
+        ) from error
 
 
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from pycls_fast import build, plan
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel import World
+from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts
@@ -82,6 +83,7 @@ def check_same_folder(folder: RunFolder, world: World) -> None:
             )
 
 
+_MUCH_SLOWER = 2.0
 _UNBALANCED = 3
 
 
@@ -164,7 +166,7 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
-    """A note if another precision is much faster on this device."""
+    """A note if another precision is known to be faster on this device."""
     name, compute, on_gpu = config.precision.name, build.compute_dtype(config), world.device.type == "cuda"
     if build.level(config).float8:
         return
@@ -173,6 +175,14 @@ def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
     if not on_gpu and compute == torch.float16:
         # torch has no fast float16 convolution for most CPUs: a step of a ResNet may take minutes.
         yield f"precision: {name} computes in float16, which CPUs do slowly; use precision=amp_bf16 or fp32"
+    elif not on_gpu and world.is_main:
+        ratio = race(config).ratio
+        faster, slower = ("fp32", 1 / ratio) if compute == torch.bfloat16 else ("amp_bf16", ratio)
+        if slower > _MUCH_SLOWER:
+            yield (
+                f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
+                "precision=auto takes the faster one"
+            )
 
 
 def _memory(run: Run) -> str:

@@ -83,6 +83,22 @@ class TestData:
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
             build.steps_per_epoch(vit("data.global_batch_size=8"), 7)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("ranks", "overrides", "says"),
+        [
+            (8, ["augment.mixup_alpha=0.2"], r"^augment.mix_mode: mixing needs at least 2 images .* each of 8 ranks"),
+            (4, ["augment.cutmix_alpha=1", "optim.accumulation_steps=2"], r"^augment.mix_mode: .*, fewer parts"),
+            (2, ["augment.mixup_alpha=0.2", "augment.mix_mode=pair", "data.global_batch_size=6"],
+             r"^augment.mix_mode: pair needs an even number .*=6 leaves 3 to each of 2 ranks x optim.acc"),
+        ],
+    )  # fmt: skip
+    def test_mixing_of_what_a_rank_has(self, ranks: int, overrides: list[str], says: str) -> None:
+        with pytest.raises(UserError, match=says):
+            build.check_mixing(vit(*SYNTHETIC, *overrides), world(size=ranks))
+        build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
+        build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
+
     def test_mixing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert build.mixer(vit()) is None
         assert build.mixer(vit("augment.mixup_alpha=0.2")) is not None

@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import ALONE
-from pycls_fast.train.health import DivergenceCheck
+from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.watchdog import Watchdog
 
 NAN = float("nan")
@@ -205,3 +205,9 @@ def test_backward(build: Any) -> None:
         else:
             with pytest.raises(UserError, match=re.escape(place)):
                 run(model, watchdog)
+
+
+def test_one_image_is_too_few_for_batch_norm() -> None:
+    config = load_config("vit_digits", [])
+    with pytest.raises(UserError, match="at least 2 images"), enough_to_train(config, ALONE):
+        nn.BatchNorm2d(2)(torch.zeros(1, 2, 1, 1))

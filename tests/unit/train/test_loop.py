@@ -18,6 +18,7 @@ from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
+from pycls_fast.plan.race import Race
 from pycls_fast.train import loop, saving, train
 from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
@@ -66,6 +67,7 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
         now += 100.0
         return take(self, done)
 
+    monkeypatch.setattr("pycls_fast.train.start.race", lambda config: Race("fp32", 1.0, None, 0.0))
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Loop, "_microbatches", late)
     monkeypatch.setattr(Clock, "add_step", compute)

@@ -16,10 +16,39 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.sources.arrays import SyntheticImages
+from pycls_fast.plan.race import Race
+from pycls_fast.train import start
 from pycls_fast.train.display import Display, plain_table, wide_console
 from pycls_fast.train.start import _notes
 
 SOURCES = {"train": SyntheticImages(4, 8, 2, 0)}
+
+
+@pytest.fixture(autouse=True)
+def race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine both formats are equally fast."""
+    monkeypatch.setattr(start, "race", lambda config: Race("fp32", 1.0, None, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("precision", "ratio", "told"),
+    [
+        ("fp32", 3.0, "precision: a step takes 3 times as long as with precision=amp_bf16 on this CPU"),
+        ("amp_bf16", 0.025, "precision: a step takes 40 times as long as with precision=fp32 on this CPU"),
+        ("fp32", 1.9, None),
+        ("bf16", 0.6, None),
+    ],
+)
+def test_a_precision_that_is_slow_here(
+    monkeypatch: pytest.MonkeyPatch, precision: str, ratio: float, told: str | None
+) -> None:
+    monkeypatch.setattr(start, "race", lambda config: Race("fp32", ratio, None, 0.0))
+    config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
+    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
+    switches = build.switches(config, world.device)
+    run: Any = SimpleNamespace(config=config, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES))
+    notes = list(_notes(run))
+    assert notes == [] if told is None else notes[0].startswith(told)
 
 
 @pytest.mark.parametrize(
