@@ -56,11 +56,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests(answer: str = "stopping when this step is done and saved") -> Iterator[StopRequest]:
     """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the warnings of a scheduler or its launcher.
 
-    A second Ctrl-C interrupts at once, as usual. Outside the main thread, where Python catches no signals, nothing is
-    caught.
+    The first one gets the answer, as a line. A second Ctrl-C interrupts at once, as usual. Outside the main thread,
+    where Python catches no signals, nothing is caught.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -93,7 +93,7 @@ def stop_requests() -> Iterator[StopRequest]:
             request.launcher_handler = partial(former, number, None)
         if not request:
             request.name = signal.Signals(number).name
-            _answer(request.name)
+            _answer(request.name, answer)
 
     for number in before:
         signal.signal(number, remember)
@@ -104,12 +104,12 @@ def stop_requests() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def _answer(name: str) -> None:
-    """Print an answer at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
+def _answer(name: str, answer: str) -> None:
+    """Print it at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
     if is_first_of_node():
         # torchrun forwards only the first one.
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""
         # Not `print`: the signal may interrupt another `print`, and the terminal may be gone.
         with suppress(OSError):
-            os.write(2, f"\n{name}: stopping when this step is done and saved{again}\n".encode())
+            os.write(2, f"\n{name}: {answer}{again}\n".encode())

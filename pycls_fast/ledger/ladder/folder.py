@@ -49,6 +49,7 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
+        self._plan_file, self._took_file = path / "plan.json", path / "took.json"
         self.starts: list[float] = []
         self.codes: list[str] = []
         self.crossing: dict[str, Any] = {}
@@ -118,14 +119,6 @@ class LedgerFolder:
     def lap(self) -> None:
         """Save the seconds and the starts; a kill -9 loses the time since."""
         write_json(self._took_file, {"seconds": self.seconds, "starts": self.starts})
-
-    @property
-    def _took_file(self) -> Path:
-        return self.path / "took.json"
-
-    @property
-    def _plan_file(self) -> Path:
-        return self.path / "plan.json"
 
     def _write_plan(self) -> None:
         write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": self.crossing})

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import write_json
+from pycls_fast.train.signals import stop_requests
 from pycls_fast.train.weights import find_weights
 
 # A brief timing; its warm-up lasts half of this or more.
@@ -157,32 +155,11 @@ def _trees(ladder: Ladder) -> list[Path]:
     return list(trees.values())
 
 
-@contextmanager
-def _stopped_by_signals(ledger: Ledger) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP (unless `nohup` made it ignored) stop the ledger; a second Ctrl-C ends it at once.
-
-    The handlers raise nothing, as Python drops exceptions of handlers that run while a process is forked.
-    """
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if ledger.stop_requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        ledger.stop_requested = True
-
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _work(ledger: Ledger, config_name: str) -> Record:
     """Measure everything and write the report; returns its record."""
-    with ledger.folder.opened(ledger.plan()), _stopped_by_signals(ledger):
+    with ledger.folder.opened(ledger.plan()), stop_requests("stopping; what is finished is saved") as ledger.stop:
+        # There is something to save at any time.
+        ledger.stop.training = True
         finished = False
         try:
             ledger.run(

@@ -30,6 +30,7 @@ from pycls_fast.ledger.ladder.processes import (
     with_own_rounding,
 )
 from pycls_fast.train.folder import write_json
+from pycls_fast.train.signals import StopRequest
 
 # Rare enough to leave the cores to the process that is timed.
 _POLLING_SECONDS = 0.1
@@ -50,7 +51,7 @@ class Ledger:
         selection: the variants, and which of them run.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
         crossed: the trainings, once they start.
-        stop_requested: may be set while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
+        stop: may come true while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
 
     Raises:
         UserError: a baseline that is not for this device.
@@ -69,7 +70,7 @@ class Ledger:
     selection: Selection = field(init=False)
     unmeasured: dict[str, str] = field(default_factory=dict)
     crossed: CrossedTrainings | None = None
-    stop_requested: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
@@ -234,7 +235,7 @@ class Ledger:
             KeyboardInterrupt: a stop was requested; if the process has ended, it may be by the same signal.
         """
         finished = process.finished()
-        if self.stop_requested:
+        if self.stop:
             raise KeyboardInterrupt
         return finished
 

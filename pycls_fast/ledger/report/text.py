@@ -174,30 +174,26 @@ def rows(record: Record) -> list[Row]:
         }
         for variant in record.variants
     ]
-    filled = [column for column in made[0] if any(row[column] for row in made)]
-    return [{column: row[column] or "-" for column in filled} for row in made]
+    columns = dict.fromkeys(column for row in made for column in row)
+    filled = [column for column in columns if any(row.get(column) for row in made)]
+    return [{column: row.get(column) or "-" for column in filled} for row in made]
 
 
 def _timing_cells(variant: VariantRecord, record: Record) -> Row:
-    columns = (
-        "images/s", "speed-up (95%)", "over the one before", "ms a step (p90)", "FLOP/s", "of matmul", "memory",
-        "ImageNet epoch",
-    )  # fmt: skip
     timing, first = variant.timing, variant is record.reference
     if timing is None:
-        return dict.fromkeys(columns, "")
+        return {}
     flops, share = timing.flops_per_second, timing.share_of_matmul
-    cells = (
-        f"{timing.images_per_second:,.1f}",
-        "1" if first else speed_text(timing.speedup),
-        "" if variant.before == record.reference.name else speed_text(timing.speedup_before),
-        f"{timing.step_seconds_p50 * 1e3:.1f} ({timing.step_seconds_p90 * 1e3:.1f})",
-        "" if flops is None else human(flops),
-        "" if share is None else f"{share:.0%}",
-        _memory(timing.memory_peak_bytes, None if first else record.reference.timing),
-        duration(timing.imagenet_epoch_seconds) if has_imagenet_size(record) else "",
-    )
-    return dict(zip(columns, cells, strict=True))
+    return {
+        "images/s": f"{timing.images_per_second:,.1f}",
+        "speed-up (95%)": "1" if first else speed_text(timing.speedup),
+        "over the one before": "" if variant.before == record.reference.name else speed_text(timing.speedup_before),
+        "ms a step (p90)": f"{timing.step_seconds_p50 * 1e3:.1f} ({timing.step_seconds_p90 * 1e3:.1f})",
+        "FLOP/s": "" if flops is None else human(flops),
+        "of matmul": "" if share is None else f"{share:.0%}",
+        "memory": _memory(timing.memory_peak_bytes, None if first else record.reference.timing),
+        "ImageNet epoch": duration(timing.imagenet_epoch_seconds) if has_imagenet_size(record) else "",
+    }
 
 
 def _memory(peak: int | None, reference: Timing | None) -> str:
