@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from matplotlib import font_manager
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pycls_fast.errors import refusing
 from pycls_fast.train.pictures import font_families
@@ -84,12 +84,8 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
 
 def tile(picture: Image.Image, side: int) -> Image.Image:
     """The whole picture, fitted into a grey square of `side` pixels."""
-    scale = side / max(picture.size)
-    size = tuple(max(round(length * scale), 1) for length in picture.size)
-    smooth = Image.Resampling.NEAREST if scale >= 3 else Image.Resampling.LANCZOS
-    square = Image.new("RGB", (side, side), (225, 225, 225))
-    square.paste(picture.resize(size, smooth), ((side - size[0]) // 2, (side - size[1]) // 2))  # type: ignore[arg-type]
-    return square
+    smooth = Image.Resampling.NEAREST if side >= 3 * max(picture.size) else Image.Resampling.LANCZOS
+    return ImageOps.pad(picture.convert("RGB"), (side, side), smooth, color=(225, 225, 225))
 
 
 def _fitted(text: str, width: float, font: ImageFont.FreeTypeFont) -> str:

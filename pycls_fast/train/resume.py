@@ -171,7 +171,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
 def _nothing_left(run: Run) -> str | None:
     """Why no step follows the checkpoint; None if some do. On the main rank."""
     done, asked = run.start_step, run.total_steps
-    stopped = early_stop(run, list(run.folder.records("eval")))
+    stopped = early_stop(run)
     if done < asked and stopped is None:
         return None
     why = "early stopping ended the run" if done < asked else f"{asked:,} were asked for"

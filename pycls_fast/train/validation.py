@@ -24,10 +24,10 @@ from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
 
 
-def primary_records(run: Run, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations that count: those of the average if there is one, else of the model."""
+def primary_records(run: Run) -> list[dict[str, Any]]:
+    """The evaluations that count: those of the average if there is one, else of the model; on the main rank."""
     weights = "ema" if run.parts.step.ema is not None else "model"
-    return [record for record in evaluations if record["weights"] == weights and record["split"] == "val"]
+    return [record for record in run.folder.records("eval") if (record["weights"], record["split"]) == (weights, "val")]
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, tolerance: float = 0.0) -> int | None:
@@ -61,10 +61,9 @@ def best_of(run: Run, primary: Sequence[Mapping[str, Any]]) -> int | None:
     return best_evaluation(primary, schedule.best_metric, schedule.best_tolerance)
 
 
-def early_stop(run: Run, evaluations: list[dict[str, Any]]) -> tuple[dict[str, Any], int] | None:
-    """The best evaluation and the number after it, if there are enough of these to stop early; else None."""
-    limit = run.config.schedule.early_stopping_evals
-    primary = primary_records(run, evaluations)
+def early_stop(run: Run) -> tuple[dict[str, Any], int] | None:
+    """The best evaluation and the number after it, if there are enough of these to stop early; on the main rank."""
+    limit, primary = run.config.schedule.early_stopping_evals, primary_records(run)
     best = best_of(run, primary)
     if limit is None or best is None or (waited := len(primary) - 1 - best) < limit:
         return None
@@ -102,18 +101,14 @@ class Evaluations:
 
     def has(self, step: int) -> bool:
         """Whether the records of this step's evaluation are complete; the same on all ranks."""
-        return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run, self.records())))
-
-    def records(self) -> list[dict[str, Any]]:
-        """The records of all evaluations so far; on the main rank."""
-        return list(self.run.folder.records("eval"))
+        return self.run.world.from_main(any(r["step"] == step for r in primary_records(self.run)))
 
     def stop_early(self, done: int) -> bool:
         """Whether early stopping ends the run here (then it is announced); the same answer on all ranks."""
         run, schedule = self.run, self.run.config.schedule
         if schedule.early_stopping_evals is None:
             return False
-        found = run.world.from_main(early_stop(run, self.records()) if run.world.is_main else None)
+        found = run.world.from_main(early_stop(run) if run.world.is_main else None)
         if found is None or done >= run.total_steps:
             return False
         if run.world.is_main:
@@ -160,7 +155,7 @@ class Evaluations:
         run = self.run
         if not run.world.is_main:
             return
-        evaluations = primary_records(run, self.records())
+        evaluations = primary_records(run)
         newest = next(checkpoints(run.folder.checkpoints), None)
         if newest is None or not evaluations or evaluations[-1]["step"] != step_of(newest):
             return
@@ -210,7 +205,7 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         trained = list(run.folder.records("train"))
         clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
         memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-    values = summary_values(run, evaluations.records(), clock, memory)
+    values = summary_values(run, clock, memory)
     if not (run.finished and _has_summary(run)):
         run.folder.write_json("summary.json", values)
         evaluations.board.summarise(values)
@@ -242,9 +237,9 @@ def _has_summary(run: Run) -> bool:
         return False
 
 
-def summary_values(run: Run, evaluations: list[dict[str, Any]], clock: Clock, memory: int) -> dict[str, Any]:
+def summary_values(run: Run, clock: Clock, memory: int) -> dict[str, Any]:
     """The values of `summary.json`."""
-    primary = primary_records(run, evaluations)
+    primary = primary_records(run)
     best = best_of(run, primary)
     step_seconds, rate = clock.medians()
     return {
