@@ -218,9 +218,7 @@ def prepare_on_host(config: RunConfig, chosen: Speed) -> PrepareOnHost | None:
         return None
     prepare = Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value)
     return PrepareOnHost(
-        prepare,
-        erase=chosen.erase_on == "cpu",
-        mixer=mixer(config) if chosen.mix_on == "cpu" else None,
+        prepare, erase=chosen.erase_on == "cpu", mixer=mixer(config) if chosen.mix_on == "cpu" else None
     )
 
 

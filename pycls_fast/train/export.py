@@ -169,11 +169,7 @@ def _about(weights: Weights) -> dict[str, str]:
         # Without paths, for other machines and people.
         kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks", "distill")}
         data = {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}
-        about |= {
-            "config": kept | {"data": data},
-            "model": config["model"],
-            "preprocessing": _preprocessing(config),
-        }
+        about |= {"config": kept | {"data": data}, "model": config["model"], "preprocessing": _preprocessing(config)}
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items() if value is not None
     }

@@ -48,12 +48,7 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def collect_features(
-    scorer: Scorer,
-    network: Network,
-    source: Images,
-    split: str,
-) -> tuple[Tensor, Tensor]:
+def collect_features(scorer: Scorer, network: Network, source: Images, split: str) -> tuple[Tensor, Tensor]:
     """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
 
     All ranks call this.

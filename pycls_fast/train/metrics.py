@@ -119,11 +119,7 @@ class Clock:
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
         self.intervals.append((step_seconds, rate))
-        rates = {
-            "images_per_second": rate,
-            "step_seconds": step_seconds,
-            "data_wait_fraction": waited / seconds,
-        }
+        rates = {"images_per_second": rate, "step_seconds": step_seconds, "data_wait_fraction": waited / seconds}
         self.start()
         return rates
 

@@ -46,12 +46,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         _line(accuracy, chosen, "map", f"{label} mAP", "-")
     _line(rate, train, "lr", "learning rate", "-", marker=None)
     _line(speed, train, "images_per_second", "images/s", "-", marker=None)
-    for axes, name in (
-        (loss, "loss (nats)"),
-        (accuracy, "accuracy (%)"),
-        (rate, "learning rate"),
-        (speed, "images/s"),
-    ):
+    for axes, name in ((loss, "loss (nats)"), (accuracy, "accuracy (%)"), (rate, "learning rate"), (speed, "images/s")):
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
@@ -64,12 +59,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
 
 
 def _line(
-    axes: Axes,
-    records: Iterable[Mapping[str, Any]],
-    name: str,
-    label: str,
-    style: str,
-    marker: str | None = ".",
+    axes: Axes, records: Iterable[Mapping[str, Any]], name: str, label: str, style: str, marker: str | None = "."
 ) -> None:
     points = [(record["epoch"], record[name]) for record in records if record.get(name) is not None]
     if points:

@@ -101,12 +101,7 @@ def load_weights(
 
 
 def load_network(
-    config: RunConfig,
-    data: Images,
-    world: World,
-    switches: Speed,
-    *,
-    for_training: bool,
+    config: RunConfig, data: Images, world: World, switches: Speed, *, for_training: bool
 ) -> tuple[Network, Loaded]:
     """The network with the weights that `weights` names, on its device and in the precision's format; their origin."""
     assert config.weights is not None

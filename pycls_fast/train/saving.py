@@ -251,10 +251,7 @@ class Saver:
 
     def _copy(self, share: Tensors) -> Tensors:
         options = StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         # A new one per copy: torch 2.11 closes it after the first, and a kept one would hold its memory between saves.
         with closing(DefaultStager(options)) as stager:

@@ -29,7 +29,7 @@ STRATEGIES = {
     "pipeline gpipe": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=gpipe"],
     "pipeline twice": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=interleaved_1f1b"],
     "pipeline zero": [
-        *("parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=interleaved_zero_bubble"),
+        *("parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=interleaved_zero_bubble")
     ],
     "pipeline zbv": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=zbv"],
     "pipeline 4": ["parallel=ddp", "parallel.pipeline_degree=4"],

@@ -149,11 +149,7 @@ def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, function in (
-        (saving, "_begin"),
-        (saving, "_write_tensors"),
-        (saving, "_publish"),
-    ):
+    for module, function in ((saving, "_begin"), (saving, "_write_tensors"), (saving, "_publish")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, full)
             expected = (
