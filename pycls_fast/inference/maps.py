@@ -27,6 +27,7 @@ MOST_IMAGES = 200
 # A colour map that remains readable in greyscale.
 _COLOURS = mpl.colormaps["inferno"]
 _BATCH = 8
+_KINDS = {"attention": maps.attention_maps, "rollout": maps.attention_rollout, "features": maps.patch_features}
 
 
 def draw_maps(
@@ -83,14 +84,10 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
         for label, probability in zip(labels_B.tolist(), probabilities_B.tolist(), strict=True)
     ]
     with float32_convolutions():
-        if kind == "attention":
-            values = maps.attention_maps(network, inputs_BCHW)
-        elif kind == "rollout":
-            values = maps.attention_rollout(network, inputs_BCHW)
-        elif kind == "features":
-            values = maps.patch_features(network, inputs_BCHW)
-        else:
+        if kind == "class":
             values = maps.class_maps(network, inputs_BCHW, labels_B)
+        else:
+            values = _KINDS[kind](network, inputs_BCHW)
     return batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu()
 
 

@@ -7,8 +7,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,15 +95,12 @@ def collect(images: Sequence[str]) -> list[Path]:
     return [*find_images(word for word in images if word != "-"), *listed]
 
 
-@contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """The file, or standard output; errors of whoever writes to it are left alone."""
+def _opened(path: Path | None) -> AbstractContextManager[TextIO]:
+    """The file, or standard output."""
     if path is None:
-        yield sys.stdout
-        return
+        return nullcontext(sys.stdout)
     # Parts of a class name that are not UTF-8 become escapes, which JSON readers decode.
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-        yield stream
+    return path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
 
 
 def _json(guess: Guess) -> dict[str, Any]:

@@ -288,30 +288,18 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
     `label` and `class` are the true class, empty if there is none; `probability` is the predicted class's. Scores that
     are not finite predict no class.
     """
+    # Models may have more outputs than their data has classes.
+    names = dict(enumerate(source.classes)) | {-1: ""}
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
-    table.writerows(_rows(predictions, source))
-    return text.getvalue()
-
-
-def _rows(predictions: Predictions, source: Images) -> Iterator[list[object]]:
     # NaN is the worst loss. Images without a true class have the loss 0.
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
-    without_N = predictions.labels_N < 0
-    for place in np.lexsort((-losses_N, without_N)).tolist():
-        label, predicted = (int(each[place]) for each in (predictions.labels_N, predictions.predicted_N))
-        yield [
-            source.name(int(predictions.indices_N[place])),
-            *_class(label, source),
-            *_class(predicted, source),
-            "" if predicted < 0 else f"{predictions.probabilities_N[place]:.6g}",
-            "" if label < 0 else f"{predictions.losses_N[place]:.6g}",
-        ]
-
-
-def _class(label: int, source: Images) -> tuple[object, str]:
-    """A class's index and name; models may have more outputs than their data has classes."""
-    if label < 0:
-        return "", ""
-    return label, source.classes[label] if label < len(source.classes) else f"output {label}"
+    for place in np.lexsort((-losses_N, predictions.labels_N < 0)).tolist():
+        index, label, predicted, loss, probability = (values_N[place].item() for values_N in vars(predictions).values())
+        row = [source.name(index)]
+        for k in (label, predicted):
+            row += ["" if k < 0 else str(k), names.get(k, f"output {k}")]
+        row += ["" if predicted < 0 else f"{probability:.6g}", "" if label < 0 else f"{loss:.6g}"]
+        table.writerow(row)
+    return text.getvalue()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import flush, user_path
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.display import human
@@ -87,33 +87,27 @@ def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> N
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> int:
-    """Write a file or folder beside the path, flush it, and give it the path's name; returns its size in bytes."""
-    # Inside an existing folder: its parent may be on another file system or read-only, and "." has no name.
+    """Write a file or folder, flush it, and put it into its place; returns its size in bytes."""
+    # Inside an existing folder: its parent may be on another file system or read-only.
     beside = path if path.is_dir() else path.parent
-    temporary = beside / f".{path.stem[:50]}.{os.getpid()}.tmp{path.suffix}"
-    # safetensors makes files readable by their owner only.
-    mask = os.umask(0)
-    os.umask(mask)
-    try:
-        write(temporary)
-        files = list(temporary.iterdir()) if temporary.is_dir() else [temporary]
-        size = sum(file.stat().st_size for file in files)
+    what = f"output: {path} could not be written"
+    with refusing(what, OSError, SafetensorError), TemporaryDirectory(dir=beside, prefix=".export") as temporary:
+        made = Path(temporary) / f"made{path.suffix}"
+        write(made)
+        files = list(made.iterdir()) if made.is_dir() else [made]
+        # safetensors makes files readable by their owner only.
+        mask = os.umask(0)
+        os.umask(mask)
         for file in files:
             file.chmod(0o666 & ~mask)
             with file.open("rb") as stream:
                 flush(stream)
-        if path.is_dir():
+        size = sum(file.stat().st_size for file in files)
+        if made.is_dir():
             # Its other files stay: a model card, `.git`.
-            for file in files:
-                file.replace(path / file.name)
-        else:
-            temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"output: {path} could not be written ({error})") from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+            path.mkdir(exist_ok=True)
+        for file in files:
+            file.replace(path / file.name if made.is_dir() else path)
     return size
 
 

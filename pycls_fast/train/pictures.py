@@ -35,18 +35,16 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     figure.suptitle(title, fontsize=11, parse_math=False)
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
-    _line(loss, train, "loss", "training", "-", marker=None)
+    for axes, key, label in ((loss, "loss", "training"), (rate, "lr", ""), (speed, "images_per_second", "")):
+        _line(axes, train, key, label, "-")
     for split, weights in sorted({(record["split"], record["weights"]) for record in evaluations}):
         chosen = [record for record in evaluations if (record["split"], record["weights"]) == (split, weights)]
         label = f"{split} ({weights})"
-        _line(loss, chosen, "loss", label, "--")
-        _line(accuracy, chosen, "top1", f"{label} top-1", "-")
-        _line(accuracy, chosen, "top5", f"{label} top-5", ":")
-        _line(accuracy, chosen, "class_top1", f"{label} class top-1", "-.")
-        _line(accuracy, chosen, "map", f"{label} mAP", "-")
-    _line(rate, train, "lr", "learning rate", "-", marker=None)
-    _line(speed, train, "images_per_second", "images/s", "-", marker=None)
-    for axes, name in ((loss, "loss (nats)"), (accuracy, "accuracy (%)"), (rate, "learning rate"), (speed, "images/s")):
+        _line(loss, chosen, "loss", label, ".--")
+        for key, name, style in _ACCURACIES:
+            _line(accuracy, chosen, key, f"{label} {name}", style)
+    names = {loss: "loss (nats)", accuracy: "accuracy (%)", rate: "learning rate", speed: "images/s"}
+    for axes, name in names.items():
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
@@ -58,12 +56,18 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         figure.savefig(temporary, dpi=110, format="png")
 
 
-def _line(
-    axes: Axes, records: Iterable[Mapping[str, Any]], name: str, label: str, style: str, marker: str | None = "."
-) -> None:
-    points = [(record["epoch"], record[name]) for record in records if record.get(name) is not None]
+_ACCURACIES = (
+    ("top1", "top-1", ".-"),
+    ("top5", "top-5", ".:"),
+    ("class_top1", "class top-1", ".-."),
+    ("map", "mAP", ".-"),
+)
+
+
+def _line(axes: Axes, records: Iterable[Mapping[str, Any]], key: str, label: str, style: str) -> None:
+    points = [(record["epoch"], record[key]) for record in records if record.get(key) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), style, marker=marker, label=label, linewidth=1.2)
+        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2)
 
 
 _WITH_NUMBERS = 25
