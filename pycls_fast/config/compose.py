@@ -141,10 +141,11 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
     Raises:
         UserError: one line per bad value, all at once.
     """
-    if any(key_of(override) == "config_name" for override in composed.overrides):
-        raise UserError(
-            "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
-        )
+    refuse(
+        "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
+        for override in composed.overrides
+        if key_of(override) == "config_name"
+    )
     import_modules_of(composed.values)
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
     values["config_name"] = composed.config_name
@@ -245,9 +246,7 @@ def compose_here(config_name: str, overrides: Sequence[str], folders: Sequence[P
 
 def require_folders(folders: Iterable[Path]) -> None:
     """Raise a `UserError` if a folder of configurations is not there."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder of configurations")
+    refuse(f"{folder}: no such folder of configurations" for folder in folders if not folder.is_dir())
 
 
 def is_global(file: Path) -> bool:

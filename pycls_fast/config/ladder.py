@@ -119,8 +119,6 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
         UserError: there is no such ladder, or one line per mistake in it.
     """
     file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
-    if not file.is_file():
-        raise UserError(f"ladder: there is no file {file}")
     with refusing(f"ladder: {file} cannot be read", OSError, ValueError):
         values = read_yaml(file)
     if isinstance(values, dict) and values.get("variants") == "switches":

@@ -310,9 +310,8 @@ def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section
     Raises:
         UserError: one line per mistake.
     """
-    own = [override for override in overrides if key_of(override) in options.model_fields]
-    if own:
-        raise UserError(f"{own[0]}: a key of the tool, the same for every variant")
+    own = (override for override in overrides if key_of(override) in options.model_fields)
+    refuse(f"{override}: a key of the tool, the same for every variant" for override in own)
     _, typed = same_command(options=options)
     folders = config_folders()
     changed = [*typed, *as_hydra_overrides(overrides, folders)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, together
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import closed
@@ -145,13 +145,12 @@ class CrossedTrainings:
 
     def _check_plan(self) -> None:
         s, looked = self.settings, self.known.looked
-        for family in (family for group in self.groups() for family in group):
-            least = 2 * len(family.names) + 2
-            if 2 * len(family.pairs) < least:
-                raise UserError(
-                    f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; "
-                    f"use {least} or more"
-                )
+        refuse(
+            f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; use "
+            f"{2 * len(family.names) + 2} or more"
+            for family in (family for group in self.groups() for family in group)
+            if len(family.pairs) <= len(family.names)
+        )
         if looked and looked != [s.runs_at_most, s.margin]:
             raise UserError(
                 "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"

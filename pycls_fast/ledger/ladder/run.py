@@ -17,6 +17,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
+from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
@@ -111,9 +112,9 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:
         raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
-    for key, instead in (("run_dir", "use output="), ("seed", "use first_seed="), ("resume", "leave it out")):
-        if any(override.lstrip("+").startswith(f"{key}=") for override in typed):
-            raise UserError(f"{key}: each run of a ledger has its own; {instead}")
+    instead = {"run_dir": "use output=", "seed": "use first_seed=", "resume": "leave it out"}
+    keys = {key_of(override) for override in typed}
+    refuse(f"{key}: each run of a ledger has its own; {use}" for key, use in instead.items() if key in keys)
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)

@@ -54,7 +54,7 @@ def short_training(config: RunConfig, *, steps: int, output: str | Path) -> Iter
     """
     with build.world(config) as world:
         if world.size > 1:
-            raise UserError("mode: a short training is looked at in one process; start without torchrun")
+            raise UserError("WORLD_SIZE: a short training is looked at in one process; start without torchrun")
         file, display = output_file(output), Display(speaks=True, mode="plain")
         parts = build_parts(config, world, display)
         loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, refuse
 from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.timed import TimedVariant, speed_comparison
@@ -99,8 +99,7 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
         for key in ("runtime", "parallel", "imports"):
             if getattr(config, key) != getattr(base, key):
                 problems.append(f"compare: '{name}' changes {key}, which all variants share; time it in a separate run")
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
 
 
 def _output_file(config: RunConfig, output: str | None, world: World) -> Path:

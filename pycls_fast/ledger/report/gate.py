@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.effects import Effect, p_less_accurate
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
@@ -39,9 +39,11 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
     """
     files = [user_path(baseline), user_path(new)]
     before, now = (read_record(file) for file in files)
-    for file, record in zip(files, (before, now), strict=True):
-        if record.unfinished:
-            raise UserError(f"{file}: unfinished; run the ledger's command again, which resumes it")
+    refuse(
+        f"{file}: unfinished; run the ledger's command again, which resumes it"
+        for file, record in zip(files, (before, now), strict=True)
+        if record.unfinished
+    )
     changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
     rows = [(change.variant, change.quantity, change.before, change.now, change.text) for change in changes]
     wide_console().print(plain_table(("variant", "quantity", "before", "now", ""), rows, no_wrap=True))
@@ -54,13 +56,16 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
     Raises:
         UserError: the ledgers have different plans, or `before` has nothing to compare with.
     """
-    for what, one, other in (
+    shared = (
         ("experiment", before.config_name, now.config_name),
         ("mode", before.settings.mode, now.settings.mode),
         ("first variant", before.reference.name, now.reference.name),
-    ):
-        if one != other:
-            raise UserError(f"check: ledgers with a different {what} ({one} and {other}) cannot be compared")
+    )
+    refuse(
+        f"check: ledgers with a different {what} ({one} and {other}) cannot be compared"
+        for what, one, other in shared
+        if one != other
+    )
     by_name = {variant.name: variant for variant in now.variants}
     measured = [variant for variant in before.variants if variant.status == "measured"]
     speeds = [_speeds(old, by_name.get(old.name), before, now, absolute) for old in measured]

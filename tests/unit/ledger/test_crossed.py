@@ -140,7 +140,7 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
     def say(text: str) -> None:
         # Twenty trainings in, Ctrl-C.
         if len(trained.started) - start > 9 + 20:
-            stopped.stop_requested = True
+            stopped.stop.name = "SIGINT"
 
     stopped.say = say
     with stopped.folder.opened(stopped.plan()), pytest.raises(KeyboardInterrupt):

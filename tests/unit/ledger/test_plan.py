@@ -143,7 +143,7 @@ def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (None, "there is no file"),
+        (None, "mine.yaml cannot be read (No such file or directory)"),
         ("description: x\nbaseline: {name: a}\nvariants: []\n", "variants"),
         (
             "description: x\nbaseline: {name: a}\nvariants: [{name: b, overide: [x=1]}]\n",
