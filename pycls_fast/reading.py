@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
+from pycls_fast.values import ImageSize
+
 TEXT_BYTES = 1 << 28
 """The largest file of JSON, and the longest header of weights."""
 CONFIG_BYTES = 1 << 20
@@ -106,7 +108,7 @@ class _Saved(BaseModel):
 
 class _Batches(_Saved):
     global_batch_size: PositiveInt | str
-    image_size: PositiveInt
+    image_size: ImageSize
 
 
 class _Named(_Saved):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -93,6 +93,41 @@ def _bytes(value: Any) -> Any:
         raise PydanticCustomError("bytes", "must be an amount of memory such as 24GB or 22.5GiB")
     return round(float(parts[1]) * _UNITS[parts[2]])
 
+
+class Size(NamedTuple):
+    """Height and width of images, in pixels. A configuration has one number if they are equal, else [height,width]."""
+
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, size: int | tuple[int, int]) -> Self:
+        """Of a square's side, or of both."""
+        return cls(size, size) if isinstance(size, int) else cls(*size)
+
+    @property
+    def typed(self) -> int | list[int]:
+        """As a configuration has it."""
+        return self.height if self.height == self.width else list(self)
+
+    def __str__(self) -> str:
+        return str(self.height) if self.height == self.width else f"{self.height} x {self.width}"
+
+    @classmethod
+    def _read(cls, value: Any) -> Size:
+        sides = list(value) if isinstance(value, list | tuple) else [value] * 2
+        if len(sides) == 2 and all(type(side) is int and side > 0 for side in sides):
+            return cls(*map(_within_31_bits, sides))
+        raise PydanticCustomError("size", f"must be {_SIZE}")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        typed = core_schema.plain_serializer_function_ser_schema(lambda size: cls.of(size).typed)
+        return core_schema.no_info_plain_validator_function(cls._read, serialization=typed)
+
+
+_SIZE = "a whole number greater than 0, or [height,width]"
+ImageSize = Annotated[Size, Wording(_SIZE)]
 
 Bytes = Annotated[
     int,

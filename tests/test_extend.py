@@ -22,6 +22,7 @@ from pycls_fast.config import Section, load_config
 from pycls_fast.config.help import help_text
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
+from pycls_fast.values import Size
 from tests.integration.runs import ROOT, TINY, command, records, run_process
 
 FILES = dict(
@@ -109,7 +110,7 @@ def test_a_schedule(images: Path) -> None:
 def test_a_policy(images: Path) -> None:
     config = load_config("vit_digits", small(*CHOSEN["my_policy"], "imports=[my_policy]"))
     assert config.augment.policy is not None
-    step = config.augment.policy.build(interpolation="bilinear", image_size=8, mean=(0.5, 0.5, 0.5))
+    step = config.augment.policy.build(interpolation="bilinear", image_size=Size(8, 8), mean=(0.5, 0.5, 0.5))
     assert np.asarray(step(Image.new("RGB", (2, 2), (0, 55, 255)))).tolist() == [[[255, 200, 0]] * 2] * 2
     trained("my_policy", images)
 

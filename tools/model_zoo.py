@@ -6,6 +6,7 @@ Published numbers are in `pycls_fast/published.yaml`, numbers measured here in `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -80,7 +81,7 @@ def hours(known: Published, data: Source, epochs: int) -> str:
     """Hours on one H100 at its peak for training on ImageNet-1k, at three forward passes per image."""
     sizes = data.training_image_sizes
     parts = pairwise([*sizes, epochs])
-    areas = sum((last - first) * (sizes[first] / known.size) ** 2 for first, last in parts)
+    areas = sum((last - first) * math.prod(sizes[first]) / known.size**2 for first, last in parts)
     hours = 3 * 2e9 * known.gmacs * areas * IMAGENET_TRAINING_IMAGES / H100_PEAK / 3_600
     return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"
 

@@ -225,14 +225,12 @@ def prepare_on_host(config: RunConfig, chosen: Speed) -> PrepareOnHost | None:
 def preprocessing(config: RunConfig) -> str:
     """One line that describes the preprocessing of scored images: accuracies mean little without it."""
     data, augment = config.data, config.augment
-    sides = {"center": "short side", "squash": "both sides", "border": "long side"}[augment.eval_crop]
-    pixels = round(data.image_size / augment.eval_crop_ratio)
+    how = {"center": "covering", "squash": "squashed to", "border": "within"}[augment.eval_crop]
+    whole = (round(side / augment.eval_crop_ratio) for side in data.image_size)
+    resized, size = (" x ".join(map(str, sides)) for sides in (whole, data.image_size))
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
     turned = "EXIF orientation, " if data.exif_orientation else ""
-    return (
-        f"{turned}{sides} {pixels} ({augment.interpolation}), centre {data.image_size} x {data.image_size}, "
-        f"mean {mean}, std {std}"
-    )
+    return f"{turned}{how} {resized} ({augment.interpolation}), centre {size}, mean {mean}, std {std}"
 
 
 def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
@@ -244,8 +242,7 @@ def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
     augment = {
         "eval_crop": about.crop,
-        # A ratio of two whole pixel counts, so that `EvalTransform`'s rounding gives exactly `resized_side`.
-        "eval_crop_ratio": about.image_size / about.resized_side,
+        "eval_crop_ratio": about.crop_ratio,
         "interpolation": about.interpolation,
     }
     changed = config.with_values(data=data, augment=augment)

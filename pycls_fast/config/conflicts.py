@@ -17,7 +17,7 @@ from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
 from pycls_fast.strategies import Strategy, strategy_of
-from pycls_fast.values import AUTO
+from pycls_fast.values import AUTO, Size
 
 
 @dataclass(frozen=True)
@@ -364,8 +364,9 @@ def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str,
         yield key, f"{value} is not divisible by {of}; use {below} or {below + divisor}"
 
 
-def _vit_sizes(model: ViTModel, image_size: int, together: int, apart: int) -> Iterator[tuple[str, str]]:
-    yield from _divided("data.image_size", image_size, model.patch_size, f"model.patch_size={model.patch_size}")
+def _vit_sizes(model: ViTModel, image_size: Size, together: int, apart: int) -> Iterator[tuple[str, str]]:
+    for side in dict.fromkeys(image_size):
+        yield from _divided("data.image_size", side, model.patch_size, f"model.patch_size={model.patch_size}")
     yield from _divided("model.width", model.width, model.heads, f"model.heads={model.heads}")
     for key, degree, sizes in (
         ("parallel.tensor_degree", together, ("heads", "mlp_width")),
@@ -389,7 +390,9 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     model, data, augment = config.model, config.data, config.augment
     schedule, parallel = config.schedule, config.parallel
     batch, parts, stages = data.global_batch_size, config.optim.microbatches, parallel.pipeline_degree
-    smallest = min([data.image_size, *(size for _, size in data.image_size_schedule)])
+    smallest = min(min(size) for size in (data.image_size, *data.training_image_sizes.values()))
+    if augment.quarter_turns and any(size.height != size.width for size in data.training_image_sizes.values()):
+        yield "augment.quarter_turns", "it turns images, which are not square; use augment.quarter_turns=false"
     if isinstance(model, ViTModel):
         yield from _vit_sizes(model, data.image_size, parallel.tensor_degree, parallel.expert_degree)
     if isinstance(model, ResNetModel) and model.stem != "small" and smallest < 32:

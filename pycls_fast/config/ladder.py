@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from pycls_fast.config.compose import validate
+from pycls_fast.config.keys import as_typed
 from pycls_fast.config.presets import LADDERS
 from pycls_fast.config.run import RunConfig, Section, ViTModel
 from pycls_fast.errors import UserError, did_you_mean, one_of, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_yaml
 from pycls_fast.speed import SWITCHES
-from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
+from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Size, Text
 
 Overrides = tuple[Text, ...]
 Mode = Literal["crossed", "cumulative"]
@@ -183,8 +184,8 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
     def sized(variant: Variant) -> Variant:
         overrides = list(variant.overrides)
         if variant.image_size_ratio is not None:
-            size = max(round(config.data.image_size * variant.image_size_ratio / patch), 1) * patch
-            overrides.append(f"data.image_size={size}")
+            sides = (max(round(s * variant.image_size_ratio / patch), 1) * patch for s in config.data.image_size)
+            overrides.append(f"data.image_size={as_typed(Size(*sides).typed)}")
         if variant.batch_ratio is not None:
             if config.data.global_batch_size == AUTO:
                 raise UserError(

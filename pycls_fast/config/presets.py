@@ -77,7 +77,7 @@ OF_WEIGHTS = "of_weights"
 _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
 
 
-def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], int | None]:
+def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """The section `model` for what `weights` names: timm's or torchvision's name, a run's folder, or a file that has
     the name of a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
 
@@ -97,7 +97,7 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
         unreadable = f"weights: {weights}/config.yaml cannot be read"
         with refusing(unreadable, OSError, ValueError, LookupError, TypeError, use="give its checkpoint"):
             run = read_yaml(Path(weights) / "config.yaml")
-            found, size = {**run["model"], "num_classes": None}, int(run["data"]["image_size"])
+            found, size = {**run["model"], "num_classes": None}, run["data"]["image_size"]
     elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
         import timm
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pycls_fast.data.mix import Mixed
 from pycls_fast.data.transforms import NO_BOX, Box
 from pycls_fast.errors import UserError
+from pycls_fast.values import Size
 
 Damage = tuple[str, str]
 """(name of the image, reason)."""
@@ -83,7 +84,7 @@ HostStage = Callable[[Batch, int | None], Batch]
 """A stage that workers apply to a whole batch, with the seed of its microbatch (None in evaluation)."""
 
 
-def collate(samples: Iterable[Sample], *, count: int, image_size: int, erases: bool, shared: bool = False) -> Batch:
+def collate(samples: Iterable[Sample], *, count: int, image_size: Size, erases: bool, shared: bool = False) -> Batch:
     """Collate samples; those without an image contribute only their damage report.
 
     Args:
@@ -94,7 +95,7 @@ def collate(samples: Iterable[Sample], *, count: int, image_size: int, erases: b
     Raises:
         UserError: shared memory is full.
     """
-    images_BHWC = _empty_images((count, image_size, image_size, 3), shared)
+    images_BHWC = _empty_images((count, *image_size, 3), shared)
     rows_BHWC = images_BHWC.numpy()
     whole: list[Sample] = []
     damaged: list[Damage] = []

@@ -23,6 +23,8 @@ from pycls_fast.values import (
 if TYPE_CHECKING:
     from pycls_fast.data.sources.base import Images
 
+EvalCrop = Literal["center", "squash", "border"]
+
 
 class Auto(Source, name="auto"):
     """Class folders, packed images or CIFAR, recognised by what is in root."""
@@ -201,13 +203,13 @@ class Augment(Section):
     The order is crop, flips, quarter turns, `policy`, `color_jitter`, erasing and mixing.
     """
 
-    crop: Literal["random_resized", "pad", "none"] = "random_resized"
-    """The training crop: a random area and shape, resized; padding, then a random crop of image_size; or the centre
-    square, after resizing the short side."""
+    crop: Literal["random_resized", "pad", "none", "squash", "border"] = "random_resized"
+    """The training crop: a random area and shape, resized; padding, then a random crop of image_size; the centre; or
+    the whole image, as eval_crop has it."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     """crop=random_resized: the smallest and the largest area, as a share of the image's."""
     ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
-    """crop=random_resized: the smallest and the largest ratio of width to height."""
+    """crop=random_resized: the smallest and the largest ratio of width to height, as multiples of image_size's."""
     pad: NonNegativeInt = 4
     """crop=pad: pixels added on each side."""
     pad_mode: Literal["constant", "reflect"] = "constant"
@@ -241,9 +243,10 @@ class Augment(Section):
     """The probability of CutMix instead of mixup when both are on."""
     mix_mode: Literal["batch", "pair", "elem"] = "batch"
     """Draw one mixing ratio for the whole batch, for each pair of images, or for each image."""
-    eval_crop: Literal["center", "squash", "border"] = "center"
-    """Evaluation: the side that is resized to data.image_size / eval_crop_ratio before the centre is cut out: the short
-    one (center), both (squash), or the long one (border; what is missing gets the mean color)."""
+    eval_crop: EvalCrop = "center"
+    """Evaluation: how images are resized to data.image_size / eval_crop_ratio before the centre is cut out: in
+    proportion, to cover it (center); out of proportion (squash); or in proportion, within it (border, or letterbox:
+    what is missing gets the mean color). With eval_crop_ratio=1 the last two keep the whole image."""
     # The whole image is resized to the side of the crop divided by this: a tiny ratio would take all memory.
     eval_crop_ratio: Annotated[float, Field(ge=0.1, le=1.0)] = 0.875
     """Evaluation: the side of the centre crop as a share of the resized side."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from pycls_fast.choice import Choice
-from pycls_fast.values import NonNegativeFloat, PositiveInt, Probability
+from pycls_fast.values import NonNegativeFloat, PositiveInt, Probability, Size
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,12 +31,12 @@ class Policy(Choice, key="augment.policy"):
     name: str = ""
     """The policy."""
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         """From a PIL image to one of the same size.
 
         Args:
             interpolation: the filter of rotations.
-            image_size: the side of the images, in pixels.
+            image_size: of the images.
             mean: the color of newly exposed corners, on the scale 0..1.
         """
         raise NotImplementedError
@@ -50,7 +50,7 @@ class RandAugment(Policy, name="rand_augment"):
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """The strength of the operations."""
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         from torchvision.transforms import InterpolationMode, v2
 
         return v2.RandAugment(self.num_ops, self.magnitude, interpolation=InterpolationMode(interpolation))
@@ -70,7 +70,7 @@ class TimmRandAugment(Policy, name="timm_rand_augment"):
     probability: Probability = 0.5
     """The probability of each operation."""
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         # Imports all of timm's models, which takes more than a second: only where one of its policies is used.
         from timm.data.auto_augment import rand_augment_transform
 
@@ -86,7 +86,7 @@ class AutoAugment(Policy, name="auto_augment"):
     dataset: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """The images on which the policy was found."""
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
         return v2.AutoAugment(AutoAugmentPolicy(self.dataset), interpolation=InterpolationMode(interpolation))
@@ -95,7 +95,7 @@ class AutoAugment(Policy, name="auto_augment"):
 class TrivialAugment(Policy, name="trivial_augment_wide"):
     """TrivialAugment Wide (Müller and Hutter, 2021) of torchvision: one operation of random strength."""
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         from torchvision.transforms import InterpolationMode, v2
 
         return v2.TrivialAugmentWide(interpolation=InterpolationMode(interpolation))
@@ -107,7 +107,7 @@ class ThreeAugment(Policy, name="three_augment"):
     The recipe adds color jitter of 0.3.
     """
 
-    def build(self, *, interpolation: Interpolation, image_size: int, mean: Sequence[float]) -> Step:
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
         from timm.data.auto_augment import auto_augment_transform
 
         policy = auto_augment_transform("3a", _timm_parameters(image_size, mean, interpolation))
@@ -121,12 +121,12 @@ def color_jitter(brightness: float, contrast: float, saturation: float, hue: flo
     return v2.ColorJitter(brightness, contrast, saturation, hue)
 
 
-def _timm_parameters(image_size: int, mean: Sequence[float], interpolation: Interpolation) -> dict[str, object]:
+def _timm_parameters(image_size: Size, mean: Sequence[float], interpolation: Interpolation) -> dict[str, object]:
     from pycls_fast.data.decoders import PILLOW_FILTERS
 
     return {
         # Shifts go up to this.
-        "translate_const": int(image_size * 0.45),
+        "translate_const": int(min(image_size) * 0.45),
         "img_mean": tuple(min(255, round(255 * value)) for value in mean),
         "interpolation": PILLOW_FILTERS[interpolation],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -10,12 +11,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from pycls_fast.choice import Choice
 from pycls_fast.values import (
     Deviation,
+    ImageSize,
     Mean,
     NonNegativeInt,
     Off,
     PositiveInt,
     PositiveIntOrAuto,
     Seed,
+    Size,
     Text,
 )
 
@@ -63,9 +66,9 @@ class Source(Choice, key="data", tag="source", default="auto"):
     exif_orientation: bool = False
     """Turn images as their EXIF orientation says, as viewers do. torchvision, timm and published numbers ignore it;
     photographs of phones need it. Saved and exported weights carry the setting."""
-    image_size: PositiveInt = 224
-    """The side of the square images that the network gets, in pixels."""
-    image_size_schedule: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
+    image_size: ImageSize = Field(default=224, validate_default=True)
+    """The size of the images that the network gets, in pixels: the side of squares, or [height,width]."""
+    image_size_schedule: tuple[tuple[NonNegativeInt, ImageSize], ...] = ()
     """Pairs of a first epoch and the size of training images from then on; before the first pair, and in evaluation, it
     is image_size."""
     global_batch_size: PositiveIntOrAuto = 256
@@ -113,7 +116,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
 
     @field_validator("image_size_schedule")
     @classmethod
-    def _increases(cls, value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    def _increases(cls, value: tuple[tuple[int, Size], ...]) -> tuple[tuple[int, Size], ...]:
         epochs = [epoch for epoch, _ in value]
         if epochs != sorted(set(epochs)):
             raise ValueError("epochs must increase")
@@ -129,9 +132,14 @@ class Source(Choice, key="data", tag="source", default="auto"):
         return value
 
     @property
-    def training_image_sizes(self) -> dict[int, int]:
-        """The side of training images in pixels, by the epoch from which they have it; the first epoch is 0."""
+    def training_image_sizes(self) -> dict[int, Size]:
+        """The size of training images, by the epoch from which they have it; the first epoch is 0."""
         return dict(sorted({0: self.image_size, **dict(self.image_size_schedule)}.items()))
+
+    @property
+    def largest_image_size(self) -> Size:
+        """The size of training images with the most pixels."""
+        return max(self.training_image_sizes.values(), key=math.prod)
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         """The parts that are found: "all", or "train" and perhaps "val" and "test"; `splits.as_splits` does the rest.

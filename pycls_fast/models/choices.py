@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pycls_fast.choice import Choice
 from pycls_fast.given import given
-from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
+from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Size, Text
 
 if TYPE_CHECKING:
     from pycls_fast.network import Network
@@ -29,8 +29,8 @@ class Model(Choice, key="model", tag="kind"):
     switches: ClassVar[tuple[str, ...]] = ()
     """The switches (keys of `speed`) whose values `build` takes as keyword arguments."""
 
-    def build(self, classes: int, image_size: int) -> Network:
-        """A network with its initial values, from torch's default generator, for square images of this many pixels."""
+    def build(self, classes: int, image_size: Size) -> Network:
+        """A network with its initial values, from torch's default generator, for images of this size."""
         raise NotImplementedError
 
 
@@ -96,7 +96,7 @@ class ViTModel(Model, name="vit"):
 
     switches = ("attention", "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute")
 
-    def build(self, classes: int, image_size: int, *, token_parts: int = 1, **switches: Any) -> Network:
+    def build(self, classes: int, image_size: Size, *, token_parts: int = 1, **switches: Any) -> Network:
         """`token_parts`: into how many equal parts the blocks' tokens are divided; they are padded for it."""
         from pycls_fast.models.moe import Experts
         from pycls_fast.models.vit import VisionTransformer
@@ -138,7 +138,7 @@ class ResNetModel(Model, name="resnet"):
 
     switches = ("convolution",)
 
-    def build(self, classes: int, image_size: int, **switches: Any) -> Network:
+    def build(self, classes: int, image_size: Size, **switches: Any) -> Network:
         from pycls_fast.models.resnet import ResNet
 
         return ResNet(num_classes=classes, drop_path=self.drop_path, **self.own(), **switches)
@@ -154,7 +154,7 @@ class TimmModel(Model, name="timm"):
 
     switches = ("attention",)
 
-    def build(self, classes: int, image_size: int, *, attention: str = "reference") -> Network:
+    def build(self, classes: int, image_size: Size, *, attention: str = "reference") -> Network:
         from pycls_fast.models.timm_network import TimmNetwork
 
         return TimmNetwork(
@@ -173,7 +173,7 @@ class GivenModel(Model, name="given"):
     module: Text
     """The name of its class."""
 
-    def build(self, classes: int, image_size: int) -> Network:
+    def build(self, classes: int, image_size: Size) -> Network:
         from pycls_fast.models.given import GivenNetwork
 
         way_out = "open the run as pycls_fast.load(RUN, model=MODULE)"

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from pycls_fast.values import Size
+
 
 @dataclass(frozen=True)
 class Complexity:
@@ -46,13 +48,13 @@ class _ActivationCounter(TorchDispatchMode):
         return out
 
 
-def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int) -> Complexity:
+def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | tuple[int, int]) -> Complexity:
     """Count on the meta device: nothing is computed, no memory is allocated, no random number is drawn.
 
     Args:
         model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model itself is not
             changed, whatever its device and mode; evaluation mode is counted.
-        image_size: side of the square image in pixels.
+        image_size: side of the image in pixels, or height and width.
     """
     if isinstance(model, nn.Module):
         meta_model = meta_copy(model)
@@ -62,7 +64,7 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int) -
     # Parameters that modules pass on as arguments would have the counter wait for their gradients.
     meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
-    image_BCHW = torch.empty(1, 3, image_size, image_size, device="meta", dtype=dtype)
+    image_BCHW = torch.empty(1, 3, *Size.of(image_size), device="meta", dtype=dtype)
     flops, activations = FlopCounterMode(display=False), _ActivationCounter()
     # Fused attention hides its scores; its plain form shows the same two products as the written-out formula.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:

@@ -22,6 +22,7 @@ from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
+from pycls_fast.values import Size
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class About:
 
     Attributes:
         classes: names of the outputs, in their order.
-        image_size: side of the square images in pixels.
+        image_size: side of the images in pixels, or height and width.
         mean, std: per channel, as fractions of 255.
-        crop_ratio: side of the crop as a fraction of the resized side, at evaluation.
-        crop: the resized side: "center": the short one, "squash": both, "border": the long one (timm's `crop_mode`).
+        crop_ratio: size of the crop as a fraction of the resized size, at evaluation.
+        crop: "center": resized to cover that size, "squash": to be it, "border": to fit into it (timm's `crop_mode`).
         interpolation: that of the resizing.
         exif_orientation: whether images are turned first as their EXIF orientation says.
         step: the run's step at which the weights were saved.
@@ -41,7 +42,7 @@ class About:
     """
 
     classes: Sequence[str]
-    image_size: int
+    image_size: int | list[int]
     mean: Sequence[float]
     std: Sequence[float]
     crop_ratio: float = 0.875
@@ -50,6 +51,12 @@ class About:
     exif_orientation: bool = False
     step: int | None = None
     weights: str = "model"
+
+    @property
+    def size(self) -> Size:
+        """Height and width."""
+        height, width = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
+        return Size(height, width)
 
     def texts(self) -> dict[str, str]:
         """Names and string values, which all formats can hold."""
@@ -113,7 +120,6 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     architecture, arguments, state = timm_form(model)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_saved(state), folder / "model.safetensors", {"format": "pt", **about.texts()})
-    size = [3, about.image_size, about.image_size]
     head = model.get_submodule(model.head_name)
     assert isinstance(head, nn.Linear)
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
@@ -124,7 +130,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "pretrained_cfg": {
             "num_classes": head.out_features,
             **_ends(model),
-            "input_size": size,
+            "input_size": [3, *about.size],
             "mean": list(about.mean),
             "std": list(about.std),
             "crop_pct": about.crop_ratio,
@@ -187,7 +193,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     state.setdefault("positions.value", model.positions.value.detach())
     pooled_norm = model.classifier != "token" and model.classifier_norm == "after_pool"
     arguments = {
-        "img_size": model.image_size,
+        "img_size": model.image_size.typed,
         "patch_size": state["stem.projection.weight"].shape[-1],
         "embed_dim": width,
         "depth": len(model.blocks),
@@ -223,7 +229,7 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
 
 
 def to_onnx(model: Network, path: Path, about: About) -> None:
-    """Write an ONNX file: `images` (B, C, size, size), uint8 -> `logits` (B, K), with `about.texts()` as metadata.
+    """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts()` as metadata.
 
     Raises:
         UserError: onnxscript is missing.
@@ -251,7 +257,7 @@ def to_program(model: Network, path: Path, about: About) -> None:
 
 
 def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
-    images = torch.zeros(2, 3, about.image_size, about.image_size, dtype=torch.uint8)
+    images = torch.zeros(2, 3, *about.size, dtype=torch.uint8)
     with torch.no_grad():
         program = torch.export.export(
             Deployable(model, about), (images,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import refusing
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.network import Network, Units
+from pycls_fast.values import Size
 
 
 class WrappedNetwork(Network):
@@ -72,7 +73,7 @@ class GivenNetwork(WrappedNetwork):
         UserError: it does not take the images, or gives other outputs.
     """
 
-    def __init__(self, module: nn.Module, classes: int, image_size: int) -> None:
+    def __init__(self, module: nn.Module, classes: int, image_size: Size) -> None:
         super().__init__()
         self._given = dict(named_tensors(module))
         self.network = copy.deepcopy(module).to(torch.get_default_device())
@@ -101,7 +102,7 @@ def without_children(module: nn.Module) -> nn.Module:
     return own
 
 
-def find_blocks(network: Any, num_classes: int, image_size: int) -> tuple[list[str], list[str]]:
+def find_blocks(network: Any, num_classes: int, image_size: Size) -> tuple[list[str], list[str]]:
     """The repeated blocks of a model, and those that take one tensor, once, and return one.
 
     Both in the order of a forward pass on the meta device.
@@ -128,11 +129,11 @@ def find_blocks(network: Any, num_classes: int, image_size: int) -> tuple[list[s
     return list(is_unit), [name for name, usable in is_unit.items() if usable]
 
 
-def run_without_memory(meta: nn.Module, image_size: int) -> Tensor:
+def run_without_memory(meta: nn.Module, image_size: Size) -> Tensor:
     """The output of a `meta_copy` for two images, on the meta device."""
     dtype = next(meta.parameters()).dtype
     with torch.no_grad():
-        return meta(torch.empty(2, 3, image_size, image_size, device="meta", dtype=dtype))
+        return meta(torch.empty(2, 3, *image_size, device="meta", dtype=dtype))
 
 
 def _matched(network: Any) -> list[str]:

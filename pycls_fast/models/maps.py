@@ -5,7 +5,6 @@ Shape letters as in `layers`; h, w are the grid's rows and columns. Nothing here
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,8 +47,8 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     (probabilities_BHNN,) = last
     if vit.classifier == "map":
         # One query over only the patches.
-        return _on_grid(probabilities_BHNN[:, :, 0])
-    return _on_grid(_readout(vit, probabilities_BHNN))
+        return _on_grid(vit, probabilities_BHNN[:, :, 0])
+    return _on_grid(vit, _readout(vit, probabilities_BHNN))
 
 
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -82,8 +81,8 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         vit(images_BCHW)
     (flow_BNN,) = flow
     if vit.classifier == "map":
-        return _on_grid(flow_BNN[:, 0, vit.extra_tokens :])
-    return _on_grid(_readout(vit, flow_BNN))
+        return _on_grid(vit, flow_BNN[:, 0, vit.extra_tokens :])
+    return _on_grid(vit, _readout(vit, flow_BNN))
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         vit(images_BCHW)
     # (N, B, D) -> (B, N, D)
     features_BND = seen[0].transpose(0, 1) if vit.batch_dim == 1 else seen[0]
-    return _on_grid(vit.norm(features_BND[:, vit.extra_tokens : vit.tokens]), token_dim=1)
+    return _on_grid(vit, vit.norm(features_BND[:, vit.extra_tokens : vit.tokens]), token_dim=1)
 
 
 def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
@@ -201,6 +200,5 @@ def _readout(vit: VisionTransformer, matrix: Tensor) -> Tensor:
     return to_patches[..., 0, :] if vit.classifier == "token" else to_patches[..., vit.extra_tokens :, :].mean(dim=-2)
 
 
-def _on_grid(values: Tensor, token_dim: int = -1) -> Tensor:
-    side = math.isqrt(values.shape[token_dim])
-    return values.unflatten(token_dim, (side, side))
+def _on_grid(vit: VisionTransformer, values: Tensor, token_dim: int = -1) -> Tensor:
+    return values.unflatten(token_dim, vit.grid)

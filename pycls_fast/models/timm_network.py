@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, first_line, refusing
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.models.given import WrappedNetwork, find_blocks, named_tensors, run_without_memory
+from pycls_fast.values import Size
 
 FusedAttention = Literal["reference", "sdpa"]
 
@@ -23,7 +24,7 @@ class TimmNetwork(WrappedNetwork):
     Args:
         name: timm's, with or without a tag (`resnet50`, `vit_base_patch16_224.mae`); weights are never downloaded.
         num_classes: K.
-        image_size: side of the square images in pixels; models with a fixed input size are built for it.
+        image_size: side of the images in pixels, or height and width; models with a fixed input size are built for it.
         drop_path: timm's `drop_path_rate`.
         options: further keyword arguments of the model, as timm names them.
         attention: "reference": written out; "sdpa": torch's fused one. No effect on models whose modules lack timm's
@@ -38,20 +39,20 @@ class TimmNetwork(WrappedNetwork):
         *,
         name: str,
         num_classes: int,
-        image_size: int = 224,
+        image_size: int | tuple[int, int] = 224,
         drop_path: float = 0.0,
         options: Mapping[str, Any] | None = None,
         attention: FusedAttention = "sdpa",
     ) -> None:
         super().__init__()
         self.name = name
-        self.image_size = image_size
+        self.image_size = Size.of(image_size)
         self.options = dict(options or {})
         self.arguments: dict[str, Any] = {"num_classes": num_classes, **self.options}
         if drop_path:
             self.arguments["drop_path_rate"] = drop_path
         if _built_for_one_size(name):
-            self.arguments.setdefault("img_size", image_size)
+            self.arguments.setdefault("img_size", self.image_size.typed)
         self.network = self._create()
         if not hasattr(self.network, "default_cfg"):
             raise UserError(
@@ -104,8 +105,8 @@ class TimmNetwork(WrappedNetwork):
         with torch.device("cpu"):
             return dict(named_tensors(self._create()))
 
-    def takes(self, image_size: int) -> bool:
-        """Whether the model accepts images of this side, in pixels, whatever size it was built for."""
+    def takes(self, image_size: Size) -> bool:
+        """Whether the model accepts images of this size, whatever size it was built for."""
         try:
             run_without_memory(meta_copy(self.network).eval(), image_size)
         except (AssertionError, RuntimeError, ValueError):
@@ -130,7 +131,8 @@ class TimmNetwork(WrappedNetwork):
         try:
             return find_blocks(self.network, num_classes, self.image_size)
         except Exception as error:
-            made_for = self.network.default_cfg.get("input_size", (None,))[-1]
+            known = self.network.default_cfg.get("input_size")
+            made_for = Size.of(known[-2:]) if known else None
             hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
             what = f"does not take images of {self.image_size} pixels{hint}"
             raise self._refusal(what, error) from error

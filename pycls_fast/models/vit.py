@@ -5,6 +5,7 @@ Shape letters as in `layers`: B batch, C channels, N tokens, D width, K classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from pycls_fast.models.layers import (
 from pycls_fast.models.moe import FACTS, Experts, ExpertsMlp
 from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
+from pycls_fast.values import Size
 
 Stem = Literal["patch", "conv"]
 Classifier = Literal["token", "pooled", "map"]
@@ -97,7 +99,7 @@ class VisionTransformer(Network):
     """A vision transformer with a linear classifier.
 
     Args:
-        image_size: side of the square images in pixels, a multiple of patch_size.
+        image_size: side of the images in pixels, or height and width; multiples of patch_size.
         patch_size: side of a patch in pixels.
         width: D, a multiple of heads.
         depth: number of blocks.
@@ -136,7 +138,7 @@ class VisionTransformer(Network):
     def __init__(
         self,
         *,
-        image_size: int,
+        image_size: int | tuple[int, int],
         patch_size: int,
         width: int,
         depth: int,
@@ -163,18 +165,19 @@ class VisionTransformer(Network):
         **computation: Any,
     ) -> None:
         super().__init__()
-        if image_size % patch_size or width % heads:
+        self.image_size = size = Size.of(image_size)
+        if size.height % patch_size or size.width % patch_size or width % heads:
             raise ValueError("image_size has to be a multiple of patch_size, and width of heads")
         compute = Compute(**computation)
         has_token = classifier == "token" if class_token is None else class_token
-        self.image_size = image_size
         self.classifier = classifier
         self.classifier_norm = classifier_norm or default_classifier_norm(classifier)
         self.position_tokens = position_tokens
         self.init = init
         self.extra_tokens = has_token + registers
         self.batch_dim = compute.batch_dim
-        self.tokens = (image_size // patch_size) ** 2 + self.extra_tokens
+        self.grid = (size.height // patch_size, size.width // patch_size)
+        self.tokens = math.prod(self.grid) + self.extra_tokens
         self.padding = -self.tokens % compute.sequence_padding
 
         # Built on the meta device and filled once, by `initialise`: torch's own layers would first draw values that are
@@ -189,7 +192,7 @@ class VisionTransformer(Network):
             )
             self.class_token = ClassToken(width, layout=layout) if has_token else None
             self.registers = RegisterTokens(registers, width, layout=layout) if registers else None
-            self.positions = self._positions(positions, image_size // patch_size, width, layout)
+            self.positions = self._positions(positions, width, layout)
             keys = self.tokens if self.padding else None
             settings: Any = {"norm_eps": norm_eps, "layer_scale": layer_scale, "qk_norm": qk_norm, "keys": keys}
             block = partial(Block, width, heads, mlp_width, compute, **settings)
@@ -204,13 +207,11 @@ class VisionTransformer(Network):
         self.to_empty(device=device)
         self.initialise()
 
-    def _positions(
-        self, kind: Positions, side: int, width: int, layout: Layout
-    ) -> LearnedPositions | SinCos2dPositions:
+    def _positions(self, kind: Positions, width: int, layout: Layout) -> LearnedPositions | SinCos2dPositions:
         placed = self.extra_tokens if self.position_tokens == "all" else 0
         if kind == "learned":
-            return LearnedPositions(side * side + placed, width, layout=layout)
-        return SinCos2dPositions(side, side, width, extra_tokens=placed, layout=layout)
+            return LearnedPositions(math.prod(self.grid) + placed, width, layout=layout)
+        return SinCos2dPositions(*self.grid, width, extra_tokens=placed, layout=layout)
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they are from.
@@ -292,14 +293,14 @@ class VisionTransformer(Network):
         }
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, image_size, image_size), any memory format -> logits_BK.
+        """Images (B, C, *image_size), any memory format -> logits_BK.
 
         Raises:
             ValueError: images of a different size than the model was built for.
         """
-        if images_BCHW.shape[-2:] != (self.image_size, self.image_size):
-            found = " x ".join(str(size) for size in images_BCHW.shape[-2:])
-            raise ValueError(f"built for images of {self.image_size} x {self.image_size} pixels; got {found}")
+        if tuple(images_BCHW.shape[-2:]) != self.image_size:
+            made_for, found = (" x ".join(map(str, size)) for size in (self.image_size, images_BCHW.shape[-2:]))
+            raise ValueError(f"built for images of {made_for} pixels; got {found}")
         features_BND = self.enter(images_BCHW)
         for block in self.blocks:
             features_BND = block(features_BND)

@@ -36,7 +36,7 @@ from pycls_fast.plan.activations import Activations, measure
 from pycls_fast.plan.memory import Copies, Sizes, divisors, peak, pipelined_peak, state, update_transient
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES, ScheduleName
-from pycls_fast.values import AUTO
+from pycls_fast.values import AUTO, Size
 
 _CPU = torch.device("cpu")
 # Of the device's memory: libraries and communication take some, the allocator wastes some. timm's largest batches agree
@@ -178,7 +178,7 @@ class MemoryPlan:
         return _peaks[key, accumulation]
 
     def _peak(self, accumulation: int) -> float:
-        copies, size = self.copies(accumulation), max(self.config.data.training_image_sizes.values())
+        copies, size = self.copies(accumulation), self.config.data.largest_image_size
         images = self.per_rank // accumulation
         what = "optim.accumulation_steps: auto cannot measure this network without running it"
         with refusing(what, RuntimeError, TypeError, use="give a number"):
@@ -188,10 +188,10 @@ class MemoryPlan:
     def peak_with(self, activations: Activations, accumulation: int) -> float:
         """The same, with activations that are known."""
         config, copies, chosen, world = self.config, self.copies(accumulation), self.switches, self.world
-        images, size = self.per_rank // accumulation, max(config.data.training_image_sizes.values())
+        images, size = self.per_rank // accumulation, config.data.largest_image_size
         batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
         on_host = prepare_on_host(config, chosen) is not None
-        inputs = float(batches * images * size * size * 3 * (4 if on_host else 1))
+        inputs = float(batches * images * math.prod(size) * 3 * (4 if on_host else 1))
         if world.pipeline == 1:
             return peak(activations, self.sizes[0], copies, inputs=inputs, update=self.update)
         # All microbatches are there from the beginning.
@@ -209,8 +209,8 @@ class MemoryPlan:
             for rank, stages in enumerate(self.stages(len(activations.blocks)))
         )
 
-    def activations(self, images: int, size: int, *, gradients_exist: bool) -> Activations:
-        """Activations of a microbatch of square images; see `measure`."""
+    def activations(self, images: int, size: Size, *, gradients_exist: bool) -> Activations:
+        """Activations of a microbatch; see `measure`."""
         config = self.config
         if level(config).float8:
             # torchao's layers keep what layers under autocast keep.
@@ -235,7 +235,7 @@ class MemoryPlan:
                 network,
                 whole_loss,
                 images=lambda: torch.empty(
-                    (images, 3, size, size), dtype=dtype, memory_format=formats[chosen.memory_format]
+                    (images, 3, *size), dtype=dtype, memory_format=formats[chosen.memory_format]
                 ),
                 autocast=autocast(config, _CPU),
                 gradients_exist=gradients_exist,

@@ -24,7 +24,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel import World
 from pycls_fast.speed import Speed
-from pycls_fast.values import AUTO
+from pycls_fast.values import AUTO, Size
 
 Format = Literal["fp32", "amp_bf16"]
 
@@ -83,7 +83,7 @@ def race(config: RunConfig) -> Race:
     return _races[key]
 
 
-_races: dict[tuple[str, int], Race] = {}
+_races: dict[tuple[str, Size], Race] = {}
 
 
 def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
@@ -164,7 +164,7 @@ def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
             layer.register_forward_pre_hook(note)
     network.eval().requires_grad_(False)
     with torch.no_grad():
-        network(torch.empty(images, 3, image_size, image_size, device="meta"))
+        network(torch.empty(images, 3, *image_size, device="meta"))
     largest = sorted(layers, key=lambda key: -counts[key] * _size(*layers[key]))
     return (
         [_Product(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest[:_MOST_PRODUCTS]],
@@ -213,7 +213,7 @@ def _both_whole(config: RunConfig, images: int) -> tuple[float, float]:
     with torch.random.fork_rng(devices=[]):
         network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
     size = config.data.image_size
-    whole = _Product(network.train(), (images, 3, size, size), 1)
+    whole = _Product(network.train(), (images, 3, *size), 1)
     return _seconds(whole, "fp32"), _seconds(whole, "amp_bf16")
 
 

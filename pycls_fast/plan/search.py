@@ -207,7 +207,7 @@ class Search:
         self.config, self.cluster, self.classes = config.with_values(parallel=_UNDIVIDED), cluster, classes
         self.device = torch.device(cluster.accelerator.device)
         self.batch = config.data.global_batch_size
-        self.image_size = max(config.data.training_image_sizes.values())
+        self.image_size = config.data.largest_image_size
         # `auto` begins with autocast on a GPU.
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name

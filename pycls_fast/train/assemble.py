@@ -9,6 +9,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from pycls_fast import build
+from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
@@ -105,10 +106,10 @@ def _load_initial(
         into=into,
     )
     display.table("weights", origin.fitted.table())
-    if origin.image_size not in (None, config.data.image_size):
+    if origin.image_size is not None and origin.image_size != config.data.image_size:
         display.note(
             f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
-            f"data.image_size={origin.image_size} keeps that size"
+            f"data.image_size={as_typed(origin.image_size.typed)} keeps that size"
         )
     return f"{network.head_name}.weight" in origin.fitted.fresh
 

@@ -25,6 +25,7 @@ from pycls_fast.optim.weights import assign
 from pycls_fast.parallel import ALONE, FlatShards, World, place_model
 from pycls_fast.speed import Speed
 from pycls_fast.train.weights import Origin, Weights, find_weights, opened
+from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
 _SMALL = 0.01
@@ -36,8 +37,8 @@ class Loaded(Origin):
     """Where the weights of a network came from, and what was done to make them fit."""
 
     fitted: pretrained.Fitted
-    image_size: int | None
-    """The side of the images that they are for, in pixels; None if the source does not say."""
+    image_size: Size | None
+    """That of the images that they are for; None if the source does not say."""
 
 
 def load_weights(
@@ -74,18 +75,21 @@ def load_weights(
     ours = opened(found, world)
     trained = {} if ours is None or ours.config is None else ours.config.get("model", {})
     same_classes = ours is not None and other_class(ours.classes, classes) is None
+    image_size = _image_size(found, ours)
+    # 9 x 4 patches have as many positions as 6 x 6.
+    same_grid = not isinstance(network, VisionTransformer) or image_size in (None, network.image_size)
     if ours is not None and model is not None:
         head = ours.specs.get(f"{network.head_name}.weight")
         has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features
         check_same_model(model, trained, name, fresh_head=not has_head)
-    if ours is not None and same_classes and _shapes(ours.specs) == _shapes(state):
+    if ours is not None and same_classes and same_grid and _shapes(ours.specs) == _shapes(state):
         with torch.no_grad():
             ours.fill(state)
         kind, step = ours.origin.kind, ours.origin.step
         fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
     else:
         read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
-        read = replace(read, source=name, norm=norm_place(trained) or read.norm)
+        read = replace(read, source=name, norm=norm_place(trained) or read.norm, image_size=image_size)
         try:
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         except pretrained.Mismatch as error:
@@ -97,7 +101,7 @@ def load_weights(
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
-    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, _image_size(found, ours))
+    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, image_size)
 
 
 def load_network(
@@ -141,11 +145,11 @@ def _begin_head(
         assign(state[bias], torch.zeros(tuple(state[bias].shape)))
 
 
-def _image_size(found: Path | str, ours: Weights | None) -> int | None:
-    """The side of the images that weights are for, in pixels, if they say it."""
+def _image_size(found: Path | str, ours: Weights | None) -> Size | None:
+    """The size of the images that weights are for, if they say it."""
     if ours is not None and ours.config is not None:
-        size: int | None = ours.config.get("data", {}).get("image_size")
-        return size
+        size = ours.config.get("data", {}).get("image_size")
+        return None if size is None else Size.of(size)
     try:
         about = pretrained.described(found, for_scoring=False)
     except UserError:

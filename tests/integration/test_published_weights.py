@@ -100,7 +100,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert told["top1"] == pytest.approx(top1)
     assert told["loss"] == pytest.approx(loss, rel=1e-5)
     assert 0 < top1 < 100
-    assert told["preprocessing"] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told["preprocessing"] == "covering 106 x 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
     assert told["published"] == {
         "weights": f"timm:{NAME}",
         "top1": 79.856,
@@ -115,7 +115,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     other = load_config("deit_s16", [*settings, "data.image_size=96"])
     assert score(other, "val", str(tmp_path / "other.json"), preprocessing="config") == 0
     told = json.loads((tmp_path / "other.json").read_text())
-    assert told["preprocessing"].startswith("short side 110 (bicubic), centre 96 x 96, mean 0.485")
+    assert told["preprocessing"].startswith("covering 110 x 110 (bicubic), centre 96 x 96, mean 0.485")
     assert "published" not in told
     assert told["loss"] != pytest.approx(loss, rel=1e-3)
 
@@ -146,7 +146,7 @@ def test_a_published_file_is_compared_under_its_experiment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("crop", "way"), [("squash", "both sides"), ("border", "long side")])
+@pytest.mark.parametrize(("crop", "way"), [("squash", "squashed to"), ("border", "within")])
 def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images: Path, crop: str, way: str) -> None:
     model = timm_folder(tmp_path / "deit", crop_mode=crop)
     about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
@@ -156,7 +156,7 @@ def test_timms_other_crops_are_scored_as_timm_scores_them(tmp_path: Path, images
     told = json.loads((tmp_path / "scores.json").read_text())
     top1, loss = timm_top1(model, images, about)
     assert (told["top1"], told["loss"]) == (pytest.approx(top1), pytest.approx(loss, rel=1e-5))
-    assert told["preprocessing"].startswith(f"{way} 106 (bicubic), centre 96 x 96, mean 0.5")
+    assert told["preprocessing"].startswith(f"{way} 106 x 106 (bicubic), centre 96 x 96, mean 0.5")
 
 
 @pytest.mark.slow
@@ -169,8 +169,8 @@ def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Pat
         output, config = tmp_path / f"{whose}.json", load_config("finetune", given)
         score_neighbours(config, k=3, temperature=0.1, split="val", output=str(output), preprocessing=whose)
         told[whose] = json.loads(output.read_text())["preprocessing"]
-    assert told["weights"] == "short side 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
-    assert told["config"].startswith("short side 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
+    assert told["weights"] == "covering 106 x 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told["config"].startswith("covering 73 x 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     timm_folder(tmp_path / "without_channels", input_size=[100, 100])
     about = pretrained.described(tmp_path / "without_channels" / "model.safetensors")
     assert about is not None
-    assert about.image_size == 100
+    assert about.image_size == (100, 100)
     timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
     about = pretrained.described(tmp_path / "odd" / "model.safetensors")
     assert about is not None
@@ -266,7 +266,7 @@ def test_published_weights_describe_themselves(source: str) -> None:
     assert about is not None
     assert about.weights.startswith(source)
     known = published.WEIGHTS[about.weights]
-    assert about.image_size == known.size
+    assert about.image_size == (known.size, known.size)
     random = np.random.default_rng(1)
     photo = Image.fromarray(random.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((517, 389))
     if source.startswith("timm:"):

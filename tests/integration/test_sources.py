@@ -220,7 +220,7 @@ def test_further_evaluation_sets(tmp_path: Path) -> None:
 
     assert score(load_config("vit_digits", [*settings, f"data.root={root}"]), "val", str(tmp_path / "val.json")) == 0
     plain = json.loads((tmp_path / "val.json").read_text())
-    assert plain["preprocessing"].startswith("short side 8 (bilinear), centre 8 x 8, mean 0.485 0.456 0.406")
+    assert plain["preprocessing"].startswith("covering 8 x 8 (bilinear), centre 8 x 8, mean 0.485 0.456 0.406")
     # ReaL with the single right label is top-1 on the validation set; one image without labels is left out.
     (tmp_path / "real.json").write_text(json.dumps([[numbers[number]] for number in range(1, 10)]))
     real = scored("real", tmp_path / "real.json", f"data.root={root}")

@@ -113,7 +113,7 @@ def mixed_batches(config: RunConfig) -> list[Batch]:
     parts, size = config.optim.microbatches, config.data.image_size
     count, found = BATCH // parts, []
     for _ in range(parts):
-        images, labels = torch.randn(count, 3, size, size, dtype=torch.float64), torch.randint(CLASSES, (count,))
+        images, labels = torch.randn(count, 3, *size, dtype=torch.float64), torch.randint(CLASSES, (count,))
         lam = float(torch.rand(()))
         mixed = lam * images + (1 - lam) * images.roll(1, 0)
         found.append(Batch(mixed, labels, torch.arange(count), None, mixed=Mixed(lam)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import pickle
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
+from pycls_fast.values import Size
 
 
 class _Layout(NamedTuple):
@@ -133,29 +135,30 @@ class SyntheticImages(Images):
     classes.
     """
 
-    def __init__(self, count: int, image_size: int, num_classes: int, seed: int) -> None:
-        self._image_size = image_size
+    def __init__(self, count: int, image_size: int | tuple[int, int], num_classes: int, seed: int) -> None:
+        self._image_size = Size.of(image_size)
         self._seed = seed
         self.classes = tuple(f"class{label}" for label in range(num_classes))
         self.labels = np.arange(count, dtype=np.int32) % np.int32(num_classes)
 
     def read(self, index: int) -> tuple[np.ndarray, int]:
-        size = self._image_size
-        words = -(-size * size * 3 // 8)
+        shape = (*self._image_size, 3)
+        count = math.prod(shape)
+        words = -(-count // 8)
         # A bit generator's raw words are stable between NumPy versions; the byte order is fixed for the same reason.
         raw = np.random.PCG64(counter_seed(self._seed, index)).random_raw(words).astype("<u8")
-        image_HWC = raw.view(np.uint8)[: size * size * 3].reshape(size, size, 3)
+        image_HWC = raw.view(np.uint8)[:count].reshape(shape)
         return image_HWC, index % len(self.classes)
 
     def name(self, index: int) -> str:
         return f"synthetic image {index}"
 
     def describe(self) -> str:
-        return f"{super().describe()}, synthetic, {self._image_size} x {self._image_size}"
+        return f"{super().describe()}, synthetic, {self._image_size} px"
 
 
 def open_synthetic(
-    image_size: int, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
+    image_size: Size, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
 ) -> dict[str, Images]:
     """Noise for both splits."""
     counts = {"train": (synthetic_train_images, _TRAIN), "val": (synthetic_val_images, _VAL)}

@@ -217,9 +217,9 @@ class TimedVariant:
             "parameters": counted.parameters,
             "forward_flops_per_image": counted.forward_flops,
             "activations_per_image": counted.activations,
-            "image_size": config.data.image_size,
+            "image_size": config.data.image_size.typed,
             # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
-            "train_image_size": config.data.training_image_sizes[0],
+            "train_image_size": config.data.training_image_sizes[0].typed,
             "train_forward_flops_per_image": trained.forward_flops,
             "num_classes": self.classes,
             "data": self.sources["train"].describe(),

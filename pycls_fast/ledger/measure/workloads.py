@@ -27,6 +27,7 @@ from pycls_fast.parallel import World, uncompiled
 from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
+from pycls_fast.values import Size
 
 PartName = Literal["train", "inference", "loader", "both"]
 
@@ -250,7 +251,7 @@ class LoaderPart:
 
 def synthetic_batch(
     count: int,
-    image_size: int,
+    image_size: int | tuple[int, int],
     classes: int,
     *,
     erase_probability: float,
@@ -265,11 +266,12 @@ def synthetic_batch(
         host: the loader workers' preparation of a batch (`build.prepare_on_host`), applied here once.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (count, image_size, image_size, 3)
+    size = Size.of(image_size)
+    shape = (count, *size, 3)
     erase_B4 = None
     if erase_probability > 0:
-        side = image_size // 2
-        erase_B4 = torch.randint(0, image_size - side + 1, (count, 4), generator=generator)
+        side = min(size) // 2
+        erase_B4 = torch.randint(0, min(size) - side + 1, (count, 4), generator=generator)
         erase_B4[:, 2:] = side
         erase_B4 *= (torch.rand(count, 1, generator=generator) < erase_probability).long()
     batch = Batch(

@@ -16,6 +16,7 @@ from pycls_fast.ledger.report.effects import Effect, Look
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.reading import check
+from pycls_fast.values import ImageSize
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -50,7 +51,7 @@ class Timing(_Part):
     # The machine's own speed in each round.
     matmul_flops_per_second: list[Positive] | None
     times: list[float]
-    image_size: int
+    image_size: ImageSize
     precision: str
     switches: dict[str, Any]
     speedup: Speedup | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Literal
@@ -212,7 +213,7 @@ def size_text(count: float) -> str:
 
 def has_imagenet_size(record: Record) -> bool:
     """Whether some variant's images are large enough for a time per epoch of ImageNet to mean something."""
-    return any(timing.image_size >= SMALLEST_IMAGENET_SIZE for _, timing in record.timed)
+    return any(math.prod(timing.image_size) >= SMALLEST_IMAGENET_SIZE**2 for _, timing in record.timed)
 
 
 def _error(value: float | str | None) -> str:

@@ -28,6 +28,7 @@ from pycls_fast.models.pretrained.traits import check_kind, check_settings
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
+from pycls_fast.values import Size
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -118,7 +119,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        _fit_positions(tensors, network, shapes, fitted)
+        _fit_positions(tensors, network, read.image_size or Size(1, 1), shapes, fitted)
         _fit_patches(tensors, shapes, fitted)
         _fit_experts(tensors, network, fitted)
     _fit_gray(tensors, network, shapes, fitted)
@@ -229,8 +230,11 @@ def _fit_norm(
 _TOKENS = {"class_token.value": "class token", "registers.value": "registers"}
 
 
-def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shapes: Shapes, fitted: Fitted) -> None:
-    """Arrange a file's positions as the network has them; anything but a square grid after the tokens is left as it is.
+def _fit_positions(
+    tensors: dict[str, Tensor], network: VisionTransformer, size: Size, shapes: Shapes, fitted: Fitted
+) -> None:
+    """Arrange a file's positions as the network has them; anything but a grid in the proportions of the images' `size`
+    after the tokens is left as it is.
 
     Rows of tokens that both have are kept. If the network has positions only for the patches, the tokens' rows are
     added to the tokens themselves, which is equivalent; if the file has none, they are zeros. The patches' rows are
@@ -239,20 +243,20 @@ def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shape
     name = "positions.value"
     if name not in tensors or name not in shapes or tensors[name].shape[1:] != shapes[name][1:]:
         return
-    rows, (count, width) = tensors[name], shapes[name]
+    rows, width = tensors[name], shapes[name][1]
     in_front = network.position_tokens == "all"
     theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
     ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
     placed = sum(theirs.values())
     # The rows of a small grid may fit both ways, as 9 do for 3 x 3 patches and for 2 x 2 with five tokens; then they
     # are taken to be what the network has.
-    if not _is_square(len(rows) - placed) or (_is_square(len(rows)) and not in_front):
+    if not _grid(len(rows) - placed, size) or (_grid(len(rows), size) and not in_front):
         placed = 0
     patches = rows[placed:]
+    before = _grid(len(patches), size)
     token_rows = rows[:placed].split(list(theirs.values())) if placed else ()
     found = dict(zip(theirs, token_rows, strict=False))
-    wanted = count - sum(ours.values()) if in_front else count
-    if not _is_square(len(patches)) or not _is_square(wanted):
+    if before is None:
         return
     front, said = [], []
     for token, called in _TOKENS.items():
@@ -266,19 +270,22 @@ def _fit_positions(tensors: dict[str, Tensor], network: VisionTransformer, shape
             said.append(f"the rows of the {called} moved there")
         elif token in found:
             said.append(f"without the rows of the {called}")
-    before, side = math.isqrt(len(patches)), math.isqrt(wanted)
-    if before != side:
+    if before != network.grid:
         from timm.layers import resample_abs_pos_embed
 
-        patches = resample_abs_pos_embed(patches[None], [side, side], num_prefix_tokens=0)[0]
-        said.append(f"interpolated from {before} x {before} to {side} x {side}")
+        grid = list(network.grid)
+        patches = resample_abs_pos_embed(patches[None], grid, list(before), num_prefix_tokens=0)[0]
+        said.append(f"interpolated from {before[0]} x {before[1]} to {grid[0]} x {grid[1]}")
     if said:
         tensors[name] = torch.cat([*front, patches])
         fitted.note(name, "; ".join(said))
 
 
-def _is_square(count: int) -> bool:
-    return count > 0 and math.isqrt(count) ** 2 == count
+def _grid(count: int, size: Size) -> tuple[int, int] | None:
+    """Rows and columns of so many patches of images with these proportions; None if there is no such grid."""
+    rows = round(math.sqrt(max(count, 0) * size.height / size.width))
+    columns = round(rows * size.width / size.height)
+    return (rows, columns) if 0 < rows * columns == count else None
 
 
 def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:

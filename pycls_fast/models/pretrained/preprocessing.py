@@ -11,6 +11,7 @@ from typing import Any
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import read_json
+from pycls_fast.values import Size
 
 
 @dataclass(frozen=True)
@@ -19,24 +20,24 @@ class Preprocessing:
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size: side of the crop in pixels.
+        image_size: of the crop.
         trained_size: the same in training, for torchvision's weights in testing; None if the description lacks it.
-        resized_side: length in pixels to which the side or sides that `crop` names are resized.
+        crop_ratio: that size as a share of the one to which images are resized as `crop` says.
         interpolation: that of the resizing.
         mean, std: per channel, as fractions of 255.
-        crop: "center" resizes the short side, "squash" both, "border" the long one (timm's `crop_mode`).
+        crop: "center", "squash" or "border" (timm's `crop_mode`); see `data.transforms.EvalTransform`.
         unknown: what of it is not supported here, in words; empty if everything is.
     """
 
     weights: str
-    image_size: int
-    resized_side: int
+    image_size: Size
+    crop_ratio: float
     interpolation: str
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     crop: str = "center"
     unknown: str = ""
-    trained_size: int | None = None
+    trained_size: Size | None = None
 
 
 def described(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
@@ -97,12 +98,10 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     from timm.data import resolve_data_config
 
     found = resolve_data_config(pretrained_cfg=kept, use_test_size=True)
-    height, size = (int(side) for side in found["input_size"][-2:])
+    size = Size(*map(int, found["input_size"][-2:]))
     ratio, crop = found["crop_pct"], found["crop_mode"]
     unknown = _unknown(found["interpolation"])
-    if height != size:
-        unknown = f"images of {height} x {size} pixels, but only square ones are supported"
-    elif crop not in ("center", "squash", "border") or ratio > 1:
+    if crop not in ("center", "squash", "border") or ratio > 1:
         unknown = (
             f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
         )
@@ -110,13 +109,14 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
     return Preprocessing(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=size,
-        resized_side=math.floor(size / ratio),
+        # Of two whole pixel counts, so that `EvalTransform`'s rounding gives timm's, which rounds down.
+        crop_ratio=size.height / math.floor(size.height / ratio),
         interpolation=found["interpolation"],
         mean=rgb_triple(found["mean"]),
         std=rgb_triple(found["std"]),
         crop=crop,
         unknown=unknown,
-        trained_size=int(trained[-1]) if trained else None,
+        trained_size=Size(*map(int, trained[-2:])) if trained else None,
     )
 
 
@@ -136,15 +136,16 @@ def torchvision_weights(name: str) -> tuple[str, Any]:
 def _of_torchvision(name: str) -> Preprocessing:
     model, weights = torchvision_weights(name)
     steps = weights.transforms()
+    side = steps.crop_size[0]
     return Preprocessing(
         weights=f"torchvision:{model}.{weights.name}",
-        image_size=steps.crop_size[0],
-        resized_side=steps.resize_size[0],
+        image_size=Size.of(side),
+        crop_ratio=side / steps.resize_size[0],
         interpolation=steps.interpolation.value,
         mean=rgb_triple(steps.mean),
         std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
-        trained_size=steps.crop_size[0],
+        trained_size=Size.of(side),
     )
 
 

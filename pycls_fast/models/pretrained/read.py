@@ -18,6 +18,7 @@ from pycls_fast.models.pretrained.hubs import from_hub, is_hub
 from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNETS, VITS, read_names, resnet_shortcut
 from pycls_fast.models.pretrained.traits import Traits, jax_traits, pycls_takes_bgr, pycls_traits
 from pycls_fast.reading import parse_json
+from pycls_fast.values import Size
 
 NormPlace = Literal["every_token", "after_pool"]
 
@@ -42,6 +43,7 @@ class ReadWeights:
         part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
         classes: names of the outputs, if the file has them.
         step: the step at which one of our runs saved it, if the file says so.
+        image_size: that of the images that they are for, if it is known.
         plain: the file's own tensors under their own names.
     """
 
@@ -56,6 +58,7 @@ class ReadWeights:
     part: str = ""
     classes: tuple[str, ...] | None = None
     step: int | None = None
+    image_size: Size | None = None
     plain: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -131,5 +131,5 @@ def test_a_file_with_the_name_of_a_timm_model_chooses_it(tmp_path: Path, file: s
 
 def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:
     chosen = ["data.root=images", f"weights={home / 'run'}"]
-    assert load_config("finetune", chosen).data.image_size == 20
-    assert load_config("finetune", [*chosen, "data.image_size=24"]).data.image_size == 24
+    assert load_config("finetune", chosen).data.image_size == (20, 20)
+    assert load_config("finetune", [*chosen, "data.image_size=24"]).data.image_size == (24, 24)

@@ -44,7 +44,7 @@ def test_a_run_has_its_model(tmp_path: Path) -> None:
     config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path}"])
     assert config.model.kind == "timm"
     assert config.model.num_classes is None
-    assert config.data.image_size == 96
+    assert config.data.image_size == (96, 96)
 
 
 def test_timms_models_are_models() -> None:

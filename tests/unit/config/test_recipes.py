@@ -192,10 +192,10 @@ def resolved(config: RunConfig) -> Facts:
         "drop_path_rule": getattr(config.model, "drop_path_rule", "linear"),
         "scale": augment.scale,
         "interpolation": augment.interpolation,
-        "size": config.data.image_size,
-        "train_size": sizes.get(0, config.data.image_size),
+        "size": config.data.image_size.height,
+        "train_size": sizes.get(0, config.data.image_size).height,
         "eval_crop": augment.eval_crop,
-        "short_side": round(config.data.image_size / augment.eval_crop_ratio),
+        "short_side": round(config.data.image_size.height / augment.eval_crop_ratio),
         # The share of the new weights every so many steps.
         "ema": None if decay is None else (1 - decay**optim.ema_every_steps, optim.ema_every_steps),
         "ema_warmup": decay is not None and optim.ema_warmup,

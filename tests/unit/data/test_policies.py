@@ -20,6 +20,7 @@ from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.policies import Step, TimmRandAugment
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.seeds import seeded_torch
+from pycls_fast.values import Size
 
 MEAN = (0.485, 0.456, 0.406)
 
@@ -101,7 +102,7 @@ def test_timm_s_rand_augment(name: str, theirs: str, photo: Image.Image) -> None
 def test_posterizing_to_nothing_is_black(photo: Image.Image) -> None:
     """timm asks Pillow for 0 bits at full strength, which Pillow 13 refuses; before, the result was black."""
     policy = TimmRandAugment(num_ops=1, magnitude=10, increasing=True, probability=1.0)
-    step = policy.build(interpolation="bilinear", image_size=64, mean=MEAN)
+    step = policy.build(interpolation="bilinear", image_size=Size(64, 64), mean=MEAN)
     results = [seeded(step, photo, seed) for seed in range(150)]
     assert any((result == 0).all() for result in results)
     less = timm.data.auto_augment.posterize(photo, 4)

@@ -105,7 +105,7 @@ def test_the_eval_transform_of_the_run(tmp_path: Path) -> None:
     torch.testing.assert_close(classifier.logits(image).double(), wanted, rtol=1e-4, atol=1e-4)
     image.save(tmp_path / "image.png")
     assert torch.equal(classifier.logits(tmp_path / "image.png"), classifier.logits(image))
-    assert classifier.preprocessing.startswith("short side 10 (bilinear), centre 8 x 8")
+    assert classifier.preprocessing.startswith("covering 10 x 10 (bilinear), centre 8 x 8")
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_photographs_are_turned_as_in_training(
         run, weights = weights, tmp_path / "net.safetensors"
         assert export(str(run), str(weights), which="auto", dtype=None, overwrite=False) == 0
     classifier = pycls_fast.load(weights)
-    assert classifier.preprocessing.startswith("EXIF orientation, short side" if follows else "short side")
+    assert classifier.preprocessing.startswith("EXIF orientation, covering" if follows else "covering")
     (tmp_path / "photos").mkdir()
     opened, seen = [], []
     for kind in ("jpg", "png"):

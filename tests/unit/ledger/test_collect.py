@@ -55,7 +55,7 @@ def test_a_variant_has_the_size_of_its_training_images(tmp_path: Path, fake: typ
         record["train"]["flops_per_second"] = 0.0
         file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
     ((_, timing), *_) = collect(ledger, "x").timed
-    assert (timing.image_size, timing.flops_per_second) == (4, pytest.approx(3 * 7 * 80))
+    assert (timing.image_size, timing.flops_per_second) == ((4, 4), pytest.approx(3 * 7 * 80))
 
 
 def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path, fake: type[FakeProcess]) -> None:

@@ -18,6 +18,7 @@ from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, title, verdicts
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES
+from pycls_fast.values import Size
 from tests.unit.ledger.stand_ins import LADDER, accuracy, effect, record_of, timing, variant
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -142,7 +143,7 @@ def test_what_was_not_measured_has_no_column_and_no_chart(record: Record) -> Non
     for each in record.variants:
         each.numerics, each.ranks = None, 1
     for _, one in record.timed:
-        one.image_size, one.memory_peak_bytes, one.flops_per_second = 16, None, None
+        one.image_size, one.memory_peak_bytes, one.flops_per_second = Size(16, 16), None, None
     record.gradients = record.accuracy = None
     record.settings = LadderSettings(runs_at_most=0, numerics_steps=None)
     del record.variants[3]

@@ -106,7 +106,7 @@ def test_a_larger_image_has_whole_patches() -> None:
     ladder = LADDER.model_copy(update={"variants": (Variant(name="larger", image_size_ratio=256 / 224),)})
     for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
         config = load_config(name, overrides)
-        patch, before = config.model.patch_size, config.data.image_size  # type: ignore[union-attr]
+        patch, before = config.model.patch_size, config.data.image_size.height  # type: ignore[union-attr]
         (override,) = for_experiment(ladder, config).variants[0].overrides
         found = int(override.removeprefix("data.image_size="))
         assert found % patch == 0

@@ -80,7 +80,7 @@ def train_once(
         prepare(model)
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        logits = model(images(model.image_size, dtype))
+        logits = model(images(model.image_size.height, dtype))
     generator = torch.Generator().manual_seed(2)
     weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
     (logits * weights).sum().backward()

@@ -192,7 +192,7 @@ def test_sizes_that_change(overrides: list[str]) -> None:
     schedule = "data.image_size_schedule=[[0,160]]"
     config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides])
     with torch.device("meta"):
-        assert build.model(config, 5, build.switches(config, CPU)).image_size == 224
+        assert build.model(config, 5, build.switches(config, CPU)).image_size == (224, 224)
 
 
 @pytest.mark.slow

@@ -52,8 +52,8 @@ class Training:
         size = config.data.image_size
         generator = torch.Generator().manual_seed(6)
         labels = torch.arange(40) % 10
-        self.patterns = torch.randn(10, 3, size, size, generator=generator)
-        self.images = self.patterns[labels] + 0.5 * torch.randn(40, 3, size, size, generator=generator)
+        self.patterns = torch.randn(10, 3, *size, generator=generator)
+        self.images = self.patterns[labels] + 0.5 * torch.randn(40, 3, *size, generator=generator)
         self.labels = labels
 
     def run(self, first: int, last: int) -> list[float]:

@@ -139,7 +139,7 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
     monkeypatch.setattr(torchs.FSDPParamGroup, "unshard", note)
     size = config.data.image_size
     with wrapped.exchange(True):
-        loss = wrapped.forward(torch.randn(2, 3, size, size)).sum()
+        loss = wrapped.forward(torch.randn(2, 3, *size)).sum()
         forward, gathered[:] = gathered[:], []
         loss.backward()
     # What is around the units is gathered first, and stays; so does the last unit.
