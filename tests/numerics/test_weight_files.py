@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.pretrained import Fitted
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.network import Network
+from pycls_fast.values import Size
 from tests.factories import randomise
 from tests.numerics.test_models_peers import relative_error
 
@@ -603,6 +605,22 @@ def test_positions_are_interpolated_as_timm_does(
     assert torch.equal(ours.positions.value[:extra], theirs.pos_embed[0, :extra])
     theirs.set_input_size(img_size=size)
     assert_same(ours, theirs, size)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "known"),
+    [((32, 32), (64, 16), True), ((64, 16), (32, 32), True), ((48, 32), (16, 40), True), ((32, 32), (24, 48), False)],
+)
+def test_positions_of_rectangles(tmp_path: Path, before: tuple[int, int], after: tuple[int, int], known: bool) -> None:
+    """8 x 2 patches have as many positions as 4 x 4; without a word of their images they are those of squares."""
+    theirs = small_timm(img_size=before)
+    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
+    ours, read = small(image_size=after), pretrained.read_weights(str(tmp_path / "model.pth"))
+    fitted = pretrained.fit(replace(read, image_size=Size(*before) if known else None), ours)
+    grids = [[side // PATCH for side in size] for size in (before, after)]
+    expected = resample_abs_pos_embed(theirs.pos_embed, grids[1], grids[0], num_prefix_tokens=1)[0]
+    assert torch.equal(fitted.tensors["positions.value"], expected)
+    assert list(fitted.adapted) == ["positions.value"]
 
 
 def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Path) -> None:

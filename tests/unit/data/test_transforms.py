@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,21 @@ def numbered(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([x, y, np.full_like(x, 7)], axis=2).astype(np.uint8))
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_same_draws_as_torchvision(interpolation: Any) -> None:
+@pytest.mark.parametrize(
+    ("interpolation", "size"), [("bilinear", (24, 24)), ("bicubic", (24, 24)), ("bicubic", (20, 32))]
+)
+def test_same_draws_as_torchvision(interpolation: Any, size: tuple[int, int]) -> None:
     """torchvision's preset (crop, flip, RandAugment), seeded the same way, gives the same pixels."""
     ours = TrainTransform(
         Augment(scale=(0.2, 0.9), interpolation=interpolation, hflip=0.3, policy=RandAugment(num_ops=3, magnitude=11)),
-        image_size=24,
+        image_size=size,
     )
-    mode = InterpolationMode(interpolation)
+    mode, proportions = InterpolationMode(interpolation), size[1] / size[0]
     theirs = v2.Compose(
         [
-            v2.RandomResizedCrop(24, scale=(0.2, 0.9), interpolation=mode),
+            v2.RandomResizedCrop(
+                size, scale=(0.2, 0.9), ratio=(3 / 4 * proportions, 4 / 3 * proportions), interpolation=mode
+            ),
             v2.RandomHorizontalFlip(0.3),
             v2.RandAugment(3, 11, interpolation=mode),
         ]
@@ -120,6 +125,47 @@ def test_evaluation_crops_are_timms(size: tuple[int, int], crop: Any, crop_pct: 
     )
     result = transform(PillowPicture(image), 0).image_HWC
     np.testing.assert_array_equal(result, theirs(image).permute(1, 2, 0).numpy())
+
+
+def by_pillow(image: Image.Image, how: str, size: tuple[int, int], whole: tuple[int, int]) -> np.ndarray:
+    """Resized to `whole` (height, width) by what `how` means, and centred on a canvas of `size`, green beyond it."""
+    scales = [Fraction(side, pixels) for side, pixels in zip(whole[::-1], image.size, strict=True)]
+    if how == "center":
+        scales = [max(scales)] * 2
+    elif how == "border":
+        scales = [min(scales)] * 2
+    width, height = (pixels * scale for pixels, scale in zip(image.size, scales, strict=True))
+    whole_pixels = int if how == "center" else round
+    resized = image.resize((whole_pixels(width), whole_pixels(height)), Image.Resampling.BICUBIC)
+    left, top = (round((pixels - side) / 2) for pixels, side in zip(resized.size, size[::-1], strict=True))
+    canvas = Image.new("RGB", size[::-1], (0, 255, 0))
+    canvas.paste(resized, ((size[1] - resized.width) // 2 if left < 0 else -left,
+                           (size[0] - resized.height) // 2 if top < 0 else -top))  # fmt: skip
+    return np.asarray(canvas)
+
+
+@pytest.mark.parametrize("size", [(24, 24), (48, 32), (20, 45)])
+@pytest.mark.parametrize("crop", ["center", "squash", "border"])
+def test_rectangles_and_whole_images_are_pillows(crop: Any, size: tuple[int, int]) -> None:
+    training = TrainTransform(
+        Augment(crop="none" if crop == "center" else crop, interpolation="bicubic"), image_size=size, mean=(0, 1, 0)
+    )
+    flipped = set()
+    for width, height in [(50, 37), (37, 50), (24, 24), (8, 11), (200, 20), (31, 200)]:
+        image = photo(width, height)
+        for ratio in (1.0, 0.8):
+            augment = Augment(eval_crop=crop, eval_crop_ratio=ratio, interpolation="bicubic")
+            found = EvalTransform(augment, image_size=size, mean=(0, 1, 0))(PillowPicture(image), 0).image_HWC
+            whole = round(size[0] / ratio), round(size[1] / ratio)
+            np.testing.assert_array_equal(found, by_pillow(image, crop, size, whole))
+        for seed in range(4):
+            found, expected = training(PillowPicture(image), seed).image_HWC, by_pillow(image, crop, size, size)
+            # The border is not flipped; it may differ by a pixel from left to right.
+            turned = by_pillow(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), crop, size, size)
+            mirrored = turned if crop == "border" else expected[:, ::-1]
+            flipped.add(np.array_equal(found, mirrored))
+            assert np.array_equal(found, expected) != np.array_equal(found, mirrored)
+    assert flipped == {True, False}
 
 
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
