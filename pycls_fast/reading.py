@@ -12,12 +12,10 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
-
-from pycls_fast.values import ImageSize
 
 TEXT_BYTES = 1 << 28
 """The largest file of JSON, and the longest header of weights."""
@@ -108,7 +106,7 @@ class _Saved(BaseModel):
 
 class _Batches(_Saved):
     global_batch_size: PositiveInt | str
-    image_size: ImageSize
+    image_size: PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
 class _Named(_Saved):

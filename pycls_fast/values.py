@@ -102,12 +102,12 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, size: int | tuple[int, int]) -> Self:
-        """Of a square's side, or of both."""
+        """That of a square with this side, or of this height and width."""
         return cls(size, size) if isinstance(size, int) else cls(*size)
 
     @property
     def typed(self) -> int | list[int]:
-        """As a configuration has it."""
+        """How a configuration writes it."""
         return self.height if self.height == self.width else list(self)
 
     def __str__(self) -> str:
