@@ -14,7 +14,7 @@ from typing import Any
 
 from pycls_fast import published
 from pycls_fast.config import Verb, command_line, load_config
-from pycls_fast.config.run import Source
+from pycls_fast.data.choices import Source
 from pycls_fast.published import IMAGENET_TRAINING_IMAGES, Published
 
 # FLOP/s in bfloat16, dense: NVIDIA's data sheet of the H100 SXM.

@@ -21,9 +21,10 @@ from pycls_fast import precision, speed
 from pycls_fast.config import tasks
 from pycls_fast.config.compose import import_modules
 from pycls_fast.config.conflicts import switch_problems
-from pycls_fast.config.run import RunConfig, ViTModel
+from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError, refuse
+from pycls_fast.models.choices import ViTModel
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import Device, Speed
 from pycls_fast.strategies import strategy_of

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import RunConfig
+from pycls_fast.models.choices import ResNetModel, TimmModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
 from pycls_fast.strategies import Strategy, strategy_of

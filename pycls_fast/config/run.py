@@ -14,7 +14,7 @@ from pydantic import Field
 from pycls_fast import precision, strategies
 from pycls_fast.choice import Section
 from pycls_fast.data.choices import Augment, Auto, Source
-from pycls_fast.models.choices import Model, ResNetModel, TimmModel, ViTModel
+from pycls_fast.models.choices import Model
 from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
@@ -208,22 +208,3 @@ class RunConfig(Section):
         """A copy with other values in some sections; not checked: for values computed from checked ones."""
         changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=changed)
-
-
-__all__ = [
-    "Augment",
-    "Loss",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Precision",
-    "ResNetModel",
-    "RunConfig",
-    "Runtime",
-    "Schedule",
-    "Section",
-    "Source",
-    "Speed",
-    "TimmModel",
-    "ViTModel",
-]

@@ -155,18 +155,19 @@ def _csv_header(count: int) -> list[str]:
 
 
 def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Prediction]) -> None:
-    rows = []
+    rows: list[dict[str, str]] = []
     for each in found:
         name = each.image if len(each.image) <= _NAME else f"…{each.image[1 - _NAME :]}"
         first, then = each.top[:1], each.top[1:]
         if each.over is not None:
             first, then = each.over, tuple(guess for guess in each.top if guess not in each.over)
         more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in then)
-        rows.append((name, _names(first), ", ".join(percent(guess.probability) for guess in first), more))
+        sure = ", ".join(percent(guess.probability) for guess in first)
+        rows.append({"image": name, "class": _names(first), "%": sure, "then": more})
     console = wide_console(stream)
     origin = classifier.origin
     console.print(f"{origin.path} ({origin.kind} weights, step {origin.step})", markup=False, soft_wrap=True)
-    console.print(plain_table(("image", "class", "%", "then"), rows, right=("%",)))
+    console.print(plain_table(rows, right=("%",)))
 
 
 def percent(probability: float) -> str:

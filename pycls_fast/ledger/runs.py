@@ -320,8 +320,8 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     columns |= {"state": [row.runs[0].state for row in table], "run": [_name(row, folder) for row in table]}
     console = wide_console()
     console.print(f"runs in {folder}", markup=False)
-    cells = zip(*columns.values(), strict=True)
-    console.print(plain_table(list(columns), cells, right=[_COLUMNS[key][0] for key in numbers]))
+    lines = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    console.print(plain_table(lines, right=[_COLUMNS[key][0] for key in numbers]))
     hidden = len(keys) - len(shown)
     if hidden:
         console.print(f"{hidden} more settings differ along with those shown; output=runs.csv has them", markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self, TextIO
@@ -73,7 +73,7 @@ class Display:
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print a short table of names and values."""
-        table = plain_table(("name", "value"), rows)
+        table = plain_table([{"name": name, "value": value} for name, value in rows])
         table.title, table.title_justify = Text(title, style="table.title"), "left"
         table.show_header = False
         self.console.print(table)
@@ -172,15 +172,16 @@ class _Console(Console):
         raise
 
 
-def plain_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), no_wrap: bool = False
-) -> Table:
+def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (), no_wrap: bool = False) -> Table:
     """A table without borders, whose cells are plain text: square brackets are not rich markup.
 
     Args:
+        rows: the cells by their columns; those that a row does not have are empty.
+        right: columns that are aligned to the right.
         no_wrap: cut off cells that do not fit instead of wrapping them.
     """
     table = Table(box=None, padding=(0, 2, 0, 0))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(
             Text(column),
@@ -189,7 +190,7 @@ def plain_table(
             overflow="ellipsis" if no_wrap else "fold",
         )
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(row.get(column, "")) for column in columns))
     return table
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast import build, plan
-from pycls_fast.config.run import RunConfig, TimmModel
+from pycls_fast.config.run import RunConfig
 from pycls_fast.models import pretrained
+from pycls_fast.models.choices import TimmModel
 from pycls_fast.models.pretrained.preprocessing import rgb_triple
 from pycls_fast.parallel import ALONE, World
 from pycls_fast.plan.race import shared_race

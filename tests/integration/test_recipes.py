@@ -8,7 +8,8 @@ import pytest
 
 from pycls_fast import published
 from pycls_fast.config import load_config
-from pycls_fast.config.run import ResNetModel, RunConfig, TimmModel, ViTModel
+from pycls_fast.config.run import RunConfig
+from pycls_fast.models.choices import ResNetModel, TimmModel, ViTModel
 from pycls_fast.train import train
 from tests.integration.runs import records
 

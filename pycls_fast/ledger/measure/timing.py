@@ -187,9 +187,7 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
         tables.append([_stages(each, each["name"] if len(variants) > 1 else "on one core") for each in variants])
     console = display.console if display.console.is_terminal else wide_console()
     for rows in tables:
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        cells = [[row.get(column, "") for column in columns] for row in rows]
-        console.print(plain_table(columns, cells, right=columns[1:], no_wrap=True))
+        console.print(plain_table(rows, right={column for row in rows for column in list(row)[1:]}, no_wrap=True))
     if len(variants) > 1:
         display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
 

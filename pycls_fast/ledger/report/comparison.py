@@ -164,14 +164,14 @@ def print_comparison(record: Record) -> None:
     for rows in (_rows(record["settings"]), _rows(record["environment"]), numbers(record)):
         if rows:
             console.print()
-            console.print(plain_table(list(rows[0]), [list(row.values()) for row in rows]))
+            console.print(plain_table(rows))
     console.print()
     for line in (verdict(record), *notes(record)):
         console.print(line, markup=False)
     classes = _class_rows(record, changed=True)[:10]
     if classes:
         console.print()
-        console.print(plain_table(list(classes[0]), [list(row.values()) for row in classes]))
+        console.print(plain_table(classes))
 
 
 def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:

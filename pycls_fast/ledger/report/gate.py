@@ -45,8 +45,11 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         if record.unfinished
     )
     changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
-    rows = [(change.variant, change.quantity, change.before, change.now, change.text) for change in changes]
-    wide_console().print(plain_table(("variant", "quantity", "before", "now", ""), rows, no_wrap=True))
+    rows = [
+        {"variant": each.variant, "quantity": each.quantity, "before": each.before, "now": each.now, "": each.text}
+        for each in changes
+    ]
+    wide_console().print(plain_table(rows, no_wrap=True))
     return LOST if any(change.lost for change in changes) else DONE
 
 

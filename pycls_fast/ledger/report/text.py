@@ -252,7 +252,7 @@ def print_table(record: Record) -> None:
     for row in made:
         row.pop("accuracy", None)
     numbers = [column for column in made[0] if column != "variant"]
-    console.print(plain_table(list(made[0]), [list(row.values()) for row in made], right=numbers))
+    console.print(plain_table(made, right=numbers))
     colors: dict[Kind, str] = {"good": "green", "bad": "red", "open": "bright_black"}
     console.print(f"\n{headline(record)}", markup=False, highlight=False)
     found = verdicts(record)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.run import Speed
+from pycls_fast.speed import Speed
 from tests.unit.config.conftest import Tool
 
 

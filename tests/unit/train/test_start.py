@@ -129,7 +129,7 @@ def test_an_evaluation_shows_the_mean_over_the_classes(capsys: pytest.CaptureFix
 def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(speaks=True, mode="plain")
     display.table("[title]", [("run folder", "/data/[old]/:car:/x\\")])
-    wide_console().print(plain_table(["[images/s]"], [["optim.trainable=[head]"]]))
+    wide_console().print(plain_table([{"[images/s]": "optim.trainable=[head]"}]))
     out = capsys.readouterr().out
     for text in ("[title]", "/data/[old]/:car:/x\\", "optim.trainable=[head]", "[images/s]"):
         assert text in out
