@@ -24,11 +24,11 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import timestamp
-from pycls_fast.ledger.measure.short import short_training
 from pycls_fast.network import Network
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import write_json
+from pycls_fast.train.short import short_training
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""

@@ -23,12 +23,12 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import DONE
-from pycls_fast.ledger.measure.short import short_training
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import write_json
+from pycls_fast.train.short import short_training
 from pycls_fast.train.step import Step
 
 _HEAD_STD = 0.02

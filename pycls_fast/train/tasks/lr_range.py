@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE
 from pycls_fast.files import atomic_write, timestamp, user_path
-from pycls_fast.parallel import World
-from pycls_fast.train.assemble import build_parts
-from pycls_fast.train.damaged import DamagedImages
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.folder import write_json
 from pycls_fast.train.health import enough_to_train
-from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.run import Parts
+from pycls_fast.train.short import ShortTraining, short_training
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.
@@ -84,66 +75,50 @@ def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
 
 
 def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float, output: str | None) -> int:
-    """Sweep `optim.lr`, print the result, and write `lr_find.json` and `lr_find.png`; no run folder is touched.
-
-    Args:
-        steps: length of the sweep, which ends earlier if the loss blows up.
-        lr_min, lr_max: `optim.lr` at the first and the last step.
-        output: the folder for the two files; None: a new one in `lr_find/`.
+    """Sweep `optim.lr`, print the result, and write `lr_find.json` and `lr_find.png`; no run folder is touched. For the
+    arguments see `LrFindVerb`.
     """
-    config = _uncompiled(config)
     folder = user_path(output or Path("lr_find") / f"{config.config_name}-{timestamp()}")
-    with build.world(config) as world:
-        file = output_file(folder / "lr_find.json", world)
-        display = Display(speaks=world.is_main, mode=config.runtime.progress)
-        parts = build_parts(config, world, display)
-        config = parts.config
-        rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
-        losses = _sweep(parts, rates, world, display)
-        rates = rates[: len(losses)]
-        result = interpret(rates, losses)
-        record = {
-            "config_name": config.config_name,
-            "optimizer": config.optim.name,
-            "lr_batch_size": config.optim.lr_batch_size,
-            "global_batch_size": config.data.global_batch_size,
-            **asdict(result),
-            "lr": rates,
-            "loss": losses,
-            **provenance(world.device, world.size),
-        }
-        if world.is_main:
-            write_json(file, record)
-            _draw(file.with_suffix(".png"), config.config_name, result, rates, losses)
-            for line in (*_result_lines(result, rates), f"{file}, {file.with_suffix('.png')}"):
-                display.note(line)
-        return DONE
+    file = folder / "lr_find.json"
+    rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
+    with short_training(_uncompiled(config), steps=steps, output=file, several_ranks=True) as training:
+        losses = _sweep(training, rates)
+    config, world, file, rates = training.parts.config, training.world, training.file, rates[: len(losses)]
+    result = interpret(rates, losses)
+    record = {
+        "config_name": config.config_name,
+        "optimizer": config.optim.name,
+        "lr_batch_size": config.optim.lr_batch_size,
+        "global_batch_size": config.data.global_batch_size,
+        **asdict(result),
+        "lr": rates,
+        "loss": losses,
+        **provenance(world.device, world.size),
+    }
+    if world.is_main:
+        write_json(file, record)
+        _draw(file.with_suffix(".png"), config.config_name, result, rates, losses)
+        for line in (*_result_lines(result, rates), f"{file}, {file.with_suffix('.png')}"):
+            training.display.note(line)
+    return DONE
 
 
-def _sweep(parts: Parts, rates: Sequence[float], world: World, display: Display) -> list[float]:
+def _sweep(training: ShortTraining, rates: Sequence[float]) -> list[float]:
     """Train a step at each rate until the loss blows up; returns the losses."""
-    config = parts.config
+    parts, config, losses = training.parts, training.parts.config, list[float]()
     # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
     scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
-    step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-    metrics = TrainMetrics(world.device, read=parts.speed.metrics)
-    train, steps = parts.sources["train"], len(rates)
-    loader = build.train_loader(config, train, world, parts.speed, start_step=0, steps=steps)
-    losses: list[float] = []
-    damaged = DamagedImages(config.data.max_damaged, world, display)
-    batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
-    with display, closing(batches), enough_to_train(parts.config, world):
-        display.begin_training(0, steps)
-        for number in range(steps):
-            world.at(f"computing step {number + 1}")
-            step(number, islice(batches, config.optim.microbatches), metrics)
-            losses.append(metrics.read(world)["loss"])
-            display.advance(number + 1)
+    parts.step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
+    with training.display, enough_to_train(config, training.world):
+        training.display.begin_training(0, len(rates))
+        for number in range(len(rates)):
+            training.step()
+            losses.append(training.metrics.read(training.world)["loss"])
+            training.display.advance(number + 1)
             smoothed = smooth(losses)
             # The numbers are the same on all ranks, so all of them stop here.
             if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
                 break
-    damaged.report()
     return losses
 
 

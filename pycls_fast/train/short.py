@@ -1,4 +1,4 @@
-"""A few training steps that are looked at, for `numerics.py` and `gradients.py`: they begin and end as any training."""
+"""A few training steps without a run, for those who look at them: they begin and end as any training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ from pycls_fast.train.run import Parts
 
 @dataclass
 class ShortTraining:
-    """A training of one process.
-
-    Attributes:
-        file: where the result goes.
-        batches: the microbatches, on the device.
-    """
+    """The parts of the training, the file for the result, and the microbatches, on the device."""
 
     parts: Parts
     world: World
@@ -41,25 +36,29 @@ class ShortTraining:
 
     def step(self) -> None:
         """Take the next training step."""
-        self.parts.step(self.done, list(islice(self.batches, self.parts.config.optim.microbatches)), self.metrics)
+        self.world.at(f"computing step {self.done + 1}")
+        self.parts.step(self.done, islice(self.batches, self.parts.config.optim.microbatches), self.metrics)
         self.done += 1
 
 
 @contextmanager
-def short_training(config: RunConfig, *, steps: int, output: str | Path) -> Iterator[ShortTraining]:
+def short_training(
+    config: RunConfig, *, steps: int, output: str | Path, several_ranks: bool = False
+) -> Iterator[ShortTraining]:
     """The microbatches of so many steps, and what takes them; damaged images are reported at the end.
 
     Raises:
         UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
     """
     with build.world(config) as world:
-        if world.size > 1:
+        if world.size > 1 and not several_ranks:
             raise UserError("WORLD_SIZE: a short training is looked at in one process; start without torchrun")
-        file, display = output_file(output), Display(speaks=True, mode="plain")
+        file, display = output_file(output, world), Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
         loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
         damaged = DamagedImages(config.data.max_damaged, world, display)
         batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
         with closing(batches):
-            yield ShortTraining(parts, world, display, TrainMetrics(world.device), file, batches)
+            metrics = TrainMetrics(world.device, read=parts.speed.metrics)
+            yield ShortTraining(parts, world, display, metrics, file, batches)
         damaged.report()
