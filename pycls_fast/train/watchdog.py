@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ class Watchdog:
         """The last finding, for the message of the code that stops the run."""
         self._network = network
         self._scaled = scaled
-        self._forward: list[tuple[str, Tensor]] = []
-        self._backward: list[tuple[str, Tensor]] = []
+        # Way, place, and whether all values are finite, as a flag on the device.
+        self._seen: list[tuple[str, str, Tensor]] = []
         for name, module in network.named_modules():
-            place = plain_name(name) or "the whole network"
-            module.register_forward_hook(self._watch(place, type(module).__name__))
+            place = f"the output of {plain_name(name) or 'the whole network'} ({type(module).__name__})"
+            module.register_forward_hook(partial(self._watch, place))
 
     def check(self, step: int, loss: Tensor) -> None:
         """Check the values of a microbatch of `step` (from 0), after its backward pass.
@@ -40,52 +40,31 @@ class Watchdog:
         Raises:
             UserError: names the first module whose output (or gradient, if the loss is not scaled) is not finite.
         """
-        forward = [*self._forward, ("the loss", _finite(loss))]
-        weights = [
-            (f"the gradient of the weight {plain_name(name)}", _finite(p.grad))
-            for name, p in self._network.named_parameters()
-            if p.grad is not None
-        ]
-        backward = [*self._backward, *weights]
-        self._forward, self._backward = [], []
-        found = _first_bad([*forward, *backward])
-        if found is None:
+        self._note("forward", "the loss", loss)
+        for name, parameter in self._network.named_parameters():
+            if parameter.grad is not None:
+                self._note("backward", f"the gradient of the weight {plain_name(name)}", parameter.grad)
+        seen, self._seen = sorted(self._seen, key=lambda each: each[0] == "backward"), []
+        finite = torch.stack([flag for *_, flag in seen]).tolist()
+        if all(finite):
             return
-        place = [*forward, *backward][found][0]
-        is_forward = found < len(forward)
-        way = "forward" if is_forward else "backward"
+        way, place, _ = seen[finite.index(False)]
         self.last = f"the first value that is not finite in the {way} pass of step {step + 1} is in {place}"
-        if is_forward or not self._scaled:
+        if way == "forward" or not self._scaled:
             raise UserError(
                 f"runtime.watchdog: {self.last}; lower optim.lr, set optim.clip_norm, or keep that part in a wider "
                 "format with another precision"
             )
 
-    def _watch(self, name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            # A forward pass that is recomputed within the backward pass was checked before.
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-                return
-            for value in tree_leaves(output):
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    self._forward.append((f"the output of {name} ({kind})", _finite(value)))
-                    if value.requires_grad:
-                        value.register_hook(self._gradient(name, kind))
+    def _note(self, way: str, place: str, value: Tensor) -> None:
+        self._seen.append((way, place, torch.isfinite(local(value.detach())).all()))
 
-        return hook
-
-    def _gradient(self, name: str, kind: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._backward.append((f"the gradient that reaches the output of {name} ({kind})", _finite(gradient)))
-
-        return hook
-
-
-def _finite(value: Tensor) -> Tensor:
-    """Whether this rank's values are all finite, as a flag on the device."""
-    return torch.isfinite(local(value.detach())).all()
-
-
-def _first_bad(flags: list[tuple[str, Tensor]]) -> int | None:
-    finite = torch.stack([flag for _, flag in flags]).tolist()
-    return finite.index(False) if False in finite else None
+    def _watch(self, place: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        # A forward pass that is recomputed within the backward pass was checked before.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self._note("forward", place, value)
+                if value.requires_grad:
+                    value.register_hook(partial(self._note, "backward", f"the gradient that reaches {place}"))
