@@ -164,7 +164,7 @@ class Run:
             UserError: it could not be written; the same on all ranks.
         """
         saved = self.saver.finish()
-        if saved is not None and saved.path is not None and self.world.is_main:
+        if saved is not None and self.world.is_main:
             self.add_record(
                 "checkpoint",
                 saved.step,

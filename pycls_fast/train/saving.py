@@ -12,8 +12,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -163,18 +164,15 @@ def _free_name(path: Path) -> Path:
     return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointSave:
-    """A checkpoint that is being written; `path` is set when it is published."""
+    """A checkpoint that has been written."""
 
     step: int
-    path: Path | None = None
-    blocked_seconds: float = 0.0
+    path: Path
+    blocked_seconds: float
     """How long training was blocked: for the copy, or for the whole save when it is not asynchronous."""
-    seconds: float = 0.0
-    failure: BaseException | None = None
-    thread: threading.Thread | None = None
-    started: float = field(default_factory=time.monotonic)
+    seconds: float
 
 
 class Saver:
@@ -191,7 +189,7 @@ class Saver:
         self._world = dataclasses.replace(world, host_group=world.saving_group)
         self._keep = keep
         self._asynchronous = asynchronous
-        self._saving: CheckpointSave | None = None
+        self._saving: Future[CheckpointSave] | None = None
 
     @property
     def idle(self) -> bool:
@@ -201,29 +199,24 @@ class Saver:
     @property
     def written(self) -> bool:
         """Whether a save has ended well for which `finish` has not been called."""
-        saving = self._saving
-        if saving is None or saving.failure is not None:
-            return False
-        return saving.thread is None or not saving.thread.is_alive()
+        return self._saving is not None and self._saving.done() and self._saving.exception() is None
 
     def save(self, state: State, step: int) -> None:
         """Start writing; `finish` must have been called for the previous save."""
         assert self._saving is None
-        saving = CheckpointSave(step)
-        self._saving = saving
+        started = time.monotonic()
         found, plain = split(state)
         # All ranks of a stage have the same tensors.
         ranks = self._world.stage_size
         share = own_share(found, self._world.rank % ranks, ranks)
+        self._saving = Future()
         if not self._asynchronous:
-            self._write(saving, share, plain)
-            saving.blocked_seconds = saving.seconds
+            self._write(self._saving, share, plain, step, started)
             return
         share = self._copy(share)
-        saving.blocked_seconds = time.monotonic() - saving.started
+        arguments = (self._saving, share, plain, step, started, time.monotonic() - started)
         # A daemon: a process that has lost the other ranks must not wait for them when it exits.
-        saving.thread = threading.Thread(target=self._write, args=(saving, share, plain), daemon=True, name="saving")
-        saving.thread.start()
+        threading.Thread(target=self._write, args=arguments, daemon=True, name="saving").start()
 
     def finish(self) -> CheckpointSave | None:
         """Wait for the save in progress, if any.
@@ -232,13 +225,7 @@ class Saver:
             UserError: it could not be written; the same on all ranks.
         """
         saving, self._saving = self._saving, None
-        if saving is None:
-            return None
-        if saving.thread is not None:
-            saving.thread.join()
-        if saving.failure is not None:
-            raise saving.failure
-        return saving
+        return None if saving is None else saving.result()
 
     def __enter__(self) -> Saver:
         return self
@@ -246,8 +233,8 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Complete the save in progress, also if the run ends with a `UserError`."""
         saving, self._saving = self._saving, None
-        if saving is not None and saving.thread is not None and (error is None or isinstance(error, UserError)):
-            saving.thread.join()
+        if saving is not None and (error is None or isinstance(error, UserError)):
+            wait([saving])
 
     def _copy(self, share: Tensors) -> Tensors:
         options = StagingOptions(
@@ -259,11 +246,21 @@ class Saver:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(self, saving: CheckpointSave, share: Tensors, plain: State) -> None:
+    def _write(
+        self,
+        saving: Future[CheckpointSave],
+        share: Tensors,
+        plain: State,
+        step: int,
+        started: float,
+        blocked: float | None = None,
+    ) -> None:
         try:
             if self._world.device.type == "cuda":
                 torch.cuda.set_device(self._world.device)
-            saving.path = write(share, plain, self._folder, saving.step, keep=self._keep, world=self._world)
+            path = write(share, plain, self._folder, step, keep=self._keep, world=self._world)
         except BaseException as error:  # noqa: BLE001  # raised by `finish`, in the main thread
-            saving.failure = error
-        saving.seconds = time.monotonic() - saving.started
+            saving.set_exception(error)
+            return
+        seconds = time.monotonic() - started
+        saving.set_result(CheckpointSave(step, path, seconds if blocked is None else blocked, seconds))
