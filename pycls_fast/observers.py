@@ -43,12 +43,10 @@ class Tracker(Choice, key="trackers"):
 
     Attributes:
         remote: sends to a server, whose failure does not end training. `add` must not wait for it.
-        package: what it imports, which is checked before anything is built.
         way_out: what to do if it cannot be opened.
     """
 
     remote: ClassVar[bool] = False
-    package: ClassVar[str] = ""
     way_out: ClassVar[str] = ""
 
     name: str = ""
@@ -97,8 +95,7 @@ class WandB(Tracker, name="wandb"):
     """Weights & Biases. Entity, mode and login come from its own environment variables (WANDB_ENTITY, WANDB_MODE)."""
 
     remote = True
-    package = "wandb"
-    way_out = "log in with `wandb login`, or set WANDB_MODE=offline"
+    way_out = "pip install -e '.[wandb]' and log in with `wandb login`, or set WANDB_MODE=offline"
 
     project: Text = "pycls_fast"
     """The project, which is created if it does not exist."""
@@ -145,8 +142,7 @@ class MLflow(Tracker, name="mlflow"):
     """
 
     remote = True
-    package = "mlflow"
-    way_out = "check MLFLOW_TRACKING_URI"
+    way_out = "pip install -e '.[mlflow]' and check MLFLOW_TRACKING_URI"
 
     project: Text = "pycls_fast"
     """The experiment, which is created if it does not exist."""

@@ -23,7 +23,6 @@ from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
-from pycls_fast.train.trackers import check_installed
 
 
 @contextmanager
@@ -37,7 +36,6 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
         command: what started the run; None for this process's command line.
     """
     check_same_settings(config, world)
-    check_installed(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,10 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
-from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line, refusing
+from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
 from pycls_fast.observers import Callback, Tracker
-from pycls_fast.parallel import World
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.folder import writing
 
@@ -112,20 +109,6 @@ class Board:
 
 def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
     return {f"{place}/{name}": record[name] for name in _EVAL if record.get(name) is not None}
-
-
-def check_installed(config: RunConfig, world: World) -> None:
-    """Check that rank 0 can import the packages of the trackers; all ranks call this."""
-
-    def check() -> None:
-        for name in filter(None, (tracker.package for tracker in config.trackers)):
-            # Versions that do not fit each other fail in any way.
-            with refusing(f"trackers: {name} cannot be imported", Exception, use=f"pip install -e '.[{name}]'"):
-                # Any folder of this name, such as the one that W&B writes to, is a package, but without a file.
-                if getattr(importlib.import_module(name), "__file__", None) is None:
-                    raise ImportError("it is a folder of data")
-
-    on_main(world, check)
 
 
 def open_board(run: Run) -> Board:
