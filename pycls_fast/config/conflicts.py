@@ -172,6 +172,8 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
     ("pipeline", "model.kind!=vit", "it divides the blocks of this project's ViT", ""),
     ("expert", "model.experts=0|null", "the model has none", "model.experts=8"),
+    ("expert", "speed.drop_path_compute=skip", "ranks would have different numbers of tokens for all experts",
+     "speed.drop_path_compute=multiply"),
     ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
     ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
     ("pipeline", "optim.trainable!=[all]", "a stage may have nothing to train", "optim.trainable=[all]"),

@@ -111,32 +111,38 @@ def _exchange(rank: int, file: str, found: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     for size in _SIZES:
-        values = torch.ones(size // 4)
-        found[size] = seconds(partial(dist.all_reduce, values), torch.device("cpu"))
+        whole, part = torch.ones(size // 4), torch.ones(size // 8)
+        runs: dict[str, Callable[[], Any]] = {
+            "reduce": partial(dist.all_reduce, whole),
+            "gather": partial(dist.all_gather_into_tensor, whole, part),
+            "scatter": partial(dist.reduce_scatter_tensor, part, whole),
+        }
+        found[size] = {name: seconds(run, torch.device("cpu")) for name, run in runs.items()}
     dist.destroy_process_group()
 
 
-def links(folder: Path) -> tuple[float, float]:
-    """Bytes/s and the latency in seconds of two ranks of this machine, over gloo."""
+def links(folder: Path) -> dict[str, Any]:
+    """The fields of a `Cluster` that say how two ranks of this machine exchange, over gloo."""
     with mp.Manager() as manager:
         found = manager.dict()
         file = folder / f"rendezvous-{os.getpid()}"
         mp.spawn(_exchange, args=(str(file), found), nprocs=2)
         file.unlink(missing_ok=True)
         small, large = (found[size] for size in _SIZES)
-    # An all-reduce of two ranks sends its size once and takes two hops.
-    return (_SIZES[1] - _SIZES[0]) / max(large - small, 1e-9), small / 2.0
+    more = {name: max(large[name] - small[name], 1e-9) for name in small}
+    # An all-reduce of two ranks sends its size once and takes two hops; by itself each half of it may take longer.
+    inside, latency = (_SIZES[1] - _SIZES[0]) / more["reduce"], small["reduce"] / 2.0
+    gathers = more["reduce"] / (more["gather"] + more["scatter"])
+    return {"inside": inside, "network": inside, "latency": [latency, latency], "gathers": gathers}
 
 
 def calibrate(file: Path) -> str:
     """Measure this machine and write it; returns what was written."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = measured(device)
-    inside, latency = links(file.absolute().parent)
-    cluster = {
-        "accelerator": "here", "per_node": torch.cuda.device_count() if device.type == "cuda" else 4 * cores(),
-        "inside": inside, "network": inside, "latency": [latency, latency], "jitter": 0.0, "cores": cores(),
-    }  # fmt: skip
+    per_node = torch.cuda.device_count() if device.type == "cuda" else 4 * cores()
+    cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
+    cluster |= links(file.absolute().parent)
     text = yaml.safe_dump({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}, sort_keys=False)
     file.write_text(text, encoding="utf-8")
     return f"{text}\nwritten: {file}; plan with cluster={file}:herex{cores()}"

@@ -24,11 +24,12 @@ class Cluster:
     Attributes:
         ranks: their number.
         per_node: ranks of a node.
-        inside: bytes/s of a rank's bus within a node.
+        inside: bytes/s of a rank's bus within a node, in an all-reduce.
         network: bytes/s of a node's network cards together.
         latency: seconds of a hop inside a node, and across nodes.
         jitter: the share of the speed lost at each doubling of the nodes.
         cores: of a node.
+        gathers: the share of that speed that all-gathers and reduce-scatters have (gloo: about half).
     """
 
     accelerator: Accelerator
@@ -39,6 +40,7 @@ class Cluster:
     latency: tuple[float, float]
     jitter: float
     cores: int
+    gathers: float = 1.0
 
     @property
     def nodes(self) -> int:
@@ -52,6 +54,9 @@ class Cluster:
             members: ranks of the group.
             apart: the distance of neighbours: 1 for consecutive ranks.
         """
+        return self._ring(size / self.gathers, members, apart)
+
+    def _ring(self, size: float, members: int, apart: int) -> float:
         if members == 1:
             return 0.0
         nodes = min(max(math.ceil(members * apart / self.per_node), 1), members)
@@ -63,7 +68,7 @@ class Cluster:
 
     def reduce(self, size: float, members: int, *, apart: int = 1) -> float:
         """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered."""
-        return 2.0 * self.gather(size, members, apart=apart)
+        return 2.0 * self._ring(size, members, apart)
 
     def send(self, size: float, *, apart: int) -> float:
         """Seconds in which a rank sends `size` bytes to one so far away."""

@@ -287,7 +287,7 @@ class Search:
         activations = few.activations.between(many.activations, share)
         tables = [one.between(other, share) for one, other in zip(few.tables, many.tables, strict=True)]
         compiled = plan.switches.compile != "off"
-        # Ranks of a CPU compute with one core each, or share it.
+        # Ranks of a CPU compute and exchange with one core each, or share it.
         late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
         forward, backward, *ends = (late * device.seconds(table, compiled=compiled) for table in tables)
         stages = max(plan.stages(len(activations.blocks)), key=lambda stages: sum(map(len, stages.values())))
@@ -298,7 +298,7 @@ class Search:
             waits = compute * bubble(plan.order(parts), len(owners(layout.schedule, layout.pipeline)))
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = self.exchange(layout, images, own * forward, own * backward)
+        exchange = late * self.exchange(layout, images, own * forward, own * backward)
         step = (compute + waits + update + exchange) / cluster.efficiency()
         loader = None
         if self.config.data.source != "synthetic":
@@ -391,8 +391,12 @@ class Search:
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
             passes = 2 if self.config.parallel.reshard_after_forward else 1
-            gather = cluster.gather(found["all_gather"] / parts / passes / count, layout.shard, apart=near)
-            scatter = cluster.gather(found["reduce_scatter"] / parts / count, layout.shard, apart=near)
+            # What is gathered, and what is to be scattered, is copied once.
+            copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
+            gather, scatter = (
+                cluster.gather(size, layout.shard, apart=near) + copies * size
+                for size in (found["all_gather"] / parts / passes / count, found["reduce_scatter"] / parts / count)
+            )
             if layout.replicate > 1:
                 size = found["all_reduce"] / parts / count
                 scatter += cluster.reduce(size, layout.replicate, apart=near * layout.shard)
@@ -416,7 +420,7 @@ class Search:
                 exposed += parts * cluster.send(size, apart=cluster.ranks // layout.pipeline)
             else:
                 # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
-                exposed += parts * cluster.gather(size, layout.tensor) * (2 if kind == "all_reduce" else 1)
+                exposed += parts * (cluster.reduce if kind == "all_reduce" else cluster.gather)(size, near)
         return exposed
 
     def outcomes(self) -> list[Outcome]:

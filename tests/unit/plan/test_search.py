@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,27 @@ def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     }  # fmt: skip
     assert {each.expert for each in found} == {1}
     assert {each.accumulation for each in found if each.shard == 16} == {1, 2, 4}
+
+
+def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
+    cluster = search.cluster
+    one_each = replace(cluster, cores=8, accelerator=replace(cluster.accelerator, device="cpu"))
+    two_each = replace(one_each, cores=4)
+    own, shared = (
+        Search(search.config, each, 10).outcome(Layout(1, 16, precision="fp32")) for each in (one_each, two_each)
+    )
+    for part in ("compute", "update", "exchange"):
+        assert getattr(shared, part) == pytest.approx(2 * getattr(own, part))
+
+
+def test_what_shards_exchange_is_copied_too(search: Search) -> None:
+    device = replace(search.cluster.accelerator, device="cpu")
+    links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0)}
+    found = Search(search.config, replace(search.cluster, accelerator=device, cores=8, **links), 10)
+    layout, size = Layout(1, 16, precision="fp32"), found.exchanged(Layout(1, 16, precision="fp32"))
+    whole = 2 * (size["all_gather"] + size["reduce_scatter"]) / (device.bandwidth * device.efficiency["pass"])
+    assert found.outcome(layout).exchange == pytest.approx(whole, rel=0.2)
+    assert found.outcome(Layout(16, precision="fp32")).exchange == 0.0
 
 
 def test_experts_are_divided_beside_all_else() -> None:

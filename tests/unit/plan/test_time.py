@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pycls_fast import plan
 from pycls_fast.config import load_config
 from pycls_fast.parallel import ALONE
+from pycls_fast.plan.calibrate import links
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 
@@ -118,3 +120,14 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
     # Neighbours in other nodes share the network with seven more groups.
     assert cluster.gather(8e9, 2, apart=8) == pytest.approx(4e9 / (cluster.network / 8) + cluster.latency[1])
     assert cluster.gather(8e9, 1) == 0.0
+    slow = replace(one, gathers=0.5)
+    assert slow.gather(8e9, 8) == pytest.approx(14e9 / one.inside + 7 * one.latency[0])
+    assert slow.reduce(8e9, 8) == one.reduce(8e9, 8)
+
+
+@pytest.mark.slow
+def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
+    found = links(tmp_path)
+    here = replace(plan.cluster("h100x2"), **found)
+    assert 0 < here.gather(2**24, 2) < 10
+    assert 0.05 < here.gathers < 5
