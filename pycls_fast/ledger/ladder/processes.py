@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,12 +260,11 @@ def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[st
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run that waits for its turn; `alone` lets no other one run at the same time."""
+    """A training run that waits for its turn."""
 
     variant: Variant
     seed: int
     folder: Path
-    alone: bool = False
 
     def __str__(self) -> str:
         return f"{self.variant.name}: training, seed {self.seed}"
@@ -285,68 +284,56 @@ class _Running:
     shared: bool
 
 
-@dataclass
-class Trainings:
-    """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own.
+def trainings(
+    runs: Sequence[TrainingRun],
+    *,
+    jobs: int,
+    devices: Sequence[str],
+    start: Callable[[TrainingRun, Sequence[str]], Process],
+    finished: Callable[[Process], ProcessResult | None],
+    done: Callable[[TrainingRun, ProcessResult], None],
+    say: Callable[[str], None],
+) -> Generator[None]:
+    """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own. Yields while they run.
 
     `devices` are the CUDA devices to divide among them, empty if there is no need to. A run that lacked memory while
-    others ran is started once more without them, after all others.
+    others ran is started once more without them, after all others. An error, also where this is used, stops all.
     """
+    waiting, running, free, again = deque(runs), list[_Running](), list(devices), list[TrainingRun]()
+    watch_due = time.monotonic() + _EVERY_SECONDS
 
-    runs: Sequence[TrainingRun]
-    jobs: int
-    devices: Sequence[str]
-    start: Callable[[TrainingRun, Sequence[str]], Process]
-    finished: Callable[[Process], ProcessResult | None]
-    done: Callable[[TrainingRun, ProcessResult], None]
-    say: Callable[[str], None]
+    def fits(ranks: int) -> bool:
+        return not running or (len(running) < jobs and (not devices or len(free) >= ranks))
 
-    def __post_init__(self) -> None:
-        self._waiting, self._running, self._free = deque(self.runs), list[_Running](), list(self.devices)
-        self._watch_due = time.monotonic() + _EVERY_SECONDS
-
-    def processes(self) -> list[Process]:
-        """The runs that have been started and not ended."""
-        return [running.process for running in self._running]
-
-    def advance(self) -> bool:
-        """Start what can start, take note of what has ended; returns whether any run is left."""
-        while self._waiting and self._fits(self._waiting[0]):
-            self._start(self._waiting.popleft())
-        for running in list(self._running):
-            finished = self.finished(running.process)
-            if finished is not None:
-                self._running.remove(running)
-                self._free += running.devices
-                self._end(running, finished)
-        if time.monotonic() >= self._watch_due:
-            self._watch_due = time.monotonic() + _EVERY_SECONDS
-            for running in self._running:
-                self.say(f"{running.run}: {reached(RunFolder(running.run.folder))}")
-        return bool(self._waiting or self._running)
-
-    def _fits(self, run: TrainingRun) -> bool:
-        if not self._running:
-            return True
-        if run.alone or any(running.run.alone for running in self._running):
-            return False
-        has_devices = not self.devices or len(self._free) >= (run.variant.ranks or 1)
-        return len(self._running) < self.jobs and has_devices
-
-    def _start(self, run: TrainingRun) -> None:
-        ranks = run.variant.ranks or 1
-        devices, self._free = self._free[:ranks], self._free[ranks:]
-        self._running.append(_Running(run, self.start(run, devices), devices, shared=False))
-        for running in self._running:
-            running.shared |= len(self._running) > 1
-
-    def _end(self, running: _Running, finished: ProcessResult) -> None:
-        run = running.run
-        if finished.lacked_memory and running.shared:
-            self.say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
-            self._waiting.append(TrainingRun(run.variant, run.seed, run.folder, alone=True))
-        else:
-            self.done(run, finished)
+    try:
+        while waiting or running:
+            while waiting and fits(ranks := waiting[0].variant.ranks or 1):
+                run, own = waiting.popleft(), free[:ranks]
+                del free[:ranks]
+                running.append(_Running(run, start(run, own), own, shared=False))
+                for each in running:
+                    each.shared |= len(running) > 1
+            for each in list(running):
+                ended = finished(each.process)
+                if ended is None:
+                    continue
+                running.remove(each)
+                free += each.devices
+                if ended.lacked_memory and each.shared:
+                    say(f"{each.run}: lacked memory while others ran; starting it once more by itself at the end")
+                    again.append(each.run)
+                else:
+                    done(each.run, ended)
+            if time.monotonic() >= watch_due:
+                watch_due = time.monotonic() + _EVERY_SECONDS
+                for each in running:
+                    say(f"{each.run}: {reached(RunFolder(each.run.folder))}")
+            yield
+    except BaseException:
+        Process.stop(each.process for each in running)
+        raise
+    if again:
+        yield from trainings(again, jobs=1, devices=devices, start=start, finished=finished, done=done, say=say)
 
 
 def reached(folder: RunFolder) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from pycls_fast.ledger.ladder.processes import (
     Process,
     ProcessResult,
     TrainingRun,
-    Trainings,
     gradients_arguments,
     rounding_arguments,
     timing_arguments,
     training_arguments,
+    trainings,
     with_own_rounding,
 )
 from pycls_fast.train.folder import write_json
@@ -266,7 +267,7 @@ class Ledger:
 
     def train(self, runs: Sequence[TrainingRun]) -> None:
         """Start those of the runs that are not done, and wait for them."""
-        trainings = Trainings(
+        at_work = trainings(
             # Two families may share a run.
             list({run.folder: run for run in runs if not run.is_done}.values()),
             jobs=self.settings.jobs,
@@ -276,12 +277,9 @@ class Ledger:
             done=self._training_done,
             say=self.say,
         )
-        try:
-            while trainings.advance():
+        with closing(at_work):
+            for _ in at_work:
                 time.sleep(_POLLING_SECONDS)
-        except BaseException:
-            Process.stop(trainings.processes())
-            raise
 
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
         arguments = training_arguments(run.variant, run.folder, seed=run.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pycls_fast.ledger.ladder import work as at_work
+from pycls_fast.ledger.ladder.processes import Process
 from tests.unit.ledger.stand_ins import FakeProcess
 
 
@@ -12,6 +13,7 @@ from tests.unit.ledger.stand_ins import FakeProcess
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     """Processes of ledgers are stand-ins."""
     monkeypatch.setattr(at_work, "Process", FakeProcess)
+    monkeypatch.setattr(Process, "stop", lambda processes: None)
     monkeypatch.setattr(FakeProcess, "broken", {})
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(FakeProcess, "trees", [])

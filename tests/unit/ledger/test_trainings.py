@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,15 +13,25 @@ import torch
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import processes as module
-from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, Trainings, reached
+from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, reached, trainings
 from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.stand_ins import made, work
 
 OOM = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
 
 
+@pytest.fixture(autouse=True)
+def _stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module.Process, "stop", lambda processes: None)
+    yield
+    while Scene.made:
+        Scene.made.pop().trainings.close()
+
+
 class Scene:
     """Trainings whose processes are names; a run ends when `end` says so."""
+
+    made: ClassVar[list[Scene]] = []
 
     def __init__(self, folder: Path, ranks: dict[str, int], *, jobs: int, devices: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -30,10 +40,11 @@ class Scene:
         self.done: list[str] = []
         self.ended: dict[str, ProcessResult] = {}
         runs = [TrainingRun(Variant(name=name, ranks=n), 0, folder / name) for name, n in ranks.items()]
-        self.trainings = Trainings(
+        self.trainings = trainings(
             runs, jobs=jobs, devices=devices, start=self.start, finished=self.finished,
             done=lambda run, finished: self.done.append(run.variant.name), say=self.said.append,
         )  # fmt: skip
+        self.made.append(self)
 
     def start(self, run: TrainingRun, devices: Sequence[str]) -> Any:
         self.started.append((run.variant.name, tuple(devices)))
@@ -47,13 +58,17 @@ class Scene:
         log = self.folder / f"{name}.txt"
         log.write_text(said)
         self.ended[name] = ProcessResult(status, 1.0, log)
-        self.trainings.advance()
-        return self.trainings.advance()
+        self.advance()
+        return self.advance()
+
+    def advance(self) -> bool:
+        """Look once; returns whether any run is left."""
+        return next(self.trainings, self) is not self
 
 
 def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"a": 1, "b": 2, "c": 2, "d": 1}, jobs=4, devices=("0", "1", "2", "3"))
-    assert scene.trainings.advance()
+    assert scene.advance()
     # Two are wanted and one is free.
     assert scene.started == [("a", ("0",)), ("b", ("1", "2"))]
     scene.end("a")
@@ -67,14 +82,14 @@ def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
 
 def test_without_gpus_to_divide_each_run_sees_what_this_process_sees(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
-    scene.trainings.advance()
+    scene.advance()
     assert scene.started == [("a", ()), ("b", ())]
 
 
 @pytest.mark.parametrize(("status", "said"), [(2, OOM), (-9, "")])
 def test_lack_of_memory_beside_others_is_not_the_variants_fault(status: int, said: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
-    scene.trainings.advance()
+    scene.advance()
     scene.end("b", status, said)
     assert scene.done == []
     scene.end("a")
@@ -111,7 +126,7 @@ def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.Monke
     scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text(line(5, 1.25))
-    scene.trainings.advance()
+    scene.advance()
     assert scene.said == [
         "a: training, seed 0: no step logged yet",
         "b: training, seed 0: epoch 0.50, step 5, loss 1.2500",
