@@ -19,7 +19,6 @@ from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
 from pycls_fast.models import maps
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import enough_memory
 
 MOST_IMAGES = 200
 """Images per call: all their maps are in memory at once."""
@@ -52,12 +51,8 @@ def draw_maps(
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
     unreadable: list[tuple[str, str]] = []
-    too_many = f"{min(len(source), _BATCH)} images at a time; give fewer"
-    with enough_memory("images", classifier.device, too_many, cpu="device"):
-        found = [
-            _mapped(classifier, batch, kind)
-            for batch in classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
-        ]
+    batches = classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
+    found = [_mapped(classifier, batch, kind) for batch in batches]
     if found:
         pictures = np.concatenate([pictures_BHWC for pictures_BHWC, *_ in found])
         names = [source.name(index) for _, indices, *_ in found for index in indices]

@@ -19,7 +19,7 @@ from pycls_fast.errors import DONE, one_of
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import collect_features
 from pycls_fast.train.folder import output_file, write_json
-from pycls_fast.train.health import enough_memory, enough_to_score
+from pycls_fast.train.health import enough_to_score
 from pycls_fast.train.tasks.score import set_up
 
 # Images whose votes are counted at a time.
@@ -79,12 +79,9 @@ def score_neighbours(
             scorer = setup.scorer(network)
             found = {name: collect_features(scorer, network, sources[name], name) for name in ("train", split)}
         memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
-        what = f"the features of {len(labels_M):,} training images and their votes; use a model with fewer features"
-        with enough_memory("runtime.device", world.device, what, cpu="runtime.device"):
-            classes, k = build.num_classes(setup.config, train), min(k, len(labels_M))
-            votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
-            places_N = [places(*part) for part in zip(votes, labels_N.split(_CHUNK), strict=True)]
-            place_N = torch.cat(places_N)
+        classes, k = build.num_classes(setup.config, train), min(k, len(labels_M))
+        votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+        place_N = torch.cat([places(*part) for part in zip(votes, labels_N.split(_CHUNK), strict=True)])
         record = {
             "split": split,
             **{f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)},
