@@ -200,9 +200,6 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     if not state["order"].startswith("blocks-"):
         # No other order has a buffer.
         fixed.pop("data.shuffle_buffer", None)
-    if "model.kind" in fixed:
-        # The other kind's settings follow from it.
-        fixed = {key: pair for key, pair in fixed.items() if key == "model.kind" or not _under(key, ("model",))}
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"

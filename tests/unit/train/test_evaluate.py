@@ -151,13 +151,6 @@ def test_mirror_images_are_averaged(sigmoid: bool) -> None:
     assert FlipAveraged(network, sigmoid=sigmoid)(images_BCHW).isfinite().all()
 
 
-def test_the_interval_is_that_of_the_paper() -> None:
-    """Wilson, 1927: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), here p = 0.9 and n = 100."""
-    empty = np.zeros(0)
-    evaluation = Evaluation(90.0, 99.0, 0.5, 100, Predictions(empty, empty, empty, empty, empty))
-    assert evaluation.interval() == pytest.approx((82.563, 94.477), abs=1e-3)
-
-
 def test_ties_do_not_all_count_as_right() -> None:
     """A model that says nothing is right for one class only, as with argmax."""
     labels = torch.arange(10)

@@ -26,7 +26,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.weights import find_weights, restore
+from pycls_fast.train.weights import restore
 from tests.factories import save_checkpoint
 from tests.unit.inference.conftest import make_run
 
@@ -258,26 +258,6 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_links_into_a_store_without_suffixes(run_dir: Path, tmp_path: Path) -> None:
-    """Files in the Hugging Face cache are links to blobs named by their hash."""
-    write(run_dir, tmp_path / "net.safetensors")
-    (tmp_path / "net.safetensors").rename(tmp_path / "0a1b2c")
-    named, bare = tmp_path / "snapshot.safetensors", tmp_path / "latest"
-    named.symlink_to("0a1b2c")
-    assert find_weights(named) == named
-    assert restore(named, device="cpu").classes == CLASSES
-    found = saved_with_weights([f"weights={named}"])
-    assert found is not None
-    assert found.values["model"] == CONFIG.model_dump(mode="json")["model"]
-    # Any other link stands for its target, above all one whose name has no suffix or that of a version.
-    (tmp_path / "plain.safetensors").write_bytes((tmp_path / "0a1b2c").read_bytes())
-    for link in (bare, tmp_path / "latest.v1"):
-        link.symlink_to("plain.safetensors")
-        assert find_weights(link) == tmp_path / "plain.safetensors"
-        assert saved_with_weights([f"weights={link}"]) is not None
-        assert restore(link, device="cpu").classes == CLASSES
 
 
 @pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])

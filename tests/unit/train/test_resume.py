@@ -105,12 +105,6 @@ def test_a_buffer_that_nothing_reads_may_differ() -> None:
     assert go_on("data.shuffle_buffer=8") == ["changed since the checkpoint: data.shuffle_buffer 16384 -> 8"]
 
 
-def test_another_kind_of_model_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"^model\.kind: resnet now, but vit when ") as caught:
-        go_on("model=resnet_digits")
-    assert len(caught.value.lines) == 1
-
-
 def test_as_many_other_images() -> None:
     with pytest.raises(
         UserError, match=r"^data\.root: the 7 training images in 2 classes are not the 7 in 2 of when step_000000003"

@@ -116,16 +116,6 @@ def test_output_that_fails(
     assert line == f"warning: standard output failed ({os.strerror(number)}); nothing more is shown"
 
 
-def test_an_evaluation_shows_the_mean_over_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"epoch": 1, "split": "val", "weights": "model", "top1": 90.0, "top5": 99.0, "loss": 0.5, "count": 10}
-    display = Display(speaks=True, mode="plain")
-    for class_top1 in (75.126, None):
-        display.evaluation({**record, "class_top1": class_top1})
-    first, second = capsys.readouterr().out.splitlines()
-    assert "top-1 90.00%  top-5 99.00%  class top-1 75.13%  loss 0.5000" in first
-    assert "top-5 99.00%  loss 0.5000" in second
-
-
 def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(speaks=True, mode="plain")
     display.table("[title]", [("run folder", "/data/[old]/:car:/x\\")])
