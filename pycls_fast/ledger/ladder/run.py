@@ -112,9 +112,13 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:
         raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
-    instead = {"run_dir": "use output=", "seed": "use first_seed=", "resume": "leave it out"}
+    instead = {
+        "run_dir": "each run of a ledger has its own; use output=",
+        "seed": "each run of a ledger has its own; use first_seed=",
+        "resume": "the trainings of a ledger resume by themselves; leave it out",
+    }
     keys = {key_of(override) for override in typed}
-    refuse(f"{key}: each run of a ledger has its own; {use}" for key, use in instead.items() if key in keys)
+    refuse(f"{key}: {why}" for key, why in instead.items() if key in keys)
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
