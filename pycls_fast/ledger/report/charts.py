@@ -59,6 +59,8 @@ def plain_axes(rows: float) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
+    axes.xaxis.label.set_fontsize(9)
+    axes.yaxis.label.set_fontsize(9)
     return figure, axes
 
 
@@ -100,7 +102,7 @@ def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
     name_rows(axes, [bar.variant for bar in made])
     # Leave room for the number after the longest bar.
     axes.set_xlim(0, max([bar.length for bar in made] + [end for bar in made for end in bar.interval or ()]) * 1.22)
-    axes.set_xlabel(label, fontsize=9)
+    axes.set_xlabel(label)
     return figure
 
 
@@ -143,8 +145,7 @@ def _decision(record: Record) -> Chart | None:
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
             label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
         )  # fmt: skip
-    axes.set_xlabel("speed-up over what it is added to", fontsize=9)
-    axes.set_ylabel("top-1 gained, points", fontsize=9)
+    axes.set(xlabel="speed-up over what it is added to", ylabel="top-1 gained, points")
     axes.xaxis.set_major_formatter("{x:.2f}x")
     axes.locator_params(axis="x", nbins=6)
     figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=1)
@@ -221,10 +222,7 @@ def _ranks(record: Record) -> Chart | None:
         (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=literal(name), markerfacecolor="white")
         line.set(linestyle=STROKES[place % 4], marker=SIGNS[place % len(SIGNS)])
     axes.axhline(min(rates, key=lambda each: each[1])[2], color=LINE, linewidth=1, zorder=0, label="ideal")
-    axes.set_xlabel("ranks", fontsize=9)
-    axes.set_ylabel("images/s per rank", fontsize=9)
-    axes.set_xticks(counts)
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set(xlabel="ranks", ylabel="images/s per rank", xticks=counts, ylim=(0, 1.05 * axes.get_ylim()[1]))
     axes.legend(fontsize=8, frameon=False)
     return Chart(
         "ranks",
@@ -255,10 +253,9 @@ def _rounding(record: Record) -> Chart | None:
                     )
     for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
-    axes.set_xscale("log")
     name_rows(axes, [variant for variant, _ in found])
     axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("relative error against float64", fontsize=9)
+    axes.set(xscale="log", xlabel="relative error against float64")
     if shown:
         figure.legend(fontsize=7.5, frameon=False, loc="outside upper center", ncols=2)
     what = "Norm of the difference from float64 with the same weights, over float64's norm."
@@ -282,8 +279,7 @@ def _gradients(record: Record) -> Chart | None:
             heights = [100 * exponents.get(place, 0) / some for place in chosen]
             at = [place + 0.5 for place in chosen]
             axes.bar(at, heights, width=0.9, color=color, hatch=hatch, edgecolor=INK, label=label)
-    axes.set_xlabel("log₂ |gradient|", fontsize=9)
-    axes.set_ylabel("% of gradients", fontsize=9)
+    axes.set(xlabel="log₂ |gradient|", ylabel="% of gradients")
     axes.legend(fontsize=8, frameon=False)
     return Chart(
         "gradients",

@@ -240,8 +240,7 @@ def _lines(record: Record, key: str, label: str, what: str) -> Chart | None:
             axes.plot(*zip(*scored, strict=True), label=name.upper(), markersize=5, **{**looks, **style})
     if not axes.lines:
         return None
-    axes.set_xlabel("epoch", fontsize=9)
-    axes.set_ylabel(label, fontsize=9)
+    axes.set(xlabel="epoch", ylabel=label)
     axes.legend(fontsize=8, frameon=False)
     return Chart(key, label.partition(",")[0].capitalize(), what, figure)
 
@@ -259,7 +258,7 @@ def _classes(record: Record) -> Chart | None:
         axes.barh(place, row["difference"], height=0.66, edgecolor=INK, color=color, hatch=hatch)
     axes.axvline(0, color=LINE, linewidth=1)
     axes.set_yticks(range(len(rows)), [literal(row["class"], 22) for row in rows])
-    axes.set_xlabel("points of accuracy, B minus A", fontsize=9)
+    axes.set_xlabel("points of accuracy, B minus A")
     few = 100 / min(row["images"] for row in rows)
     what = f"The classes that changed most. Hatched: worse in B. One image of the smallest is {few:.2g} points."
     return Chart("classes", "Classes", what, figure)
