@@ -76,40 +76,32 @@ def given_images(images: Any, *, upright: bool = False) -> GivenImages:
     Raises:
         UserError: nothing was given, an unsupported type, or a path that does not exist.
     """
-    items = _flat([images] if isinstance(images, str | os.PathLike | Image.Image) else images, "")
-    return GivenImages(list(items), upright=upright)
+    return GivenImages(list(_flat(images)), upright=upright)
 
 
-def _flat(images: Any, place: str) -> Iterator[Path | Image.Image | np.ndarray]:
+def _flat(images: Any) -> Iterator[Path | Image.Image | np.ndarray]:
     if isinstance(images, str | os.PathLike):
         yield from find_images([os.fspath(images)])
     elif isinstance(images, Image.Image):
         yield images
     elif isinstance(images, np.ndarray | torch.Tensor):
-        yield from _pixels(images, place)
+        yield from _pixels(images)
     elif isinstance(images, Iterable) and not isinstance(images, bytes | dict):
-        for position, item in enumerate(images):
-            yield from _flat(item, f"{place}[{position}]")
+        for item in images:
+            yield from _flat(item)
     else:
-        raise UserError(f"images{place}: must be {_KINDS}; got {type(images).__name__}")
+        raise UserError(f"images: must be {_KINDS}; got {type(images).__name__}")
 
 
-def _pixels(images: np.ndarray | torch.Tensor, place: str) -> Iterator[np.ndarray]:
-    dtype = str(images.dtype).removeprefix("torch.")
-    mistake = UserError(f"images{place}: must be {_KINDS}; got {dtype} {tuple(images.shape)}")
+def _pixels(images: np.ndarray | torch.Tensor) -> Iterator[np.ndarray]:
+    dtype, shape = str(images.dtype).removeprefix("torch."), tuple(images.shape)
+    colors = shape if len(shape) > 2 else (*shape, 1)
     # Checked before a tensor becomes an array: NumPy lacks some of torch's types.
-    if dtype != "uint8":
-        raise mistake
-    array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else images
-    if array.ndim == 4 and not place:
-        for position, image_HWC in enumerate(array):
-            yield from _pixels(image_HWC, f"[{position}]")
-        return
-    if array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1):
-        array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
-    if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise mistake
-    yield array
+    if dtype != "uint8" or 0 in shape or len(colors) not in (3, 4) or colors[-1] not in (1, 3):
+        raise UserError(f"images: must be {_KINDS}; got {dtype} {shape}")
+    array = (images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else images).reshape(colors)
+    array = np.repeat(array, 3, axis=-1) if colors[-1] == 1 else array
+    yield from array if array.ndim == 4 else [array]
 
 
 def find_images(words: Iterable[str]) -> list[Path]:

@@ -79,7 +79,7 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
         assert source.in_memory
         assert [source.name(index) for index in range(len(source))] == [f"image {index}" for index in range(5)]
         assert all(np.array_equal(source.read(index)[0], pixels[index]) for index in range(5))
-    for images in (gray, pixels[0, :, :, 0], pixels[0, :, :, :1]):
+    for images in (gray, pixels[0, :, :, 0], pixels[0, :, :, :1], pixels[:1, :, :, :1]):
         source = given_images(images)
         assert len(source) == 1
         assert np.array_equal(source.read(0)[0], np.repeat(pixels[0, :, :, :1], 3, axis=2))
@@ -95,11 +95,10 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
     [
         ([], "images: none were given"),
         (3, "images: must be a path, a Pillow image, or a uint8 array or tensor (height, width, 3); got int"),
-        ([np.zeros((4, 4, 3))], "images[0]: must be a path, .*; got float64 (4, 4, 3)"),
+        ([np.zeros((4, 4, 3))], "images: must be a path, .*; got float64 (4, 4, 3)"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8), "images: must be .*; got uint8 (3, 8, 8)"),
-        ([np.zeros((2, 4, 4, 3), np.uint8)], "images[0]: must be .*; got uint8 (2, 4, 4, 3)"),
         (torch.zeros(8, 8, dtype=torch.bfloat16), "images: must be .*; got bfloat16 (8, 8)"),
-        ([[None]], "images[0][0]: must be .*; got NoneType"),
+        ([[None]], "images: must be .*; got NoneType"),
     ],
 )
 def test_what_is_no_image(images: Any, line: str) -> None:
