@@ -50,13 +50,8 @@ def world(config: RunConfig) -> Iterator[World]:
         yield ranks
 
 
-def strategy(config: RunConfig, world: World) -> str:
-    """The name of the resolved strategy, a key of `STRATEGIES`."""
-    return strategy_name(config, world.size)
-
-
-def strategy_name(config: RunConfig, ranks: int) -> str:
-    """`strategy` for a number of ranks."""
+def strategy(config: RunConfig, ranks: int) -> str:
+    """The name of the strategy that so many ranks have, a key of `STRATEGIES`."""
     name = config.parallel.name
     if strategy_of(name).replicates:
         return "ddp" if ranks > 1 else "single"

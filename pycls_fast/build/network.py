@@ -195,7 +195,7 @@ def wrap(
     return wrap_model(
         network,
         world,
-        strategy=strategy(config, world),
+        strategy=strategy(config, world.size),
         settings=StrategySettings(
             compression=settings.compression,
             powersgd_rank=settings.powersgd_rank,
@@ -221,7 +221,7 @@ def wrap(
 
 def is_sharded(config: RunConfig, world: World) -> bool:
     """Whether each rank holds only a part of the weights of its stage."""
-    return STRATEGIES[strategy(config, world)].shards_weights
+    return STRATEGIES[strategy(config, world.size)].shards_weights
 
 
 def loss(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.build.data import prepare_on_host
-from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy_name, switches
+from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy, switches
 from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
@@ -141,7 +141,7 @@ class MemoryPlan:
         """What a rank holds of weights, gradients and state."""
         config, precision = self.config, level(self.config)
         is_half = precision.weights != "float32"
-        name = strategy_name(config, self.world.size)
+        name = strategy(config, self.world.size)
         if self.world.pipeline > 1 and STRATEGIES[name].replicates:
             # Stages exchange gradients when all are there, without buckets.
             name = "single"

@@ -162,10 +162,8 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=chosen.input_copy)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        self.profile.before(step + 1)
-        with self.memory.counting(self.run.parts.step.held):
+        with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.held):
             self.run.parts.step(step, self._taken(step, microbatches), self.metrics)
-        self.profile.after(step + 1)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")

@@ -206,17 +206,15 @@ class StepProfile:
         self._file = folder / f"step_{first}.json.gz"
         self._running: profiler.profile | None = None
 
-    def before(self, step: int) -> None:
-        """Start if this is the first of the steps, counted from 1."""
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """A context for a step, counted from 1; at the end of the last one the profile is written and shown."""
         if step == self._first:
             kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * self._cuda
             self._running = profiler.profile(activities=kinds)
             self._running.start()
-
-    def after(self, step: int) -> None:
-        """Write and show the profile if this was the last of the steps."""
-        running = self._running
-        if running is None or self._first is None or step < self._first + STEPS - 1:
+        yield
+        if (running := self._running) is None or self._first is None or step < self._first + STEPS - 1:
             return
         self._running = None
         running.stop()
@@ -225,9 +223,8 @@ class StepProfile:
             running.export_chrome_trace(str(self._file))
         by = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
         self._display.note(running.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=40))
-        self._display.note(
-            f"profile of steps {self._first} to {step}: {self._file} (open it in https://ui.perfetto.dev)"
-        )
+        place = f"{self._file} (open it in https://ui.perfetto.dev)"
+        self._display.note(f"profile of steps {self._first} to {step}: {place}")
 
     def close(self) -> None:
         """Stop a profile that the end of the run has cut off."""
