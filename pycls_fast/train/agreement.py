@@ -76,21 +76,14 @@ def check_same_data(sources: Mapping[str, Images], world: World) -> None:
     Raises:
         UserError: they did not; the same on all ranks.
     """
-    facts: dict[str, Any] = {}
+    facts = {}
     for split, source in sources.items():
-        facts[f"{split} images"] = f"{len(source):,} in {len(source.classes):,} classes"
-        names = "\0".join(source.classes).encode("utf-8", "surrogateescape")
-        facts[f"checksum of the {split} class names"] = f"{zlib.crc32(names):08x}"
-        for what, integers in (
-            ("labels", source.labels),
-            ("label sets", source.label_sets),
-            ("shards' sizes", source.block_ends),
-        ):
-            facts[f"checksum of the {split} {what}"] = checksum(() if integers is None else integers)
-    different = _differences(facts, world)
-    if different:
-        # The others follow from the first.
-        raise UserError(f"data.root: {different[0]}; every node needs the same, complete data")
+        names = zlib.crc32("\0".join(source.classes).encode("utf-8", "surrogateescape"))
+        others = [checksum(() if x is None else x) for x in (source.labels, source.label_sets, source.block_ends)]
+        sums = f"checksums of names, labels, sets and shards {names:08x} {' '.join(others)}"
+        facts[split] = f"{len(source):,} images in {len(source.classes):,} classes, {sums}"
+    # The others follow from the first.
+    refuse(f"data.root: {line}; every node needs the same, complete data" for line in _differences(facts, world)[:1])
 
 
 def _differences(values: dict[str, Any], world: World) -> list[str]:

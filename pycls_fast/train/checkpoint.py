@@ -142,6 +142,7 @@ class Spec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that is complete, open for reading.
 
@@ -149,10 +150,9 @@ class Checkpoint:
     of its tensors by path (`model/head.weight`).
     """
 
-    def __init__(self, path: Path, plain: State, specs: dict[str, Spec]) -> None:
-        self.path = path
-        self.plain = plain
-        self.specs = specs
+    path: Path
+    plain: State
+    specs: dict[str, Spec]
 
     def require(self, schema: type[SavedWeights]) -> Checkpoint:
         """Itself, if its plain values have the fields of a schema.

@@ -36,11 +36,7 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
     # Our own version comes from the code: a checkout that was never installed has no metadata.
     found = {"python": platform.python_version(), "pycls_fast": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+    found |= {package: importlib.metadata.version(package) for package in _PACKAGES}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found

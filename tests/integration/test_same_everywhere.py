@@ -34,7 +34,7 @@ def write_images(root: Path, counts: dict[str, int]) -> None:
     ("second", "run_dir", "error"),
     [
         # As many images, but one of them in the other class.
-        ({"a": 31, "b": 39}, "../run", "data.root: checksum of the train labels: "),
+        ({"a": 31, "b": 39}, "../run", "data.root: train: "),
         ({"a": 30, "b": 40}, "run", "run_dir: run on rank 1 "),
     ],
 )
