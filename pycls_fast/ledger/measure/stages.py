@@ -57,12 +57,15 @@ class _Clock:
 class _Timed:
     """An object with other methods."""
 
-    def __init__(self, plain: object, **methods: Callable[[Any], Any]) -> None:
+    def __init__(self, plain: Any, **methods: Callable[[Any], Any]) -> None:
         self._plain = plain
         vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+    def __len__(self) -> int:
+        return len(self._plain)
 
 
 def measure_stages(
