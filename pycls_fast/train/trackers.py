@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -111,8 +111,9 @@ def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
     return {f"{place}/{name}": record[name] for name in _EVAL if record.get(name) is not None}
 
 
-def open_board(run: Run) -> Board:
-    """Open the trackers that are configured and start the callbacks, on rank 0; all ranks call this.
+@contextmanager
+def open_board(run: Run) -> Iterator[Board]:
+    """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this.
 
     Raises:
         UserError: a remote tracker cannot start the run. A resumed run continues without it.
@@ -121,14 +122,11 @@ def open_board(run: Run) -> Board:
         run.world.at("starting the tracker")
     # Each run has its own: they may remember something.
     callbacks = [callback.model_copy(deep=True) for callback in run.config.callbacks] if run.world.is_main else []
-    board = Board(callbacks=callbacks, run=run if run.world.is_main else None)
     # Ends those that are open if a later one fails.
-    with ExitStack() as stack:
-        stack.push(board)
+    with Board(callbacks=callbacks, run=run if run.world.is_main else None) as board:
         # Remote ones first: the others leave files in the folder of a run that does not start.
         trackers = sorted(run.config.trackers, key=lambda tracker: not tracker.remote)
         on_main(run.world, lambda: board.open(*(tracker.model_copy(deep=True) for tracker in trackers)))
         for callback in callbacks:
             callback.start(run)
-        stack.pop_all()
-    return board
+        yield board
