@@ -53,10 +53,6 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
 
     All ranks call this.
 
-    Args:
-        network: the scorer's.
-        split: the images' name, which is shown.
-
     Raises:
         UserError: more damaged images than `data.max_damaged`, or no other.
     """
@@ -193,11 +189,7 @@ def _path(
 
 
 def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
-    """Fit the head to the training images' features and write it into the network; all ranks call this.
-
-    Args:
-        after_batch: called after each batch; may raise to stop.
-    """
+    """Fit the head to the training images' features and write it into the network; all ranks call this."""
     parts, train = run.parts, run.parts.sources["train"]
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)

@@ -172,13 +172,7 @@ def fit_weights(
     allow: Sequence[str] = (),
     for_training: bool = True,
 ) -> pretrained.Fitted:
-    """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out.
-
-    Args:
-        network: neither its values nor its memory are touched.
-        classes: names of the data's classes, in the order of the outputs.
-        for_training: if the file's classes differ, initialise the head newly; otherwise every tensor must be filled.
-    """
+    """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out."""
     source = read.source
     place = other_class(read.classes, classes)
     if place is not None and not for_training:
@@ -254,11 +248,7 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
 
 
 def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
-    """The line of an error that names the model of saved weights; none if it is not known.
-
-    Args:
-        model: the section `model` of the configuration they were trained with, which may be empty.
-    """
+    """The line of an error that names the model of saved weights; none if it is not known."""
     overrides = model_overrides(model)
     return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
 

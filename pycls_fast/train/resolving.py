@@ -112,11 +112,7 @@ def pin_weights(config: RunConfig, world: World) -> RunConfig:
 
 
 def resolve_normalization(config: RunConfig, world: World, *, note: Callable[[str], None]) -> RunConfig:
-    """The configuration with its weights' mean and standard deviation, if it asks for them and they are known.
-
-    Args:
-        note: reports weights for which they are not known, if the configuration's values are the default.
-    """
+    """The configuration with its weights' mean and standard deviation, if it asks for them and they are known."""
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}

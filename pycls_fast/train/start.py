@@ -31,9 +31,6 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
 
     The folder is locked until the context ends. If it is new, it is then removed, unless training began
     (`RunFolder.keep`).
-
-    Args:
-        command: what started the run; None for this process's command line.
     """
     check_same_settings(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.

@@ -122,11 +122,7 @@ class Setup:
 
 @contextmanager
 def set_up(config: RunConfig, *, preprocessing: Literal["weights", "config"] = "config") -> Iterator[Setup]:
-    """Join the ranks, find the weights and apply the settings of the process.
-
-    Args:
-        preprocessing: whose is used; weights of other projects may specify theirs.
-    """
+    """Join the ranks, find the weights and apply the settings of the process."""
     if config.weights is None:
         raise UserError(
             "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "

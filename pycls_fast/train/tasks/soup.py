@@ -36,9 +36,6 @@ def mean_weights(ingredients: Sequence[Weights]) -> dict[str, Tensor]:
 def greedy(ingredients: Sequence[Weights], top1: Callable[[Sequence[Weights]], float]) -> list[Weights]:
     """Greedy soup (Wortsman et al. 2022, recipe 1): beginning with the best one, each next best one is kept if the
     accuracy of the mean with it is at least that of the mean without it.
-
-    Args:
-        top1: the accuracy of the mean of some.
     """
     alone = {id(each): top1([each]) for each in ingredients}
     first, *others = sorted(ingredients, key=lambda each: -alone[id(each)])
