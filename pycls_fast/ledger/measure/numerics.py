@@ -103,7 +103,7 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     The network is put in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
     function; a compiled network is compiled again for it. All gradients are None afterwards.
     """
-    _copy_weights(step, network, exact)
+    exact.load_state_dict(step.weights.state_dict())
     images_BCHW = step.prepare(probe)
     was_training = network.training
     network.eval()
@@ -122,13 +122,6 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
         "logit_error": relative_error([logits_BK], [exact_logits_BK]),
         "gradient_error": relative_error(gradients, _gradients(exact, 1.0)),
     }
-
-
-def _copy_weights(step: Step, network: nn.Module, exact: nn.Module) -> None:
-    state = step.weights.state_dict()
-    exact.load_state_dict(
-        {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
-    )
 
 
 def _exact_pass(exact: nn.Module, loss: LossFunction, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
