@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from pycls_fast import build
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
+from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.low_rank import LowRank
 from pycls_fast.optim.masters import MasterWeights
-from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights
+from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights, local
 from pycls_fast.parallel import FlatShards, ParallelModel, World, place_model
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
@@ -77,6 +78,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.teacher = distillation(config, train, world, switches)
+    if resumed_from is None:
+        _check_head(config, network, world)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
 
 
@@ -108,6 +111,21 @@ def _load_initial(
             f"data.image_size={as_typed(origin.image_size.typed)} keeps that size"
         )
     return f"{network.head_name}.weight" in origin.fitted.fresh
+
+
+def _check_head(config: RunConfig, network: Network, world: World) -> None:
+    """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
+
+    `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that
+    `weights` does not fill keeps its initial values.
+    """
+    if not config.optim.trust_ratio or not config.optim.weight_decay:
+        return
+    if not any(world.gather(bool(local(network.last_layer().weight).any()))):
+        raise UserError(
+            f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "
+            "are in proportion to the weights; use optim=adamw, or a model with another initial head"
+        )
 
 
 def make_step(
