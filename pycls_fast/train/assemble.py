@@ -143,17 +143,13 @@ def make_step(
 
     The changes depend on each other in this order. Frozen parameters, and those of other stages, get no master, no
     exchange of gradients and no place in the optimizer's groups. The precision sets the format of the parameters that
-    are exchanged or gathered.
-    Recomputation and the offloading of activations replace `forward`, which `build.wrap` compiles and shards. `wrap`
-    gives a network on the meta device memory, then its initial values, then those of `initialise`; for these it seeds
-    torch's generator, on which no later number depends: each microbatch seeds it again. Optimizer, average and
-    watchdog come last, because sharding replaces parameters and modules, and because the average and an optimizer on
-    the host copy the values.
+    are exchanged or gathered. Recomputation and the offloading of activations replace `forward`, which `build.wrap`
+    compiles and shards. `wrap` gives a network on the meta device memory, then its initial values, then those of
+    `initialise`; for these it seeds torch's generator, on which no later number depends: each microbatch seeds it
+    again. Optimizer, average and watchdog come last, because sharding replaces parameters and modules, and because the
+    average and an optimizer on the host copy the values.
 
     `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
-
-    Raises:
-        UserError: the machine, or this number of ranks, cannot run the configuration.
     """
     kind: Callable[..., Step] = Step
     if switches.cuda_graphs == "on":

@@ -64,9 +64,6 @@ def load_weights(
         allow: names of tensors that need not fit; see `pretrained.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
-
-    Raises:
-        UserError: no such source, or weights that do not fit the model or the data.
     """
     found = find_weights(source)
     # A repository's name says more than the place of its copy on this machine.
