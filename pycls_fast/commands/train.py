@@ -3,14 +3,19 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Verb
-from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, one_of
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.values import PositiveFloat, PositiveInt
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pycls_fast.data.sources.base import Images
 
 
 # Only the experiment's data group is used; it detects the format of what is in data.root.
@@ -19,7 +24,8 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
 
     pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
              short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
-    verify   read and decode every image, and list the damaged ones (status 2 if there are any)
+    verify   read and decode every image; list the damaged ones (status 2 if there are any), classes, sizes, and images
+             that appear more than once, identical or much alike: in other splits or under other labels, too
     index    list the files of a large dataset once and keep the list, so that runs start in a second
 
     All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
@@ -28,7 +34,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
     mode: Literal["pack", "verify", "index"] | None = None
     """What to do, the first word of the command: pack, verify or index."""
     output: str | None = None
-    """pack: the folder to write; verify: a JSON file for the list of damaged images."""
+    """pack: the folder to write; verify: a JSON file for all that was found."""
     split: str | None = None
     """Only this split; null: all."""
     short_side: PositiveInt | None = None
@@ -79,22 +85,55 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         return DONE
 
     def _verify(self, splits: dict, workers: int) -> int:
-        """List the damaged images."""
-        from pycls_fast.data.pack import verify
+        """Print and write what is known of the images once all have been read."""
+        import numpy as np
+
+        from pycls_fast.data.check import copies, verify
         from pycls_fast.train.folder import output_file, write_json
 
         file = output_file(self.output) if self.output is not None else None
         report: dict[str, dict[str, object]] = {}
+        seen = {}
         for name, source in splits.items():
-            damaged = []
-            for image in verify(source, workers=workers, title=f"verify {name}"):
-                print(f"{image.name}: {image.reason}", flush=True)
-                damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
+            damaged, parts = [], []
+            for part in verify(source, workers=workers, title=f"verify {name}"):
+                for image in part.damaged:
+                    print(f"{image.name}: {image.reason}", flush=True)
+                    damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
+                parts.append(part.seen)
             print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
-            report[name] = {"images": len(source), "damaged": damaged}
+            seen[name] = np.concatenate(parts)
+            report[name] = {"images": len(source), "damaged": damaged, **_summary(name, source, seen[name])}
+        report["copies"] = {kind: _told(kind, groups, splits) for kind, groups in copies(seen).items()}
         if file is not None:
             write_json(file, report)
-        return MISTAKE if any(split["damaged"] for split in report.values()) else DONE
+        return MISTAKE if any(report[name]["damaged"] for name in splits) else DONE
+
+
+def _summary(name: str, source: "Images", seen: "np.ndarray") -> dict[str, object]:
+    """Print and return the images of each class, and the smallest, median and largest width and height."""
+    counts = dict(zip(source.classes, source.class_counts().tolist(), strict=True))
+    fewest, most = (choose(counts, key=counts.__getitem__) for choose in (min, max))
+    print(f"{name}: {len(counts):,} classes of {counts[fewest]:,} images ({fewest}) to {counts[most]:,} ({most})")
+    sides = {}
+    for side in ("width", "height") if len(seen) else ():
+        ordered = sorted(seen[side].tolist())
+        sides[side] = low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+        print(f"{name}: {side} from {low:,} to {high:,} pixels, median {middle:,}")
+    return {"classes": counts, **sides}
+
+
+def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) -> list[list[str]]:
+    """Print how many groups of copies there are and the first five, those across splits first; the names of all."""
+    labels = [{splits[name].labels[index] for name, index in group} for group in groups]
+    apart = [len({name for name, _ in group}) for group in groups]
+    order = sorted(range(len(groups)), key=lambda number: -apart[number])
+    said = f"{sum(n > 1 for n in apart):,} across splits, {sum(len(each) > 1 for each in labels):,} across labels"
+    print(f"groups of {kind} images: {len(groups):,}, {said}")
+    names = [[f"{name}: {splits[name].name(index)}" for name, index in groups[number]] for number in order]
+    for group in names[:5]:
+        print(f"  {first_few(group)}")
+    return names
 
 
 class MachineVerb(Verb, default=None):

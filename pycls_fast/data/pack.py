@@ -1,4 +1,4 @@
-"""Makes packed datasets and checks any source: what `pycls-fast prepare` does.
+"""Makes packed datasets: what `pycls-fast prepare pack` does.
 
 Each process packs a whole shard, whose table has its final name once it is complete: after a kill the same command
 makes the shards that are missing. The format is that of `sources/packed.py`.
@@ -111,7 +111,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
             damaged = [(name, reason) for name, reason in packed.about["damaged"]]
             return PackedSplit(len(packed), packed.size, damaged, is_new=False)
         _begin(folder, plan)
-        shards = _shards(len(source))
+        shards = shards_of(len(source))
         left = [number for number in range(len(shards)) if not _part(folder, number).is_file()]
         work = partial(_pack_shard, folder=folder, settings=settings, shards=shards)
         with progress(title, len(source), "images") as advance:
@@ -121,17 +121,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
         return _finish(source, folder, plan, settings, len(shards))
 
 
-def verify(source: Images, *, workers: int, title: str) -> Iterator[Damaged]:
-    """Read and decode every image, in the source's order; yield those that a run would skip, and packed ones whose
-    bytes have changed."""
-    shards = _shards(len(source))
-    with progress(title, len(source), "images") as advance:
-        for shard, found in zip(shards, in_processes(_check_shard, source, shards, workers), strict=True):
-            advance(len(shard))
-            yield from found
-
-
-def _shards(count: int) -> list[range]:
+def shards_of(count: int) -> list[range]:
     """The positions of each shard."""
     size = max(-(-count // _MOST_SHARDS), _SMALLEST_SHARD)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
@@ -270,21 +260,6 @@ def _common_start(names: list[str]) -> str:
     is_one_kind = len({name.startswith("/") for name in names}) == 1
     above = os.path.commonpath(folders) if is_one_kind and all(folders) else ""
     return f"{above}/" if above else ""
-
-
-def _check_shard(source: Images, shard: Sequence[int]) -> list[Damaged]:
-    found = []
-    whole, rows = source.origin(np.asarray(shard))
-    for index, row in zip(shard, rows.tolist(), strict=True):
-        try:
-            decode(source.read(index)[0])
-            if isinstance(whole, PackedImages) and not whole.is_as_packed(row):
-                found.append(Damaged(index, source.name(index), "the bytes are not those that were packed (checksum)"))
-        except OSError as error:
-            found.append(Damaged(index, source.name(index), f"cannot be read: {error.strerror or error}"))
-        except DamagedImage as error:
-            found.append(Damaged(index, source.name(index), error.reason))
-    return found
 
 
 _worker: tuple[Callable[[Images, Any], Any], Images] | None = None

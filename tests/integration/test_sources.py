@@ -198,6 +198,8 @@ def test_verify_lists_the_damaged(
     assert "val: 0 of 50 images are damaged" in printed
     report = json.loads(report_file.read_text())
     assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
+    assert sum(report["train"]["classes"].values()) == 1_000
+    assert report["copies"].keys() == {"identical", "alike"}
     prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
 
 

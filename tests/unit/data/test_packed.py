@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from pycls_fast.data import pack as packing
-from pycls_fast.data.pack import PackSettings, pack, verify
+from pycls_fast.data.check import verify
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import read_arrays, write_arrays
@@ -96,8 +97,8 @@ def test_several_processes_write_the_same(tmp_path: Path, folder: Path) -> None:
     assert one == other
     assert len([name for name in one if name.endswith(".bin")]) == 4
     (tmp_path / "out2/00002.bin").write_bytes(bytes(len(one["00002.bin"])))
-    damaged = list(verify(PackedImages(tmp_path / "out2"), workers=2, title=""))
-    assert [found.position for found in damaged] == [8, 9, 10, 11]
+    parts = verify(PackedImages(tmp_path / "out2"), workers=2, title="")
+    assert [found.position for part in parts for found in part.damaged] == [8, 9, 10, 11]
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -189,7 +190,7 @@ def test_the_end_of_the_command_ends_its_processes(
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert subprocess.run(command, env=environment(), check=False).returncode == 0
-    assert list(verify(PackedImages(tmp_path / "out/train"), workers=1, title="")) == []
+    assert not any(part.damaged for part in verify(PackedImages(tmp_path / "out/train"), workers=1, title=""))
 
 
 def test_another_packing_is_not_gone_on_with(tmp_path: Path, folder: Path) -> None:
@@ -235,7 +236,8 @@ def test_changed_pixels_are_found(tmp_path: Path, folder: Path) -> None:
     # No validation split: it is drawn from the images.
     sources = opened("packed", tmp_path / "out")
     assert not isinstance(sources["train"], PackedImages)
-    (found,) = (damaged for name in ("train", "val") for damaged in verify(sources[name], workers=0, title=""))
+    parts = (part for name in ("train", "val") for part in verify(sources[name], workers=0, title=""))
+    (found,) = (damaged for part in parts for damaged in part.damaged)
     assert "checksum" in found.reason
 
 
