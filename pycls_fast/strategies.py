@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+HALVING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", "zbv")
+"""Those that halve backward passes: first gradients of inputs, later those of weights."""
 Name = Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"]
 
 

@@ -110,6 +110,9 @@ DRAWS_ON_DEVICE = Fact(
     "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0)
 MICROBATCHES = Fact("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
 SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights)
+RESHARDS = Fact(
+    "parallel.reshard_after_forward",
+    lambda now: now.strategy.has_dtensors and now.config.parallel.reshard_after_forward)
 KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights)
 FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens)
 ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state")
@@ -275,6 +278,10 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.recompute=full|selective|budget",
      "it halves the backward pass, in which blocks would run again",
      "parallel.pipeline_schedule=1f1b or speed.recompute=off"),
+    # torch looks for the weights of their second half where a block's shards are by then.
+    ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", RESHARDS,
+     "it halves the backward pass, between whose halves weights have to stay",
+     "parallel.pipeline_schedule=1f1b or parallel.reshard_after_forward=false"),
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),

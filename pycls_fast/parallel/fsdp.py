@@ -59,7 +59,12 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
         for _, first, last in network.experts():
             # The outputs' dimension: there may be fewer experts here than ranks that have them.
-            fully_shard([first, last], **{**common, "mesh": alike}, shard_placement_fn=lambda _: Shard(1))
+            fully_shard(
+                [first, last],
+                **{**common, "mesh": alike},
+                shard_placement_fn=lambda _: Shard(1),
+                reshard_after_forward=settings.reshard_after_forward,
+            )
     for whole, units in parts:
         for unit in units:
             # The last unit and the modules around the units are needed again as soon as the backward pass begins.

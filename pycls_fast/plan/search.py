@@ -23,7 +23,7 @@ from pycls_fast.plan.cluster import Cluster
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.time import Kernels
 from pycls_fast.plan.work import EXCHANGES, CountWork
-from pycls_fast.strategies import ScheduleName
+from pycls_fast.strategies import HALVING, ScheduleName
 from pycls_fast.values import AUTO
 
 # Images of the two measurements.
@@ -83,6 +83,8 @@ class Layout:
                 parallel[f"{name}_degree"] = getattr(self, name)
         if self.pipeline > 1:
             parallel["pipeline_schedule"] = self.schedule
+            if self.shard * self.tensor > 1 and self.schedule in HALVING:
+                parallel["reshard_after_forward"] = False
         return {
             "parallel": parallel,
             "optim": {"accumulation_steps": self.accumulation},
@@ -341,7 +343,7 @@ class Search:
                     rest = blocks[index].parameters - experts[index]
                     apart = experts[index] * (layout.shard > layout.expert)
                     once += rest + apart
-                    again += rest * (copies.reshard_after_forward and index != own[-1]) + apart
+                    again += (rest * (index != own[-1]) + apart) * copies.reshard_after_forward
                     gradients += blocks[index].trained - experts[index] + apart
             gathers = parts * (once + again)
             if layout.pipeline > 1:
@@ -390,7 +392,7 @@ class Search:
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
-            passes = 2 if self.config.parallel.reshard_after_forward else 1
+            passes = 2 if self._plan(layout).copies(parts).reshard_after_forward else 1
             # What is gathered, and what is to be scattered, is copied once.
             copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
             gather, scatter = (

@@ -102,7 +102,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2 * evaluate):
         evaluations.take(run.total_steps)
-    state["evaluations"] = evaluations.records() if world.is_main else []
+    state["evaluations"] = list(run.folder.records("eval")) if world.is_main else []
     return whole(state)
 
 

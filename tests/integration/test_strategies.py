@@ -17,6 +17,7 @@ from tests.integration.runs import ROOT, run_process, under_torchrun
 pytestmark = pytest.mark.slow
 
 STEPS = 10
+ZBV_SHARDS = ["parallel=fsdp", "parallel.pipeline_schedule=zbv", "parallel.reshard_after_forward=false"]
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
     "zero2": ["parallel=fsdp", "parallel.reshard_after_forward=false"],
@@ -34,10 +35,12 @@ STRATEGIES = {
     "pipeline zbv": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=zbv"],
     "pipeline 4": ["parallel=ddp", "parallel.pipeline_degree=4"],
     "pipeline fsdp": ["parallel=fsdp", "parallel.pipeline_degree=2"],
+    "pipeline fsdp zbv": [*ZBV_SHARDS, "parallel.pipeline_degree=2"],
     "pipeline tensor": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2"],
     "experts": ["parallel=fsdp", "parallel.expert_degree=2"],
     "experts hsdp": ["parallel=hsdp", "parallel.shard_degree=2", "parallel.expert_degree=2"],
     "experts tensor": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.tensor_degree=2"],
+    "experts pipeline zbv": [*ZBV_SHARDS, "parallel.expert_degree=2", "parallel.pipeline_degree=2"],
     "experts pipeline": ["parallel=fsdp", "parallel.expert_degree=2", "parallel.pipeline_degree=2"],
     # On the CPU by the stand-ins of fairscale_cpu.py.
     "fairscale2": ["parallel=fairscale_fsdp", "parallel.reshard_after_forward=false"],
@@ -86,7 +89,7 @@ CASES = [
     and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
     # In float64.
-    and strategy not in ("experts tensor", "experts pipeline")
+    and strategy not in ("experts tensor", "experts pipeline", "experts pipeline zbv")
     # One schedule for both formats; the others in float64.
     and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
@@ -188,6 +191,7 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "pipeline 4": ("vit", "pipeline 4", 4, "single", 1, DEEP),
     "pipeline 2 x replicate 2": ("vit", "pipeline", 4, "ddp", 2, DRAWN),
     "pipeline 2 x shard 2": ("vit", "pipeline fsdp", 4, "zero3", 2, DRAWN),
+    "pipeline 2 zbv x shard 2": ("vit", "pipeline fsdp zbv", 4, "zero3", 2, DEEP),
     "pipeline 2 x tensor 2": ("vit", "pipeline tensor", 4, "single", 1, DRAWN),
     "pipeline 2 x tensor 2 x shard 2": ("vit", "pipeline tensor", 8, "zero3", 2, DRAWN),
     "expert 2": ("moe", "experts", 2, "zero3", 2, [*APART, *DRAWN]),
@@ -202,6 +206,7 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "experts in pipeline 2 interleaved zero bubble": ("moe", "pipeline zero", 2, "single", 1, EXPERTS_DEEP),
     "experts in pipeline 2 zbv": ("moe", "pipeline zbv", 2, "single", 1, EXPERTS_DEEP),
     "experts in pipeline 2 x tensor 2": ("moe", "pipeline tensor", 4, "single", 1, [*APART, *DRAWN]),
+    "expert 2 x pipeline 2 zbv": ("moe", "experts pipeline zbv", 4, "zero3", 2, EXPERTS_DEEP),
     "expert 2 x pipeline 2": ("moe", "experts pipeline", 4, "zero3", 2, [*APART, *DRAWN]),
 }
 

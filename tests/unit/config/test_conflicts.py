@@ -41,6 +41,7 @@ EXAMPLES = {
     conflicts.MICROBATCHES: "optim.accumulation_steps=2",
     conflicts.SHARDED: "parallel=fsdp",
     conflicts.KEEPS_WEIGHTS: "parallel=ddp",
+    conflicts.RESHARDS: "parallel=fsdp",
     conflicts.FLATTENED: "parallel=fairscale_fsdp",
     conflicts.ONE_OWNER: "parallel=fairscale_sharded_ddp",
     conflicts.NOT_DDP: "parallel=fsdp",
