@@ -86,8 +86,9 @@ class ExportVerb(Verb, default=None):
     """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
 
     All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
-    strings in their metadata, for timm in config.json; onnx and program include the normalisation. The safetensors file
-    also has the model's settings and the whole configuration.
+    strings in their metadata, for timm in config.json; onnx and program include the normalisation, and are only written
+    if random images get the network's scores. The safetensors file also has the model's settings and the whole
+    configuration.
     """
 
     weights: Text
@@ -98,7 +99,7 @@ class ExportVerb(Verb, default=None):
     format: Literal["safetensors", "timm", "onnx", "program"] | None = None
     """null: as output ends (.onnx, .pt2), else safetensors. safetensors: the weights with the network's plain parameter
     names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER', pretrained=True)
-    opens; onnx: FILE.onnx, images (B, C, size, size) as bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2
+    opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2
     of torch.export, with the same input and output."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""

@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,30 @@ FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
 """
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "program": ".pt2"}
 """Suffix of the path that each format writes; timm's is a folder."""
+
+
+@torch.no_grad()
+def check_export(model: Network, path: Path, about: About) -> None:
+    """Compare the scores of eight random images: the model's with those of its `to_onnx` (if onnxruntime is installed)
+    or `to_program`.
+
+    Raises:
+        UserError: some differ by more than a thousandth of the largest.
+    """
+    if path.suffix == ".onnx" and find_spec("onnxruntime") is None:
+        return
+    deployed = Deployable(model, about)
+    images = torch.randint(0, 256, (8, 3, *about.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = deployed(images)
+    if path.suffix == ".onnx":
+        normalised = (images.float() - deployed.mean_C11) / deployed.std_C11
+        found = OnnxNetwork(path, about.mean, about.std)(normalised)
+    else:
+        found = torch.export.load(path).module()(images)
+    off, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    # A head of zeros, with which a training may begin, has no score but 0.
+    if not off <= 1e-3 * largest:
+        raise UserError(
+            f"format: the exported scores of random images differ from the network's by {off:.2g}, the largest being {largest:.2g}; "
+            "nothing was written; try another format"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import flush, user_path
-from pycls_fast.models.export import FORMATS, SUFFIXES, About
+from pycls_fast.models.export import FORMATS, SUFFIXES, About, check_export
 from pycls_fast.train.display import human
 from pycls_fast.train.environment import versions
 from pycls_fast.train.weights import Weights, find_weights, open_weights, restore
@@ -147,6 +147,8 @@ def _write_model(source: str, which: str, format: str, dtype: str | None, path: 
     origin = restored.origin
     about = About(classes=restored.classes, step=origin.step, weights=origin.kind, **preprocessing)
     FORMATS[format](restored.network, path, about)
+    if format != "timm":
+        check_export(restored.network, path, about)
 
 
 def _about(weights: Weights) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import zipfile
 from pathlib import Path
@@ -24,6 +25,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
+from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.export import PATHS, export
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.weights import restore
@@ -245,6 +247,26 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert json.loads(texts["preprocessing"])["image_size"] == 8
     assert PACKAGE not in file.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["onnx", "program"])
+def test_what_computes_something_else_is_not_written(
+    drawn: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    write = FORMATS[form]
+
+    def write_another(model: torch.nn.Module, path: Path, about: About) -> None:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.head.bias[3] += 0.1 * logits(drawn).abs().max()
+        write(other, path, about)
+
+    monkeypatch.setitem(FORMATS, form, write_another)
+    file = tmp_path / f"net{SUFFIXES[form]}"
+    with pytest.raises(UserError, match=r"^format: the exported scores of random images differ .*nothing was written"):
+        export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format=form)
+    assert not file.exists()
 
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
