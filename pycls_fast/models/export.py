@@ -310,6 +310,6 @@ def check_export(model: Network, path: Path, about: About) -> None:
     # A head of zeros, with which a training may begin, has no score but 0.
     if not off <= 1e-3 * largest:
         raise UserError(
-            f"format: the exported scores of random images differ from the network's by {off:.2g}, the largest being {largest:.2g}; "
-            "nothing was written; try another format"
+            f"format: the exported scores of random images differ from the network's by {off:.2g}, the largest being "
+            f"{largest:.2g}; nothing was written; try another format"
         )
