@@ -15,6 +15,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.presets import PRESETS, options
+from pycls_fast.errors import UserError
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.weights import ModelWeights
@@ -202,3 +203,15 @@ def test_models_have_their_published_sizes_and_operations(model: str) -> None:
     assert counted.parameters / 1e6 == pytest.approx(parameters, abs=0.11)
     # Some sources cut decimals off, some count norms (a thousandth).
     assert 0.999 * billions - 0.06 <= counted.forward_flops / 2e9 < billions + 0.1
+
+
+def test_sizes_that_are_not_square() -> None:
+    schedule = "data.image_size_schedule=[[0,[8,64]],[2,16]]"
+    data = load_config("resnet_digits", ["data.image_size=[32,24]", schedule]).data
+    assert data.training_image_sizes == {0: (8, 64), 2: (16, 16)}
+    # The memory plan's: 512 pixels, though 16 is larger than 8.
+    assert data.largest_image_size == (8, 64)
+    written = data.model_dump(mode="json")
+    assert (written["image_size"], written["image_size_schedule"]) == ([32, 24], [[0, [8, 64]], [2, 16]])
+    with pytest.raises(UserError, match=r"^augment.quarter_turns: it turns images, which are not square; use"):
+        load_config("resnet_digits", ["data.image_size=[32,24]", "augment.quarter_turns=true"])

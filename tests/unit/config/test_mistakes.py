@@ -39,9 +39,11 @@ ONE_MISTAKE = [
     ("augment.scale=[0.1]", f"augment.scale[1]: field required; got [0.1] {HERE}"),
     ("augment.policy=3", f"augment.policy: must be an object; got 3 {HERE}"),
     ("optim.betas=[0.9,1.5]", f"optim.betas[1]: must be less than 1; got 1.5 {HERE}"),
+    ("data.image_size=[48,0]", f"data.image_size: must be a whole number greater than 0, or ...; got [48, 0] {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),
     # Things that cannot go together, wherever they were set; switches, too, if they were set by hand.
     ("data.image_size=30", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
+    ("data.image_size=[16,30]", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
     ("data=folder", "data.root: not set; give ... (data=folder or the command line)"),

@@ -112,6 +112,8 @@ def test_a_larger_image_has_whole_patches() -> None:
         assert found % patch == 0
         assert found > before
         assert size is None or found == size
+    config = load_config("vit_s16", ["data.root=/x", "data.image_size=[224,112]"])
+    assert for_experiment(ladder, config).variants[0].overrides == ("data.image_size=[256,128]",)
 
 
 def test_a_batch_is_scaled_from_the_experiments() -> None:
