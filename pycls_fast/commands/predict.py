@@ -1,10 +1,10 @@
 """`pycls-fast predict`, `maps` and `export`: tools that take trained weights and no configuration."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pycls_fast.config import ModuleNames, Section, Verb
-from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Text
+from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Several, Text
 
 Which = Literal["auto", "model", "ema"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -86,9 +86,9 @@ class ExportVerb(Verb, default=None):
     """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
 
     All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
-    strings in their metadata, for timm in config.json; onnx and program include the normalisation, and are only written
-    if random images get the network's scores. The safetensors file also has the model's settings and the whole
-    configuration.
+    strings in their metadata, for timm in config.json; onnx, openvino and program include the normalisation. The
+    safetensors file also has the model's settings and the whole configuration. All others are run beside the network,
+    and are not written if they compute something else.
     """
 
     weights: Text
@@ -96,15 +96,19 @@ class ExportVerb(Verb, default=None):
     under any strategy, or an exported file."""
     output: Text
     """The file (or folder) to write."""
-    format: Literal["safetensors", "timm", "onnx", "program"] | None = None
-    """null: as output ends (.onnx, .pt2), else safetensors. safetensors: the weights with the network's plain parameter
-    names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER', pretrained=True)
-    opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install -e '.[onnx]'); program: FILE.pt2
-    of torch.export, with the same input and output."""
+    format: Literal["safetensors", "timm", "onnx", "openvino", "program"] | None = None
+    """null: as output ends (.onnx, .xml, .pt2), else safetensors. safetensors: the weights with the network's plain
+    parameter names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER',
+    pretrained=True) opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install -e '.[onnx]'); with the
+    same input and output openvino: FILE.xml and FILE.bin (pip install -e '.[openvino]'), and program: FILE.pt2 of
+    torch.export."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all floating-point tensors in safetensors and timm; null: as saved."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
+    """Of all floating-point tensors in safetensors and timm; int8: of an ONNX file's products; null: as saved."""
+    images: Annotated[tuple[Text, ...], Several] = ()
+    """Files and folders of images on which the file is compared with the network; int8 takes every other one to fit its
+    ranges. Without them, drawn images."""
     overwrite: bool = False
     """Overwrite an existing file; of a folder, only the files of the export."""
     imports: ModuleNames = ()
@@ -112,10 +116,10 @@ class ExportVerb(Verb, default=None):
 
     def __call__(self) -> int:
         from pycls_fast.config.compose import import_modules
-        from pycls_fast.train.export import export as export_weights
+        from pycls_fast.inference.export import export as export_weights
 
         given = dict(self)
         import_modules(given.pop("imports"))
-        by_suffix = {".onnx": "onnx", ".pt2": "program"}
+        by_suffix = {".onnx": "onnx", ".xml": "openvino", ".pt2": "program"}
         given["format"] = self.format or by_suffix.get(Path(self.output).suffix, "safetensors")
         return export_weights(given.pop("weights"), given.pop("output"), **given)

@@ -26,7 +26,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
     exported: Text | None = None
-    """An ONNX file of these weights, scored instead."""
+    """An exported file of these weights (.onnx, OpenVINO's .xml, .pt2), scored instead."""
     tta: Literal["none", "flip"] = "none"
     """flip: average each image and its mirror image."""
     preprocessing: Literal["weights", "config"] = "weights"

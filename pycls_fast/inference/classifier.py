@@ -171,7 +171,7 @@ class Classifier:
         Raises:
             UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
-        source = images if isinstance(images, GivenImages) else self._given(images)
+        source = images if isinstance(images, GivenImages) else self.given(images)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch).double()
             if not torch.isfinite(scores_BK).all():
@@ -195,7 +195,7 @@ class Classifier:
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
         """The network's scores (N, K), float32, on the CPU; arguments and errors as in `stream`."""
-        batches = self.batches(self._given(images), batch_size=batch_size, num_workers=num_workers)
+        batches = self.batches(self.given(images), batch_size=batch_size, num_workers=num_workers)
         return torch.cat([self.scores(batch).float().cpu() for batch in batches])
 
     def features(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:
@@ -204,7 +204,8 @@ class Classifier:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)
         return torch.cat(seen)
 
-    def _given(self, images: Any) -> GivenImages:
+    def given(self, images: Any) -> GivenImages:
+        """Images in any form as one source; see `given_images`."""
         return given_images(images, upright=self.config.data.exif_orientation)
 
     def batches(

@@ -21,7 +21,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.given import give
 from pycls_fast.inference.classifier import Classifier, Prediction, load
-from pycls_fast.train.export import export
+from pycls_fast.inference.export import export
 from pycls_fast.train.loop import train
 
 
@@ -58,7 +58,7 @@ class Trained:
 
     def export(self, output: str | Path, **options: Any) -> Path:
         """Write the best weights for other programs; the options are the keys of `pycls-fast export`."""
-        export(str(self.run_dir), str(output), **{"which": "auto", "dtype": None, "overwrite": False, **options})
+        export(str(self.run_dir), str(output), **options)
         return user_path(str(output))
 
     @property

@@ -1,7 +1,6 @@
-"""Exports models for other programs: a folder for timm, ONNX, torch.export.
+"""Exports models for other programs: a folder for timm, ONNX, OpenVINO, torch.export.
 
-Exports include class names and preprocessing. ONNX and torch.export include the normalisation: they take cropped uint8
-images.
+Exports include class names and preprocessing. All but timm's include the normalisation: they take cropped uint8 images.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,31 +78,6 @@ class Deployable(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
-
-
-class OnnxNetwork(nn.Module):
-    """An ONNX file of `to_onnx`, run by onnxruntime on the CPU, in place of the network that it was made of.
-
-    Args:
-        mean, std: those of the images that it gets, which the file normalises itself.
-
-    Raises:
-        UserError: onnxruntime is missing, or the file is none that it reads.
-    """
-
-    def __init__(self, path: Path, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        with refusing("exported: needs onnxruntime", ImportError, use="pip install -e '.[onnx]'"):
-            import onnxruntime
-        with refusing(f"exported: {path} is no ONNX file that can be read", Exception):
-            self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self._mean_C11, self._std_C11 = (torch.tensor(each)[:, None, None] for each in (mean, std))
-
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Normalised images (B, C, H, W) of whole numbers, float32 -> logits (B, K)."""
-        bytes_BCHW = (255.0 * (images_BCHW.cpu() * self._std_C11 + self._mean_C11)).round().to(torch.uint8)
-        (logits_BK,) = self._session.run(["logits"], {"images": bytes_BCHW.numpy()})
-        return torch.from_numpy(logits_BK).to(images_BCHW.device)
 
 
 def to_timm(model: Network, folder: Path, about: About) -> None:
@@ -252,6 +225,23 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
     program.save(path)
 
 
+def to_openvino(model: Network, path: Path, about: About) -> None:
+    """Write OpenVINO's FILE.xml and FILE.bin, in float32: as `to_onnx`, with the texts as its `rt_info`.
+
+    Raises:
+        UserError: openvino is missing.
+    """
+    with refusing("format: openvino needs openvino", ImportError, use="pip install -e '.[openvino]'"):
+        import openvino
+    program = openvino.convert_model(_exported(model, about))
+    for port, name in ((program.inputs[0], "images"), (program.outputs[0], "logits")):
+        port.get_tensor().set_names({name})
+    program.reshape({"images": openvino.PartialShape([-1, 3, *about.size])})
+    for name, text in about.texts().items():
+        program.set_rt_info(text, name)
+    openvino.save_model(program, path, compress_to_fp16=False)
+
+
 def to_program(model: Network, path: Path, about: About) -> None:
     """Write a torch.export program (`.pt2`): as `to_onnx`, with the texts as extra files."""
     torch.export.save(_exported(model, about), path, extra_files=about.texts())
@@ -278,38 +268,12 @@ def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
 FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
     "timm": to_timm,
     "onnx": to_onnx,
+    "openvino": to_openvino,
     "program": to_program,
 }
 """Formats that need the model itself: name -> function of model, path and description.
 
 "safetensors", in our names, needs only its tensors (`train/export.py`).
 """
-SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "program": ".pt2"}
+SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "openvino": ".xml", "program": ".pt2"}
 """Suffix of the path that each format writes; timm's is a folder."""
-
-
-@torch.no_grad()
-def check_export(model: Network, path: Path, about: About) -> None:
-    """Compare the scores of eight random images: the model's with those of its `to_onnx` (if onnxruntime is installed)
-    or `to_program`.
-
-    Raises:
-        UserError: some differ by more than a thousandth of the largest.
-    """
-    if path.suffix == ".onnx" and find_spec("onnxruntime") is None:
-        return
-    deployed = Deployable(model, about)
-    images = torch.randint(0, 256, (8, 3, *about.size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expected = deployed(images)
-    if path.suffix == ".onnx":
-        normalised = (images.float() - deployed.mean_C11) / deployed.std_C11
-        found = OnnxNetwork(path, about.mean, about.std)(normalised)
-    else:
-        found = torch.export.load(path).module()(images)
-    off, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    # A head of zeros, with which a training may begin, has no score but 0.
-    if not off <= 1e-3 * largest:
-        raise UserError(
-            f"format: the exported scores of random images differ from the network's by {off:.2g}, the largest being "
-            f"{largest:.2g}; nothing was written; try another format"
-        )

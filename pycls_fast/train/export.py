@@ -1,26 +1,23 @@
-"""Export a checkpoint to a file that other programs read."""
+"""Weights in one file that other programs read; how exports get to their place."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError, refusing
-from pycls_fast.files import flush, user_path
-from pycls_fast.models.export import FORMATS, SUFFIXES, About, check_export
-from pycls_fast.train.display import human
+from pycls_fast.errors import UserError, refusing
+from pycls_fast.files import flush
+from pycls_fast.models.export import SUFFIXES
 from pycls_fast.train.environment import versions
-from pycls_fast.train.weights import Weights, find_weights, open_weights, restore
+from pycls_fast.train.weights import Weights, open_weights
 
 PATHS = (
     "imports",
@@ -38,42 +35,6 @@ PATHS = (
 )
 """Keys whose values may be paths on the machine of the run, and its modules: a file of weights imports nothing."""
 
-# A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
-_ONNX_LIMIT = 2**31 - 2**24
-
-
-def export(
-    source: str,
-    output: str,
-    *,
-    which: str,
-    dtype: str | None,
-    overwrite: bool,
-    format: str = "safetensors",  # noqa: A002  # the key that the user types
-) -> int:
-    """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
-
-    Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
-    """
-    path = checked(user_path(output), format, dtype, overwrite=overwrite)
-    weights = open_weights(find_weights(source), kind=which)
-
-    def write(temporary: Path) -> None:
-        if format == "safetensors":
-            tensors = weights.read(None if dtype is None else getattr(torch, dtype))
-            save_file(tensors, temporary, metadata=_about(weights))
-        else:
-            _write_model(source, which, format, dtype, temporary)
-
-    size = _write(path, write)
-    origin = weights.origin
-    count = sum(math.prod(spec.shape) for spec in weights.specs.values())
-    print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
-    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}")
-    if format == "timm":
-        print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
-    return DONE
-
 
 def export_best(checkpoint: Path, file: Path) -> None:
     """Write the weights of a checkpoint, their average if there is one, into one file."""
@@ -83,18 +44,19 @@ def export_best(checkpoint: Path, file: Path) -> None:
 
 def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:
     """Write tensors into one file, with the description of some weights."""
-    _write(file, lambda temporary: save_file(tensors, temporary, metadata=_about(weights)))
+    publish(file, lambda temporary: save_file(tensors, temporary, metadata=about_weights(weights)))
 
 
-def _write(path: Path, write: Callable[[Path], None]) -> int:
-    """Write a file or folder, flush it, and put it into its place; returns its size in bytes."""
+def publish(path: Path, write: Callable[[Path], None]) -> int:
+    """Write a file (and others beside it, named as it with another end) or a folder, flush it, and put it into its
+    place; returns its size in bytes."""
     # Inside an existing folder: its parent may be on another file system or read-only.
     beside = path if path.is_dir() else path.parent
     what = f"output: {path} could not be written"
     with refusing(what, OSError, SafetensorError), TemporaryDirectory(dir=beside, prefix=".export") as temporary:
         made = Path(temporary) / f"made{path.suffix}"
         write(made)
-        files = list(made.iterdir()) if made.is_dir() else [made]
+        files = list((made if made.is_dir() else made.parent).iterdir())
         # safetensors makes files readable by their owner only.
         mask = os.umask(0)
         os.umask(mask)
@@ -107,7 +69,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
             # Its other files stay: a model card, `.git`.
             path.mkdir(exist_ok=True)
         for file in files:
-            file.replace(path / file.name if made.is_dir() else path)
+            file.replace(path / file.name if made.is_dir() else beside / file.name.replace("made", path.stem, 1))
     return size
 
 
@@ -119,6 +81,8 @@ def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> P
             problem = f"format={format} writes {f'a file {path.stem}{suffix}' if suffix else f'a folder {path.stem}'}"
         elif path.exists() and not overwrite:
             problem = f"{path} exists; use overwrite=true"
+        elif format == "openvino" and (bytes_ := path.with_suffix(".bin")).exists() and not overwrite:
+            problem = f"{bytes_} exists; use overwrite=true"
         elif path.exists() and path.is_dir() == bool(suffix):
             problem = f"{path} is {'a folder' if path.is_dir() else 'a file'}"
         elif path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():
@@ -130,28 +94,16 @@ def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> P
         problem = f"{path} cannot be written ({error.strerror})"
     if problem is not None:
         raise UserError(f"output: {problem}; give another path")
-    if dtype is not None and format in ("onnx", "program"):
-        raise UserError(f"dtype: format={format} computes in float32; leave it out")
+    if dtype == "int8" and format != "onnx":
+        problem = "int8 is for format=onnx"
+    elif dtype not in (None, "int8") and format in ("onnx", "openvino", "program"):
+        problem = f"format={format} computes in float32; leave it out"
+    if problem is not None:
+        raise UserError(f"dtype: {problem}")
     return path
 
 
-def _write_model(source: str, which: str, format: str, dtype: str | None, path: Path) -> None:  # noqa: A002
-    """Export the network itself, with explicit attention: operations that every reader of the file supports."""
-    restored = restore(source, which=which, device="cpu", fast=False)
-    size = sum(4 * parameter.numel() for parameter in restored.network.parameters())
-    if format == "onnx" and size >= _ONNX_LIMIT:
-        raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
-    if dtype is not None:
-        restored.network.to(getattr(torch, dtype))
-    preprocessing = _preprocessing(restored.config.model_dump(mode="json"))
-    origin = restored.origin
-    about = About(classes=restored.classes, step=origin.step, weights=origin.kind, **preprocessing)
-    FORMATS[format](restored.network, path, about)
-    if format != "timm":
-        check_export(restored.network, path, about)
-
-
-def _about(weights: Weights) -> dict[str, str]:
+def about_weights(weights: Weights) -> dict[str, str]:
     """The file's metadata: strings as they are, all other values as JSON."""
     about: dict[str, Any] = {
         "weights": weights.origin.kind,
@@ -165,13 +117,13 @@ def _about(weights: Weights) -> dict[str, str]:
         # Without paths, for other machines and people.
         kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks", "distill")}
         data = {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}
-        about |= {"config": kept | {"data": data}, "model": config["model"], "preprocessing": _preprocessing(config)}
+        about |= {"config": kept | {"data": data}, "model": config["model"], "preprocessing": preprocessing(config)}
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items() if value is not None
     }
 
 
-def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
+def preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
     """The preprocessing of a run's configuration, under the names of `About`."""
     data, augment = config["data"], config["augment"]
     return {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import pycls_fast
 from pycls_fast.errors import UserError
-from pycls_fast.train.export import export
+from pycls_fast.inference.export import export
 from pycls_fast.train.tasks.calibrate import best_temperature, calibrate, likelihood_loss
 from tests.factories import load_run_config
 from tests.integration.runs import TINY

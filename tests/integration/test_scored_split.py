@@ -14,8 +14,8 @@ from PIL import Image
 import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
+from pycls_fast.inference.export import export
 from pycls_fast.train import train
-from pycls_fast.train.export import export
 from pycls_fast.train.tasks.score import score
 from tests.factories import load_run_config
 

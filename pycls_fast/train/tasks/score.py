@@ -17,7 +17,7 @@ from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval
 from pycls_fast.errors import DONE, UserError, first_few, one_of
 from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
-from pycls_fast.models.export import OnnxNetwork
+from pycls_fast.models.exported import ExportedNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.speed import Speed
@@ -244,7 +244,7 @@ def score(
         network, origin = setup.load(source)
         called: nn.Module = network
         if exported is not None:
-            called = OnnxNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
+            called = ExportedNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
         result = evaluated(setup, split, scored, called, tta=tta)
         if world.is_main:
             by_class = {} if setup.config.data.eval_set else _by_class(source, result)

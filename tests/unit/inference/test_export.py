@@ -1,16 +1,20 @@
-"""tools/export_net.py: any checkpoint becomes one file, which loads again."""
+"""`pycls-fast export`: any checkpoint becomes one file, which loads again and computes the same."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import sys
 import zipfile
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,12 +28,14 @@ from pycls_fast.config.messages import section_keys
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
+from pycls_fast.inference.export import export
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
-from pycls_fast.train.export import PATHS, export
+from pycls_fast.train.export import PATHS, preprocessing
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.weights import restore
 from tests.factories import save_checkpoint
+from tests.integration.runs import run_process
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -264,7 +270,7 @@ def test_what_computes_something_else_is_not_written(
 
     monkeypatch.setitem(FORMATS, form, write_another)
     file = tmp_path / f"net{SUFFIXES[form]}"
-    with pytest.raises(UserError, match=r"^format: the exported scores of random images differ .*nothing was written"):
+    with pytest.raises(UserError, match=r"^output: .* is not what the network computes, and not written: \d+ of 16"):
         export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format=form)
     assert not file.exists()
 
@@ -280,6 +286,51 @@ def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         assert not any(PACKAGE in archive.read(name) for name in archive.namelist())
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_openvino_computes_the_same(drawn: Path, tmp_path: Path) -> None:
+    # In processes of their own: absl, which openvino imports, closes pytest's standard error with its log.
+    command = [sys.executable, "-m", "pycls_fast", "export", f"weights={drawn}", "output=net.xml"]
+    said = run_process(command, cwd=tmp_path).stdout
+    assert "; 16 of 16 drawn images have the network's class, logits differ by at most" in said
+    text = (tmp_path / "net.xml").read_text()
+    assert all(part in text for part in ('names="images"', 'names="logits"', "class [3]", "crop_ratio"))
+    assert PACKAGE.decode() not in text
+    (tmp_path / "net.xml").unlink()
+    assert "net.bin exists; use overwrite=true" in run_process(command, cwd=tmp_path, expect=2).stderr
+
+
+def test_int8_is_fitted_on_some_images_and_compared_on_others(
+    drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    file = tmp_path / "net.onnx"
+    assert export(str(drawn), str(file), format="onnx", dtype="int8", images=[str(folder)]) == 0
+    assert " of 2 images have the network's class" in capsys.readouterr().out
+    assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
+    with pytest.raises(UserError, match=r"^images: dtype=int8"):
+        export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8")
+    with pytest.raises(UserError, match=r"^dtype: int8 is for format=onnx"):
+        export(str(drawn), str(tmp_path / "net.pt2"), format="program", dtype="int8")
+
+
+@pytest.mark.parametrize("size", ["12", "[8,12]"])
+@pytest.mark.parametrize("crop", ["center", "squash", "border"])
+def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str) -> None:
+    found = importlib.util.spec_from_file_location("run_onnx", ROOT / "docs/run_onnx.py")
+    assert found is not None
+    assert found.loader is not None
+    script = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    settings = [f"data.image_size={size}", f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8"]
+    classifier = pycls_fast.load(make_run(tmp_path / "run", *settings, "model.patch_size=4"))
+    how = preprocessing(classifier.config.model_dump(mode="json"))
+    draw = np.random.default_rng(0)
+    for height, width in ((30, 40), (41, 23), (9, 9), (64, 15)):
+        image = Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        (batch,) = classifier.batches(classifier.given(image))
+        assert np.array_equal(script.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
 
 
 @pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])

@@ -1,0 +1,51 @@
+"""Classes of images by an exported ONNX file, without pycls_fast: `python run_onnx.py model.onnx cat.jpg dog.png ...`.
+
+It needs numpy, Pillow and onnxruntime. Copy what you need.
+"""
+
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+from PIL import Image, ImageOps
+
+
+def prepared(image: Image.Image, how: dict) -> np.ndarray:
+    """The part of an image that the network sees, at its size: uint8 (3, H, W)."""
+    image = (ImageOps.exif_transpose(image) if how["exif_orientation"] else image).convert("RGB")
+    size = how["image_size"]
+    height, width = size if isinstance(size, list) else (size, size)
+    to_height, to_width = (round(side / how["crop_ratio"]) for side in (height, width))
+    ratios = to_width / image.width, to_height / image.height
+    if how["crop"] == "squash":
+        resized = to_width, to_height
+    elif how["crop"] == "border":
+        resized = tuple(max(round(side * min(ratios)), 1) for side in image.size)
+    elif ratios[0] >= ratios[1]:
+        resized = to_width, to_width * image.height // image.width
+    else:
+        resized = to_height * image.width // image.height, to_height
+    image = image.resize(resized, Image.Resampling[how["interpolation"].upper()])
+    cut_width, cut_height = min(width, image.width), min(height, image.height)
+    left, top = round((image.width - cut_width) / 2), round((image.height - cut_height) / 2)
+    cut = image.crop((left, top, left + cut_width, top + cut_height))
+    whole = Image.new("RGB", (width, height), tuple(round(255 * value) for value in how["mean"]))
+    whole.paste(cut, ((width - cut_width) // 2, (height - cut_height) // 2))
+    return np.asarray(whole).transpose(2, 0, 1)
+
+
+def main() -> None:
+    """Print the class of each image, and its score."""
+    file, *paths = sys.argv[1:]
+    session = onnxruntime.InferenceSession(file)
+    texts = session.get_modelmeta().custom_metadata_map
+    classes, how = json.loads(texts["classes"]), json.loads(texts["preprocessing"])
+    for path in paths:
+        (logits,) = session.run(["logits"], {"images": prepared(Image.open(path), how)[None]})
+        label = int(logits[0].argmax())
+        print(f"{path}: {classes[label] if label < len(classes) else label} ({logits[0, label]:.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Export a checkpoint to a file that other programs read, and see that it computes the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pycls_fast.errors import DONE, UserError, refuse
+from pycls_fast.files import user_path
+from pycls_fast.inference.classifier import Classifier
+from pycls_fast.models.export import FORMATS, About
+from pycls_fast.models.exported import compared, drawn_images, quantize
+from pycls_fast.train.display import human
+from pycls_fast.train.export import about_weights, checked, preprocessing, publish
+from pycls_fast.train.weights import find_weights, open_weights, restore
+
+# A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
+_ONNX_LIMIT = 2**31 - 2**24
+# As a share of the largest logit. In float32 a ViT has 1e-6.
+_MOST_ERROR = 1e-3
+
+
+def export(
+    source: str,
+    output: str,
+    *,
+    which: str = "auto",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    format: str = "safetensors",  # noqa: A002  # the key that the user types
+    images: Sequence[str] = (),
+) -> int:
+    """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
+
+    Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
+
+    Raises:
+        UserError: wrong arguments, the file cannot be written, or it does not compute what the network does.
+    """
+    path = checked(user_path(output), format, dtype, overwrite=overwrite)
+    if dtype == "int8" and not images:
+        refuse(["images: dtype=int8 measures the ranges of features; give a folder of some 200 images"])
+    weights, said = open_weights(find_weights(source), kind=which), [""]
+
+    def write(file: Path) -> None:
+        if format == "safetensors":
+            save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
+        else:
+            said[0] = _write_model(source, which, format, dtype, images, file)
+
+    size = publish(path, write)
+    origin = weights.origin
+    count = sum(math.prod(spec.shape) for spec in weights.specs.values())
+    print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{said[0]}")
+    if format == "timm":
+        print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
+    return DONE
+
+
+def _write_model(source: str, which: str, kind: str, dtype: str | None, images: Sequence[str], path: Path) -> str:
+    """Export the network itself, with explicit attention: operations that every reader of the file supports. Returns
+    how well the file agrees with it."""
+    restored = restore(source, which=which, device="cpu", fast=False)
+    network, origin = restored.network, restored.origin
+    size = sum(4 * parameter.numel() for parameter in network.parameters())
+    if kind == "onnx" and size >= _ONNX_LIMIT:
+        raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
+    about = About(
+        classes=restored.classes,
+        step=origin.step,
+        weights=origin.kind,
+        **preprocessing(restored.config.model_dump(mode="json")),
+    )
+    pictures_NCHW = _crops(Classifier(restored), images) if images else drawn_images(about)
+    if dtype not in (None, "int8"):
+        network.to(getattr(torch, str(dtype)))
+    FORMATS[kind](network, path, about)
+    if dtype == "int8":
+        # The others tell what it costs.
+        ranges_NCHW, pictures_NCHW = pictures_NCHW[::2], pictures_NCHW[1::2]
+        quantize(path, ranges_NCHW)
+    same, error = compared(network, path, about, pictures_NCHW)
+    of = f"{same} of {len(pictures_NCHW)} {'' if images else 'drawn '}images have the network's class"
+    text = f"{of}, logits differ by at most {error:.1e} of the largest"
+    if dtype != "int8" and not error <= _MOST_ERROR:
+        raise UserError(f"output: {path.name} is not what the network computes, and not written: {text}")
+    return f"; {text}"
+
+
+def _crops(classifier: Classifier, images: Sequence[str]) -> Tensor:
+    """Images as the network sees them, uint8 (N, 3, H, W), in an order that mixes classes."""
+    found = torch.cat([batch.images_BHWC for batch in classifier.batches(classifier.given(images))])
+    order_N = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return found[order_N].permute(0, 3, 1, 2).contiguous()
