@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from pycls_fast.errors import refusing
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
@@ -57,14 +58,18 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     if world.experts is not None:
         # Together: a mesh of the ranks that have the same experts.
         alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
+        wrong = (
+            f"parallel.expert_degree: experts cannot be shared by the {alike['shard'].size()} ranks that have the same"
+        )
         for _, first, last in network.experts():
-            # The outputs' dimension: there may be fewer experts here than ranks that have them.
-            fully_shard(
-                [first, last],
-                **{**common, "mesh": alike},
-                shard_placement_fn=lambda _: Shard(1),
-                reshard_after_forward=settings.reshard_after_forward,
-            )
+            with refusing(wrong, NotImplementedError, use="use ranks that divide model.width and model.mlp_width"):
+                # The outputs' dimension: there may be fewer experts here than ranks that have them.
+                fully_shard(
+                    [first, last],
+                    **{**common, "mesh": alike},
+                    shard_placement_fn=lambda _: Shard(1),
+                    reshard_after_forward=settings.reshard_after_forward,
+                )
     for whole, units in parts:
         for unit in units:
             # The last unit and the modules around the units are needed again as soon as the backward pass begins.

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel import StrategySettings, World, wrap_model
 from pycls_fast.parallel.fsdp import materialise
+from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
+from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
 
 CPU = torch.device("cpu")
@@ -52,6 +58,17 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
         materialise(network, copy.deepcopy(network), CPU)
     assert memory.peak < 2.2 * whole
     assert all(torch.equal(value, direct.state_dict()[name]) for name, value in network.state_dict().items())
+
+
+def test_ranks_that_cannot_share_experts() -> None:
+    network = build.model(load_config("vit_moe_digits", TINY), 10, Speed(), empty=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=10)
+    try:
+        mesh, experts = (make_mesh("cpu", None, 10, timedelta(seconds=60), expert=degree) for degree in (1, 2))
+        with pytest.raises(UserError, match="shared by the 5 ranks"):
+            wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), strategy="fsdp")
+    finally:
+        dist.destroy_process_group()
 
 
 def make_timm() -> TimmNetwork:
