@@ -250,7 +250,7 @@ def test_the_time_does_not_grow_with_the_depth() -> None:
     for depth in (2, 12):
         config = configured(VIT, 4, 1, f"model.depth={depth}", "model.drop_path=0.1")
         made = plan.MemoryPlan(config, ALONE, 10)
-        activations = made.activations(4, 64, gradients_exist=False)
+        activations = made.activations(4, config.data.image_size, gradients_exist=False)
         assert len(activations.blocks) == depth
         # The first block drops nothing.
         counts.append(len({id(block) for block in activations.blocks}))
