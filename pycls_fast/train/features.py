@@ -1,4 +1,7 @@
-"""Features, which are what a network's last linear layer gets, and a head fitted to them.
+"""Features, which are what a network's last linear layer gets; what their neighbours say; a head fitted to them.
+
+Neighbours: Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, 2018, section 3.4; k
+and temperature as Caron et al., Emerging Properties in Self-Supervised Vision Transformers (DINO), 2021, `eval_knn.py`.
 
 The head first: before any other layer is trained, a new head is fitted to the features that the weights give. A random
 head distorts them while it is learned (Kumar et al., Fine-Tuning can Distort Pretrained Features and Underperform
@@ -10,21 +13,24 @@ the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
-from pycls_fast.train.evaluate import Scorer
+from pycls_fast.train.evaluate import Scorer, places
 from pycls_fast.train.run import Run
 
+# Images whose votes are counted at a time.
+_CHUNK = 1024
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
 # the class means, to one that separates most sets completely.
 PENALTIES = tuple(10.0 ** (power / 2) for power in range(4, -9, -1))
@@ -32,6 +38,7 @@ PENALTIES = tuple(10.0 ** (power / 2) for power in range(4, -9, -1))
 _FOLDS, _FOLDED_IMAGES = 5, 1_000
 # More would take longer than the first epoch, for a head that is trained further.
 _MOST_IMAGES = 20_000
+_NEIGHBOURS, _TEMPERATURE = 20, 0.07
 # The logit of an output without images, below all others.
 _ABSENT = -20.0
 
@@ -72,6 +79,36 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
     return features_ND, labels_N
+
+
+def knn_votes(
+    features_ND: Tensor, memory_MD: Tensor, labels_M: Tensor, *, classes: int, k: int, temperature: float
+) -> Iterator[Tensor]:
+    """Yields the logarithm of each class's votes, (B, K), for 1,024 images at a time: those of all may not fit.
+
+    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images with
+    the highest cosine similarity `s` vote with `exp(s / temperature)`.
+
+    Args:
+        features_ND: features of the images to classify, of any norm.
+        memory_MD: features of the labelled images.
+        labels_M: int64.
+        k: at most M.
+    """
+    memory_DM = F.normalize(memory_MD, dim=1).T
+    for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
+        nearest_Bk, index_Bk = (part_BD @ memory_DM).topk(k, dim=1)
+        scores_Bk, labels_Bk = nearest_Bk / temperature, labels_M[index_Bk]
+        # Relative to the class's nearest neighbour: exp(s / temperature) overflows float32 below temperature 0.0113.
+        peak_BK = part_BD.new_full((len(part_BD), classes), -torch.inf)
+        peak_BK.scatter_reduce_(1, labels_Bk, scores_Bk, "amax")
+        rest_Bk = (scores_Bk - peak_BK.gather(1, labels_Bk)).exp()
+        yield peak_BK + torch.zeros_like(peak_BK).scatter_add_(1, labels_Bk, rest_Bk).log()
+
+
+def voted_places(votes: Iterable[Tensor], labels_N: Tensor) -> Tensor:
+    """The `places` of all images by their `knn_votes`, (N,)."""
+    return torch.cat([places(part_BK, part_B) for part_BK, part_B in zip(votes, labels_N.split(_CHUNK), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -194,17 +231,22 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
-    features_ND, labels_N = collect_features(run.scorer(after_batch), parts.network, train, "train")
+    scorer, outputs = run.scorer(after_batch), parts.network.last_layer().out_features
+    features_ND, labels_N = collect_features(scorer, parts.network, train, "train")
     fitted, sets_LK = None, parts.step.sets_LK
+    if sets_LK is None:
+        held_ND, held_N = collect_features(scorer, parts.network, parts.sources["val"], "val")
     if run.world.is_main and (sets_LK is not None or len(labels_N.unique()) > 1):
         numbers: dict[str, float] = {"images": len(labels_N)}
         if sets_LK is not None:
             fitted, told = fit_each(features_ND, sets_LK.cpu()[labels_N]), "class by class"
         else:
-            head = fit_logistic(features_ND, labels_N, parts.network.last_layer().out_features)
-            fitted = head.weight_KD, head.bias_K
-            numbers |= {"penalty": head.penalty, "held_out_top1": 100.0 * head.accuracy}
-            told = f"{numbers['held_out_top1']:.2f}% of held-out ones right"
+            head = fit_logistic(features_ND, labels_N, outputs)
+            fitted, k = (head.weight_KD, head.bias_K), min(_NEIGHBOURS, len(labels_N))
+            votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
+            knn = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
+            numbers |= {"penalty": head.penalty, "held_out_top1": 100.0 * head.accuracy, "knn_top1": knn}
+            told = f"{100.0 * head.accuracy:.2f}% of held-out ones right; {k} nearest neighbours: val top-1 {knn:.2f}%"
         run.display.note(f"head: fitted to the features of {len(labels_N):,} images, {told}")
         run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
     fitted = run.world.from_main(fitted)

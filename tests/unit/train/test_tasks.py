@@ -16,8 +16,9 @@ from sklearn.neighbors import KNeighborsClassifier
 import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.train.evaluate import places
+from pycls_fast.train.features import knn_votes
 from pycls_fast.train.tasks import lr_range
-from pycls_fast.train.tasks.knn import knn_votes, score_neighbours
+from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
 from tests.unit.inference.conftest import VIT, make_run
 
