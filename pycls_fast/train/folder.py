@@ -177,7 +177,9 @@ class RunFolder:
                 self._lock = None
             if self._made and not self.metrics.exists():
                 for file in (self.path / "config.yaml", self.path / "environment.json"):
-                    file.unlink(missing_ok=True)
+                    # Perhaps the folder could not be made.
+                    with suppress(OSError):
+                        file.unlink()
                 for folder in (self.checkpoints, *self._made):
                     # Not where there are other files.
                     with suppress(OSError):

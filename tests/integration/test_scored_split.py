@@ -150,5 +150,5 @@ def test_an_exported_file_is_scored(run: Path, images: Path, tmp_path: Path) -> 
     found, own = json.loads((tmp_path / "scores.json").read_text()), scored(run, "val")
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
     assert found["loss"] != pytest.approx(scored(other, "val")["loss"], rel=1e-5)
-    with pytest.raises(UserError, match=r"^exported: .*config\.yaml is no ONNX file that can be read"):
+    with pytest.raises(UserError, match=r"^exported: .*config\.yaml is no \.onnx, \.xml or \.pt2 file"):
         score(config, "val", None, exported=str(run / "config.yaml"))
