@@ -233,10 +233,8 @@ def check_launcher() -> None:
     Raises:
         UserError: a variable has no usable value or is missing, or the folder is gone.
     """
-    try:
+    with refusing("the current folder is gone", FileNotFoundError, use="change to one that is there"):
         Path.cwd()
-    except FileNotFoundError as error:
-        raise UserError("the current folder is gone; change to one that is there") from error
     values = {name: os.environ.get(name, "0") for name in _NUMBERS}
     wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not _is_number(text)]
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

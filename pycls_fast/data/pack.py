@@ -280,13 +280,11 @@ def in_processes(
     forkserver.set_forkserver_preload(["pycls_fast.data.pack"])
     arguments = (function, source)
     pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("forkserver"), _start, arguments)
+    died = "a process that reads images died, most likely because memory ran out"
     try:
-        for future in [pool.submit(_run, job) for job in jobs]:
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a process that reads images died, most likely because memory ran out; lower data.num_workers"
-        ) from error
+        with refusing(died, BrokenProcessPool, use="lower data.num_workers"):
+            for future in [pool.submit(_run, job) for job in jobs]:
+                yield future.result()
     finally:
         # If this is interrupted, nobody waits for the shards in progress.
         for process in multiprocessing.active_children():

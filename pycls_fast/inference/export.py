@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError, refuse
+from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier
 from pycls_fast.models.export import FORMATS, About
@@ -23,6 +23,8 @@ from pycls_fast.train.weights import find_weights, open_weights, restore
 _ONNX_LIMIT = 2**31 - 2**24
 # As a share of the largest logit. In float32 a ViT has 1e-6.
 _MOST_ERROR = 1e-3
+# Images for int8, half of them to fit it.
+_FEWEST = 4
 
 
 def export(
@@ -44,7 +46,7 @@ def export(
     """
     path = checked(user_path(output), format, dtype, overwrite=overwrite)
     if dtype == "int8" and not images:
-        refuse(["images: dtype=int8 measures the ranges of features; give a folder of some 200 images"])
+        raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
     weights, said = open_weights(find_weights(source), kind=which), [""]
 
     def write(file: Path) -> None:
@@ -82,6 +84,8 @@ def _write_model(source: str, which: str, kind: str, dtype: str | None, images: 
         network.to(getattr(torch, str(dtype)))
     FORMATS[kind](network, path, about)
     if dtype == "int8":
+        if len(pictures_NCHW) < _FEWEST:
+            raise UserError(f"images: {len(pictures_NCHW)} are too few; dtype=int8 needs {_FEWEST}, better 200")
         # The others tell what it costs.
         ranges_NCHW, pictures_NCHW = pictures_NCHW[::2], pictures_NCHW[1::2]
         quantize(path, ranges_NCHW)
@@ -89,7 +93,7 @@ def _write_model(source: str, which: str, kind: str, dtype: str | None, images: 
     of = f"{same} of {len(pictures_NCHW)} {'' if images else 'drawn '}images have the network's class"
     text = f"{of}, logits differ by at most {error:.1e} of the largest"
     if dtype != "int8" and not error <= _MOST_ERROR:
-        raise UserError(f"output: {path.name} is not what the network computes, and not written: {text}")
+        raise UserError(f"output: not written, as the file does not compute what the network does: {text}")
     return f"; {text}"
 
 

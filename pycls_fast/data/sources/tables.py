@@ -25,7 +25,7 @@ from pycls_fast.data.sources.files import (
     read_class_list,
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
-from pycls_fast.errors import UserError, first_line, one_of, refusing
+from pycls_fast.errors import UserError, one_of, refusing
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
@@ -186,10 +186,8 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
 
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
-    try:
+    with refusing(f"{path}: Parquet needs pyarrow", ImportError, use="pip install -e '.[hub]'"):
         import pyarrow.parquet as pq
-
+    with refusing(f"{path}: cannot be read", OSError, ValueError):
         table = pq.read_table(path)
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{path}: {first_line(error)}; Parquet needs pip install -e '.[hub]'") from error
     return {name: table.column(name).to_pylist() for name in table.column_names}
