@@ -17,8 +17,8 @@ class _ImagesOptions(Section):
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file from
     pycls-fast export; each includes class names and preprocessing."""
     images: tuple[str, ...]
-    """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), or - for a list of files on
-    standard input."""
+    """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), addresses
+    (https://..., and what fsspec reads: s3://...), or - for a list of files on standard input."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     device: Device = "auto"

@@ -1,4 +1,4 @@
-"""Images given by the user (paths, folders, patterns, Pillow images, arrays) as one `Images`."""
+"""Images given by the user (paths, folders, patterns, addresses, Pillow images, arrays) as one `Images`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -15,11 +16,22 @@ from PIL import Image
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
+from pycls_fast.data.sources.remote import is_remote, list_files, open_whole
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
-_KINDS = "a path, a Pillow image, or a uint8 array or tensor (height, width, 3)"
+_KINDS = "a path, an address, a Pillow image, or a uint8 array or tensor (height, width, 3)"
+
+
+# The longest wait for a server.
+_SECONDS = 30
+
+
+class Address(str):
+    """Where an image is read (`https://...`, and what fsspec knows: `s3://...`)."""
+
+    __slots__ = ()
 
 
 class GivenImages(Images):
@@ -32,7 +44,7 @@ class GivenImages(Images):
         UserError: there are none.
     """
 
-    def __init__(self, items: Sequence[Path | Image.Image | np.ndarray], *, upright: bool = False) -> None:
+    def __init__(self, items: Sequence[Path | Address | Image.Image | np.ndarray], *, upright: bool = False) -> None:
         if not items:
             raise UserError("images: none were given; give files, folders or patterns")
         self.classes = ()
@@ -43,13 +55,18 @@ class GivenImages(Images):
     @property
     def in_memory(self) -> bool:
         """Whether all images are in memory, so that no file is read."""
-        return not any(isinstance(item, Path) for item in self._items)
+        return not any(isinstance(item, Path | Address) for item in self._items)
 
     def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
         """The file's bytes or the pixels, and a dummy label."""
         item = self._items[index]
         if isinstance(item, Path):
             return read_bytes(item, IMAGE_BYTES), 0
+        if isinstance(item, Address):
+            # For these fsspec would need aiohttp.
+            is_page = item.startswith(("http://", "https://"))
+            with urlopen(item, timeout=_SECONDS) if is_page else open_whole(item) as file:
+                return file.read(IMAGE_BYTES), 0
         if isinstance(item, Image.Image):
             return np.asarray(decode(item, upright=self._upright)), 0
         return item, 0
@@ -58,7 +75,9 @@ class GivenImages(Images):
         """The path as printable text, or "image 3"."""
         item = self._items[index]
         # Bytes of a name that are not UTF-8 become backslash escapes.
-        return os.fsencode(item).decode("utf-8", "backslashreplace") if isinstance(item, Path) else f"image {index}"
+        if isinstance(item, Path | Address):
+            return os.fsencode(item).decode("utf-8", "backslashreplace")
+        return f"image {index}"
 
     def describe(self) -> str:
         """A one-line description."""
@@ -69,8 +88,8 @@ def given_images(images: Any, *, upright: bool = False) -> GivenImages:
     """Turn any kind of input into one source.
 
     Args:
-        images: a path, a folder or a pattern; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or, for
-            several, (B, H, W, 3); a sequence of these.
+        images: a path, a folder, a pattern or an address; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or,
+            for several, (B, H, W, 3); a sequence of these.
         upright: see `GivenImages`.
 
     Raises:
@@ -79,7 +98,7 @@ def given_images(images: Any, *, upright: bool = False) -> GivenImages:
     return GivenImages(list(_flat(images)), upright=upright)
 
 
-def _flat(images: Any) -> Iterator[Path | Image.Image | np.ndarray]:
+def _flat(images: Any) -> Iterator[Path | Address | Image.Image | np.ndarray]:
     if isinstance(images, str | os.PathLike):
         yield from find_images([os.fspath(images)])
     elif isinstance(images, Image.Image):
@@ -104,24 +123,27 @@ def _pixels(images: np.ndarray | torch.Tensor) -> Iterator[np.ndarray]:
     yield from array if array.ndim == 4 else [array]
 
 
-def find_images(words: Iterable[str]) -> list[Path]:
+def find_images(words: Iterable[str]) -> list[Path | Address]:
     """The files that arguments name, in the order of the arguments.
 
     Args:
         words: files with any name; folders, whose images at any depth are taken in the order of their paths, without
-            hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]` and `**`.
+            hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]` and `**`;
+            addresses of files, with `*` of several.
 
     Raises:
         UserError: a line for each argument that matches nothing.
     """
-    found: list[Path] = []
+    found: list[Path | Address] = []
     mistakes: list[str] = []
     for word in words:
         # A name that begins with "~" but is not a user's home is an ordinary name.
-        path = user_path(word)
+        path, here = user_path(word), list[Path | Address]()
         problem = "is not a file, a folder or a pattern that matches images"
         try:
-            if path.is_dir():
+            if is_remote(word):
+                here = [Address(name) for name in (list_files(word) if "*" in word else [word])]
+            elif path.is_dir():
                 here = sorted(Path(name) for name in files_below(str(path), EXTENSIONS))
                 problem = f"holds no images ({' '.join(EXTENSIONS)})"
             elif path.exists():

@@ -18,7 +18,7 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
-from pycls_fast.inference.images import GivenImages, find_images
+from pycls_fast.inference.images import Address, GivenImages, find_images
 from pycls_fast.reading import cell
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file
@@ -83,7 +83,7 @@ def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None
         print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 
 
-def collect(images: Sequence[str]) -> list[Path]:
+def collect(images: Sequence[str]) -> list[Path | Address]:
     """The files that the command line names; those listed on standard input need not exist."""
     listed: list[Path] = []
     if "-" in images:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,7 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
     ("images", "line"),
     [
         ([], "images: none were given"),
-        (3, "images: must be a path, a Pillow image, or a uint8 array or tensor (height, width, 3); got int"),
+        (3, "images: must be a path, an address, a Pillow image, or a uint8 array or tensor .*; got int"),
         ([np.zeros((4, 4, 3))], "images: must be a path, .*; got float64 (4, 4, 3)"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8), "images: must be .*; got uint8 (3, 8, 8)"),
         (torch.zeros(8, 8, dtype=torch.bfloat16), "images: must be .*; got bfloat16 (8, 8)"),
@@ -104,3 +107,20 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
 def test_what_is_no_image(images: Any, line: str) -> None:
     with pytest.raises(UserError, match=re.escape(line).replace(re.escape(".*"), ".*")):
         given_images(images)
+
+
+def test_addresses_are_read(folder: Path) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("localhost", 0), partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://localhost:{server.server_port}/1.png"
+        source = given_images([address, f"file://{folder}/*.png"])
+        assert source.name(0) == address
+        assert source.read(0)[0] == (folder / "1.png").read_bytes() == source.read(2)[0]
+        assert len(source) == 5
+        with pytest.raises(OSError, match="404"):
+            given_images(f"{address}x").read(0)
+        server.shutdown()
