@@ -39,7 +39,7 @@ def export(
 ) -> int:
     """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
 
-    Peak memory: for "safetensors" the exported tensors and one tensor as saved; for other formats the model twice.
+    Peak memory: for "safetensors" the exported tensors and one tensor as saved; for others the model three times.
 
     Raises:
         UserError: wrong arguments, the file cannot be written, or it does not compute what the network does.

@@ -84,7 +84,8 @@ def compared(model: Network, path: Path, about: About, images_NCHW: Tensor) -> t
         path: an exported file, or timm's folder.
         images_NCHW: uint8.
     """
-    run: Run = _RUNNERS[path.suffix](path) if path.suffix else Deployable(_from_timm(path), about)
+    # timm's folder may have any name.
+    run: Run = Deployable(_from_timm(path), about) if path.is_dir() else _RUNNERS[path.suffix](path)
     network, parts = Deployable(model, about), images_NCHW.split(_BATCH)
     expected_NK, found_NK = (torch.cat([each(part) for part in parts]) for each in (network, run))
     same = int((expected_NK.argmax(1) == found_NK.argmax(1)).sum())

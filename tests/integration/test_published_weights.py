@@ -186,10 +186,10 @@ def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images
     with pytest.raises(UserError, match=r"preprocessing=config"):
         score(config, "val", None)
     assert score(config, "val", None, preprocessing="config") == 0
-    neighbours = {"k": 3, "temperature": 0.1, "split": "val", "output": None}
+    neighbours: dict[str, Any] = {"k": 3, "temperature": 0.1, "split": "val", "output": None}
     with pytest.raises(UserError, match=r"preprocessing=config"):
-        score_neighbours(config, **neighbours)  # type: ignore[arg-type]
-    assert score_neighbours(config, **neighbours, preprocessing="config") == 0  # type: ignore[arg-type]
+        score_neighbours(config, **neighbours)
+    assert score_neighbours(config, **neighbours, preprocessing="config") == 0
 
 
 @pytest.mark.slow

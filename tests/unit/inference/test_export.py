@@ -204,7 +204,7 @@ def logits(source: Path, **settings: str) -> torch.Tensor:
 
 
 def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
+    folder = tmp_path / "out.v1"
     assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=False, format="timm") == 0
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

@@ -13,6 +13,7 @@ from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import merged, pick, plan, slug
+from pycls_fast.models.choices import ViTModel
 
 LADDER = Ladder(
     description="three changes",
@@ -106,7 +107,8 @@ def test_a_larger_image_has_whole_patches() -> None:
     ladder = LADDER.model_copy(update={"variants": (Variant(name="larger", image_size_ratio=256 / 224),)})
     for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
         config = load_config(name, overrides)
-        patch, before = config.model.patch_size, config.data.image_size.height  # type: ignore[union-attr]
+        assert isinstance(config.model, ViTModel)
+        patch, before = config.model.patch_size, config.data.image_size.height
         (override,) = for_experiment(ladder, config).variants[0].overrides
         found = int(override.removeprefix("data.image_size="))
         assert found % patch == 0
