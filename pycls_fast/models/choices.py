@@ -35,10 +35,7 @@ class Model(Choice, key="model", tag="kind"):
 
 
 class ViTModel(Model, name="vit"):
-    """Vision Transformer (Dosovitskiy et al., 2021); sizes have names, such as model=vit_b16.
-
-    `models.VisionTransformer` documents the network in more detail.
-    """
+    """Vision Transformer (Dosovitskiy et al., 2021); sizes have names, such as model=vit_b16."""
 
     patch_size: PositiveInt = 16
     """The side of a patch, in pixels."""
@@ -69,7 +66,7 @@ class ViTModel(Model, name="vit"):
     stem_strides: tuple[PositiveInt, ...] = ()
     """Their strides, whose product is the patch size."""
     class_token: bool | None = None
-    """Whether there is a class token; null: only if the classifier reads it."""
+    """Whether there is a class token; null: only if the classifier reads it. MAE's fine-tuning keeps it."""
     registers: NonNegativeInt = 0
     """The number of register tokens (Darcet et al., 2024), which no classifier reads."""
     classifier: Literal["token", "pooled", "map"] = "token"
@@ -81,7 +78,8 @@ class ViTModel(Model, name="vit"):
     positions: Literal["learned", "sincos2d"] = "learned"
     """Position embeddings: learned, or fixed sines and cosines of rows and columns."""
     position_tokens: Literal["all", "patches"] = "all"
-    """Which tokens get a position: all, or only patches, not class and register tokens (DeiT III, big_vision)."""
+    """Which tokens get a position: all, or only patches, not class and register tokens (DeiT III, big_vision; timm's
+    no_embed_class)."""
     layer_scale: PositiveFloat | None = None
     """The initial value of the factors on each residual branch (Touvron et al., 2021b); null: no factors."""
     qk_norm: bool = False
@@ -132,7 +130,7 @@ class ResNetModel(Model, name="resnet"):
     groups: PositiveInt = 1
     """The number of groups in 3x3 convolutions."""
     width_per_group: PositiveInt = 64
-    """The channels per group in the first stage."""
+    """The channels per group in the first stage, doubled in each later one."""
     zero_init_last_gamma: bool = True
     """Begin with zeros in the last norm of each block, so that it starts as the identity (Goyal et al., 2017)."""
 

@@ -1,9 +1,9 @@
 """The layers of vision transformers; those that only some of them have are in `vit_parts`.
 
-Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D)
-or batch-second (N, B, D); tensors are named as in the first. Only `PatchStem`, `ClassToken`, the positions, `Attention`
-(cutting heads), `DropPath` (which dimension holds the samples) and the model's pooling know that order: norms and MLPs
-act only on the last dimension, and parameters are stored without a batch dimension, so that checkpoints are the same.
+Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D);
+between the blocks they may be batch-second (N, B, D), but tensors are named as in the first. Only `Attention` (cutting
+heads) and `DropPath` (which dimension holds the samples) know that order: norms and MLPs act only on the last
+dimension, and parameters are stored without a batch dimension, so that checkpoints are the same.
 
 Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a model built
 on the meta device can get memory from `to_empty` and be initialised in place.
@@ -36,7 +36,7 @@ class Compute:
     attention: str = "reference"
     """The kernel of the attention, a key of `attention.ATTENTION`."""
     layout: Layout = "batch_first"
-    """The order of the features inside: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
+    """The order of the features in the blocks: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
     qkv: Qkv = "separate"
     """Queries, keys and values by three products, or "fused": the three matrices are joined on use, so that one product
     reads the features once, and the backward pass need not add three gradients of the features. Joining reads and
@@ -54,8 +54,8 @@ class Compute:
 
     @property
     def batch_dim(self) -> int:
-        """The dimension of the samples in the features."""
-        return batch_dimension(self.layout)
+        """The dimension of the samples in the blocks' features."""
+        return 1 if self.layout == "batch_second" else 0
 
 
 PLAIN = Compute()
@@ -84,32 +84,18 @@ def lecun_normal_(weight: Tensor) -> Tensor:
     return weight.clamp_(-bound, bound)
 
 
-def batch_dimension(layout: Layout) -> int:
-    """The dimension of the samples: 0 in (B, N, D), 1 in (N, B, D)."""
-    return 1 if layout == "batch_second" else 0
-
-
 class PatchStem(nn.Module):
     """Cuts images into squares and projects each to a token (Dosovitskiy et al. 2021, equation 1).
 
     Args:
         patch_size: side of a square in pixels.
         width: D.
-        layout: layout of the output features.
         patches: how they are projected: by a "convolution" whose stride is its kernel size, or cut out and multiplied
             in one "product"; the weights are the convolution's either way.
     """
 
-    def __init__(
-        self,
-        patch_size: int,
-        width: int,
-        *,
-        layout: Layout = "batch_first",
-        patches: Patches = "convolution",
-    ) -> None:
+    def __init__(self, patch_size: int, width: int, *, patches: Patches = "convolution") -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         self.patch_size = patch_size
         self.cut = patches == "product"
         self.projection = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
@@ -121,12 +107,8 @@ class PatchStem(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Returns features_BND, tokens in row-major order of their squares; a view, contiguous or not."""
-        if self.cut:
-            features_BND = self._product(images_BCHW)
-            return features_BND.transpose(0, 1) if self.batch_dim == 1 else features_BND
-        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D) or (N, B, D)
-        features_BDN = self.projection(images_BCHW).flatten(2)
-        return features_BDN.permute(2, 0, 1) if self.batch_dim == 1 else features_BDN.transpose(1, 2)
+        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D)
+        return self._product(images_BCHW) if self.cut else self.projection(images_BCHW).flatten(2).transpose(1, 2)
 
     def _product(self, images_BCHW: Tensor) -> Tensor:
         size = self.patch_size
@@ -143,19 +125,16 @@ class PatchStem(nn.Module):
 class ClassToken(nn.Module):
     """Puts one learned token in front of the others (Dosovitskiy et al. 2021, section 3.1; from BERT)."""
 
-    def __init__(self, width: int, *, layout: Layout = "batch_first") -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         self.value = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.value)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        """(B, N, D) -> (B, 1 + N, D), or (N, B, D) -> (1 + N, B, D); contiguous."""
-        token_dim = 1 - self.batch_dim
-        token_B1D = self.value.expand_as(features_BND.narrow(token_dim, 0, 1))
-        return torch.cat([token_B1D, features_BND], dim=token_dim)
+        """(B, N, D) -> (B, 1 + N, D), contiguous."""
+        return torch.cat([self.value.expand_as(features_BND[:, :1]), features_BND], dim=1)
 
 
 class Attention(nn.Module):
@@ -220,7 +199,7 @@ class Attention(nn.Module):
         return self.projection(self._merge(self.kernel(queries_BHNE, keys_BHNE, values_BHNE)))
 
     def attend(self, query_D: Tensor, features_BND: Tensor) -> Tensor:
-        """One query, the same for all samples, attends to the features: (D,), (B, N, D) or (N, B, D) -> (B, D)."""
+        """One query, the same for all samples, attends to the features: (D,), (B, N, D) -> (B, D)."""
         keys_BHNE, values_BHNE = self._split(self.key(features_BND)), self._split(self.value(features_BND))
         # (D,) -> (H, 1, E) -> (B, H, 1, E)
         queries_BH1E = self.query(query_D).view(-1, 1, self.head_width).expand(keys_BHNE.shape[0], -1, -1, -1)
@@ -289,19 +268,17 @@ class LearnedPositions(nn.Module):
     Args:
         count: tokens, the class token included.
         width: D.
-        layout: layout of the features.
     """
 
-    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         self.value = nn.Parameter(torch.empty(count, width))
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.value, std=0.02)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        return features_BND + self.value.unsqueeze(self.batch_dim)
+        return features_BND + self.value
 
 
 class SinCos2dPositions(nn.Module):
@@ -313,22 +290,12 @@ class SinCos2dPositions(nn.Module):
         rows, columns: the grid of patches.
         width: D, a multiple of 4 and at least 8.
         extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
-        layout: layout of the features.
     """
 
     value: Tensor
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        width: int,
-        *,
-        extra_tokens: int = 0,
-        layout: Layout = "batch_first",
-    ) -> None:
+    def __init__(self, rows: int, columns: int, width: int, *, extra_tokens: int = 0) -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         self.rows, self.columns = rows, columns
         self.extra_tokens = extra_tokens
         self.register_buffer("value", torch.empty(rows * columns + extra_tokens, width), persistent=False)
@@ -340,7 +307,7 @@ class SinCos2dPositions(nn.Module):
 
     def forward(self, features_BND: Tensor) -> Tensor:
         # Not cast: under autocast the sum, and with it the residual stream, is float32, as with learned positions.
-        return features_BND + self.value.unsqueeze(self.batch_dim)
+        return features_BND + self.value
 
 
 def sincos2d(rows: int, columns: int, width: int) -> Tensor:

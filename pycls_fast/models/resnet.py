@@ -56,7 +56,7 @@ class ResidualBlock(nn.Module):
         channels: base number of channels, 64 in the first stage; the output has `expansion` times as many.
         stride: factor by which the block downsamples.
         drop_path: probability that the branch is dropped for a sample in training.
-        groups, width_per_group: see `ResNet`.
+        groups, width_per_group: see `choices.ResNetModel`.
         shortcut: see `Shortcut`.
     """
 
@@ -197,17 +197,10 @@ class ConvStem(nn.Module):
 class ResNet(Network):
     """A residual network with batch norm, mean pooling and a linear classifier.
 
+    The arguments are the keys of `choices.ResNetModel`, which describes them, and these:
+
     Args:
-        depth: layers with weights, a key of `LAYOUTS`.
         num_classes: K.
-        stem: see `ConvStem`.
-        shortcut: see `Shortcut`; "pool" with stem="deep" makes a ResNet-D.
-        groups: those of the 3x3 convolutions of bottleneck blocks (Xie et al., ResNeXt, 2017).
-        width_per_group: their channels per group in the first stage, doubled in each later stage: 64 in a ResNet, 4 in
-            ResNeXt-50 32x4d, 128 in Wide ResNet-50-2 (Zagoruyko and Komodakis 2016).
-        zero_init_last_gamma: start the last norm of each branch at scale 0, so that each block starts as its
-            shortcut (Goyal et al. 2017, section 5.1).
-        drop_path: rate of the last block; see `drop_path_rates`.
         convolution: kernel of the convolutions, a key of `cpu_kernels.CONVOLUTION`.
 
     Raises:

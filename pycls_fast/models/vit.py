@@ -20,7 +20,6 @@ from pycls_fast.models.layers import (
     Attention,
     ClassToken,
     Compute,
-    Layout,
     LearnedPositions,
     Mlp,
     PatchStem,
@@ -98,35 +97,14 @@ class Block(nn.Module):
 class VisionTransformer(Network):
     """A vision transformer with a linear classifier.
 
+    The arguments are the keys of `choices.ViTModel`, which describes them, and these:
+
     Args:
         image_size: side of the images in pixels, or height and width; multiples of patch_size.
-        patch_size: side of a patch in pixels.
-        width: D, a multiple of heads.
-        depth: number of blocks.
-        heads: attention heads.
-        mlp_width: width between the MLP's two layers.
         num_classes: K.
         experts: in place of the MLP of every second block, as in V-MoE; see `moe`. None for none.
-        stem: "patch", or "conv": `vit_parts.TokenConvStem`, whose strides multiply to patch_size.
-        stem_widths, stem_strides: those of the conv stem's 3x3 convolutions.
-        class_token: whether there is one; None: only with classifier="token". MAE's fine-tuning keeps it beside the
-            mean over the patches.
-        registers: number of register tokens; see `vit_parts.RegisterTokens`.
-        classifier: what the head sees. "token": the class token. "pooled": the mean over the patch tokens. "map":
-            attention pooling over them, `vit_parts.MapPooling`.
-        classifier_norm: where the final norm is. "after_pool": on the pooled vector, as in timm's `fc_norm` and MAE;
-            "before_pool": on every token, as in the released JAX code and pycls. None: "before_pool" for "map", else
-            "after_pool". For "token" the two are the same function.
-        pre_logits: width of a layer with tanh before the head, None for none (big_vision's `rep_size`).
-        positions: "learned", or fixed "sincos2d"; see `layers.SinCos2dPositions`.
-        position_tokens: "all" tokens get a position, or only the "patches" (DeiT III, big_vision; timm's
-            `no_embed_class`).
-        layer_scale: initial value of the branches' learned factors (`vit_parts.LayerScale`), None for none.
-        qk_norm: normalise queries and keys; see `layers.Attention`.
-        drop_path: probability that the last block's branches are dropped for a sample.
-        drop_path_rule: rates of the blocks before it; see `drop_path.drop_path_rates`.
-        norm_eps: added to the variance in every LayerNorm (1e-6 in the released JAX code).
-        init: scheme of the initial values, "jax" or "trunc_normal"; see `initialisers`.
+        classifier_norm: "after_pool" is timm's `fc_norm` and MAE's; "before_pool" is on every token, as in the released
+            JAX code and pycls. For classifier="token" the two are the same function.
         computation: the fields of `layers.Compute`.
 
     Raises:
@@ -184,15 +162,14 @@ class VisionTransformer(Network):
         # thrown away, so a model built on the meta device would get other values than one built directly.
         device = torch.get_default_device()
         with torch.device("meta"):
-            layout = compute.layout
             self.stem = (
-                PatchStem(patch_size, width, layout=layout, patches=compute.patches)
+                PatchStem(patch_size, width, patches=compute.patches)
                 if stem == "patch"
-                else TokenConvStem(stem_widths, stem_strides, width, layout=layout)
+                else TokenConvStem(stem_widths, stem_strides, width)
             )
-            self.class_token = ClassToken(width, layout=layout) if has_token else None
-            self.registers = RegisterTokens(registers, width, layout=layout) if registers else None
-            self.positions = self._positions(positions, width, layout)
+            self.class_token = ClassToken(width) if has_token else None
+            self.registers = RegisterTokens(registers, width) if registers else None
+            self.positions = self._positions(positions, width)
             keys = self.tokens if self.padding else None
             settings: Any = {"norm_eps": norm_eps, "layer_scale": layer_scale, "qk_norm": qk_norm, "keys": keys}
             block = partial(Block, width, heads, mlp_width, compute, **settings)
@@ -207,11 +184,11 @@ class VisionTransformer(Network):
         self.to_empty(device=device)
         self.initialise()
 
-    def _positions(self, kind: Positions, width: int, layout: Layout) -> LearnedPositions | SinCos2dPositions:
+    def _positions(self, kind: Positions, width: int) -> LearnedPositions | SinCos2dPositions:
         placed = self.extra_tokens if self.position_tokens == "all" else 0
         if kind == "learned":
-            return LearnedPositions(math.prod(self.grid) + placed, width, layout=layout)
-        return SinCos2dPositions(*self.grid, width, extra_tokens=placed, layout=layout)
+            return LearnedPositions(math.prod(self.grid) + placed, width)
+        return SinCos2dPositions(*self.grid, width, extra_tokens=placed)
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they are from.
@@ -307,13 +284,15 @@ class VisionTransformer(Network):
         return self.leave(features_BND)
 
     def enter(self, images_BCHW: Tensor) -> Tensor:
-        """Images -> features_BND, the blocks' input."""
+        """Images -> features_BND, the blocks' input; (N, B, D) in the layout batch_second."""
         features_BND = self._embed(self.stem(images_BCHW))
-        return self._pad(features_BND) if self.padding else features_BND
+        if self.padding:
+            features_BND = F.pad(features_BND, (0, 0, 0, self.padding))
+        return features_BND.transpose(0, 1).contiguous() if self.batch_dim == 1 else features_BND
 
     def leave(self, features_BND: Tensor) -> Tensor:
         """The blocks' output -> logits_BK."""
-        features_BD = self._pool(features_BND)
+        features_BD = self._pool(features_BND.transpose(0, 1) if self.batch_dim == 1 else features_BND)
         if self.pre_logits is not None:
             features_BD = torch.tanh(self.pre_logits(features_BD))
         return self.head(features_BD)
@@ -341,22 +320,15 @@ class VisionTransformer(Network):
         features_BND = features_BND.contiguous()
         return features_BND if only_patches else self.positions(features_BND)
 
-    def _pad(self, features_BND: Tensor) -> Tensor:
-        # (B, N, D) -> (B, N + padding, D), or (N, B, D) -> (N + padding, B, D)
-        last = (0, 0, 0, self.padding) if self.batch_dim == 0 else (0, 0, 0, 0, 0, self.padding)
-        return F.pad(features_BND, last)
-
     def _pool(self, features_BND: Tensor) -> Tensor:
-        token_dim = 1 - self.batch_dim
         if self.classifier == "token":
             # The norm acts on each token separately, so it suffices to normalise the class token.
-            return self.norm(features_BND.select(token_dim, 0))
-        patch_tokens = self.tokens - self.extra_tokens
-        features_BND = features_BND.narrow(token_dim, self.extra_tokens, patch_tokens)
+            return self.norm(features_BND[:, 0])
+        features_BND = features_BND[:, self.extra_tokens : self.tokens]
         before = self.classifier_norm == "before_pool"
         if before:
             features_BND = self.norm(features_BND)
-        pooled_BD = features_BND.mean(dim=token_dim) if self.pooling is None else self.pooling(features_BND)
+        pooled_BD = features_BND.mean(dim=1) if self.pooling is None else self.pooling(features_BND)
         return pooled_BD if before else self.norm(pooled_BD)
 
 

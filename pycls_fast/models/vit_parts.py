@@ -1,7 +1,7 @@
 """Parts of vision transformers beyond the plain one: convolutional stem, register tokens, layer scale, MAP pooling;
 and the schemes of initial values.
 
-Shape letters and layouts as in `layers`; every module sets its own parameters in `reset_parameters`.
+Shape letters as in `layers`; every module sets its own parameters in `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from pycls_fast.models.layers import (
     Attention,
     ClassToken,
     Compute,
-    Layout,
     LearnedPositions,
     Mlp,
-    batch_dimension,
     lecun_normal_,
 )
 
@@ -36,19 +34,10 @@ class TokenConvStem(nn.Module):
         widths: output channels of the 3x3 convolutions.
         strides: their strides; the product is the side of the square that a token stands for.
         width: D.
-        layout: layout of the output features.
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        strides: Sequence[int],
-        width: int,
-        *,
-        layout: Layout = "batch_first",
-    ) -> None:
+    def __init__(self, widths: Sequence[int], strides: Sequence[int], width: int) -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         inputs = (3, *widths[:-1])
         self.convs = nn.ModuleList(
             nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
@@ -74,9 +63,8 @@ class TokenConvStem(nn.Module):
         maps_BCHW = images_BCHW
         for conv, norm in zip(self.convs, self.norms, strict=True):
             maps_BCHW = F.relu(norm(conv(maps_BCHW)), inplace=True)
-        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D) or (N, B, D)
-        features_BDN = self.projection(maps_BCHW).flatten(2)
-        return features_BDN.permute(2, 0, 1) if self.batch_dim == 1 else features_BDN.transpose(1, 2)
+        # (B, D, rows, columns) -> (B, D, N) -> (B, N, D)
+        return self.projection(maps_BCHW).flatten(2).transpose(1, 2)
 
 
 class RegisterTokens(nn.Module):
@@ -85,20 +73,16 @@ class RegisterTokens(nn.Module):
     Darcet et al., Vision Transformers Need Registers, 2023, arXiv 2309.16588.
     """
 
-    def __init__(self, count: int, width: int, *, layout: Layout = "batch_first") -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.batch_dim = batch_dimension(layout)
         self.value = nn.Parameter(torch.empty(count, width))
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.value, std=1e-6)
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        """(B, N, D) -> (B, R + N, D), or (N, B, D) -> (R + N, B, D); contiguous."""
-        tokens = self.value.unsqueeze(self.batch_dim)
-        shape = [-1, -1, -1]
-        shape[self.batch_dim] = features_BND.shape[self.batch_dim]
-        return torch.cat([tokens.expand(shape), features_BND], dim=1 - self.batch_dim)
+        """(B, N, D) -> (B, R + N, D), contiguous."""
+        return torch.cat([self.value.expand(len(features_BND), -1, -1), features_BND], dim=1)
 
 
 class LayerScale(nn.Module):
@@ -137,7 +121,7 @@ class MapPooling(nn.Module):
         heads: attention heads.
         mlp_width: width between the MLP's two layers.
         norm_eps: epsilon of the norm before the MLP.
-        compute: the attention's kernel, and the layout of the input features; the rest is torch's.
+        compute: the attention's kernel; the rest is torch's.
     """
 
     def __init__(
@@ -145,7 +129,7 @@ class MapPooling(nn.Module):
     ) -> None:
         super().__init__()
         self.probe = nn.Parameter(torch.empty(width))
-        self.attention = Attention(width, heads, Compute(attention=compute.attention, layout=compute.layout))
+        self.attention = Attention(width, heads, Compute(attention=compute.attention))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
 
@@ -161,7 +145,7 @@ class MapPooling(nn.Module):
         self.mlp.reset_parameters()
 
     def forward(self, features_BND: Tensor) -> Tensor:
-        """(B, N, D) or (N, B, D) -> (B, D)."""
+        """(B, N, D) -> (B, D)."""
         pooled_BD = self.attention.attend(self.probe, features_BND)
         return pooled_BD + self.mlp(self.norm(pooled_BD))
 

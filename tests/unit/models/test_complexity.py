@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.models.complexity import Complexity, complexity
 
 # Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
@@ -105,24 +105,6 @@ def test_pycls_publishes_the_same_for_resnet(depth: Any, activations: int, flops
     assert found.activations == activations - 64 * 56 * 56
     assert found.forward_flops == 2 * (flops - 1000)
     assert found.parameters == parameters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "peer"),
-    [
-        (partial(ResNet, depth=50, num_classes=1000, stem="deep", shortcut="pool"), "resnet50d"),
-        (partial(ResNet, depth=200, num_classes=1000, stem="deep", shortcut="pool"), "resnet200d"),
-        (partial(vit, "H", 14), "vit_huge_patch14_224"),
-        (partial(vit, "L", layer_scale=1e-4, position_tokens="patches"), "deit3_large_patch16_224"),
-        (partial(vit, "B", classifier="map"), "vit_base_patch16_siglip_224"),
-    ],
-)
-def test_timms_models_count_the_same(build: Any, peer: str) -> None:
-    options = {"num_classes": 1000, "image_size": 224}
-    # Their written-out attention, as everywhere in counting.
-    theirs = complexity(partial(TimmNetwork, name=peer, **options), image_size=224)
-    assert complexity(build, image_size=224) == theirs
 
 
 class _Devices(TorchDispatchMode):

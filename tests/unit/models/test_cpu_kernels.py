@@ -208,15 +208,14 @@ def test_attention_under_autocast_rounds_no_more_than_four_times_as_the_formula_
 
 
 @FORMATS
-@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
-def test_patches_as_a_product_are_the_convolution(layout: Any, memory_format: torch.memory_format) -> None:
+def test_patches_as_a_product_are_the_convolution(memory_format: torch.memory_format) -> None:
     images = draw(3, 3, 8, 12, seed=5).to(memory_format=memory_format)
     results = []
     for patches in ("convolution", "product"):
-        stem: Any = randomise(PatchStem(4, 5, layout=layout, patches=patches))
+        stem: Any = randomise(PatchStem(4, 5, patches=patches))
         leaf = images.clone().requires_grad_()
         out = stem(leaf)
-        assert out.shape == ((6, 3, 5) if layout == "batch_second" else (3, 6, 5))
+        assert out.shape == (3, 6, 5)
         (out * draw(*out.shape, seed=6)).sum().backward()
         results.append([out.detach(), leaf.grad, *(p.grad for p in stem.parameters())])
         assert list(stem.state_dict()) == ["projection.weight", "projection.bias"]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
@@ -134,60 +133,6 @@ def test_compiled_code_is_the_same_for_every_rate_and_drops_what_eager_code_does
     # The rate is an input, a tensor of float32.
     assert len(graphs) == 1
     assert torch.float32 in graphs[0]
-
-
-def vit(compute: str, **arguments: Any) -> VisionTransformer:
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        image_size=8, patch_size=2, width=16, depth=3, heads=2, mlp_width=32, num_classes=5, drop_path=0.6,
-        drop_path_compute=compute, **arguments,  # type: ignore[arg-type]
-    )  # fmt: skip
-    randomise(model)
-    return model
-
-
-def run(
-    model: nn.Module, dtype: torch.dtype, *, count: int = 12, amp: bool = False, seed: int = 3
-) -> dict[str, Tensor]:
-    """Logits and all gradients of a batch, and the generator's state behind it."""
-    generator = torch.Generator().manual_seed(1)
-    images_BCHW = torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    labels_B = torch.randint(5, (count,), generator=generator)
-    model.to(dtype).zero_grad()
-    torch.manual_seed(seed)
-    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        logits_BK = model(images_BCHW)
-    F.cross_entropy(logits_BK.to(dtype), labels_B).backward()
-    found = {"logits": logits_BK.detach(), "state": torch.get_rng_state(), "images": images_BCHW.grad}
-    found |= {name: p.grad for name, p in model.named_parameters()}
-    assert all(value is not None for value in found.values())
-    return found  # type: ignore[return-value]
-
-
-def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    assert left.keys() == right.keys()
-    assert torch.equal(left["state"], right["state"])
-    pairs = [(left[name].double(), right[name].double()) for name in right if name != "state"]
-    return max((((a - b).norm() / b.norm().clamp_min(1e-3)).item()) for a, b in pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
-@pytest.mark.parametrize("count", [1, 2, 12])
-def test_equal_in_float64(count: int, layout: str) -> None:
-    """Over several draws; with one or two samples also all kept and none kept."""
-    for seed in range(6):
-        multiplied = run(vit("multiply", layout=layout), torch.float64, count=count, seed=seed)
-        skipped = run(vit("skip", layout=layout), torch.float64, count=count, seed=seed)
-        assert distance(skipped, multiplied) < 1e-12
-
-
-@pytest.mark.slow
-def test_rounding_is_no_worse_in_float32_and_autocast() -> None:
-    exact = run(vit("multiply"), torch.float64)
-    for amp, floor in ((False, 1e-6), (True, 1e-2)):
-        own = distance(run(vit("multiply"), torch.float32, amp=amp), exact)
-        assert distance(run(vit("skip"), torch.float32, amp=amp), exact) <= 4 * max(own, floor)
 
 
 def test_only_kept_samples_reach_the_branch() -> None:

@@ -131,6 +131,7 @@ def test_same_checkpoint_same_initial_values_same_parameters(switches: dict[str,
     ("kind", "switches"),
     [
         *(({}, other) for other in OTHERS),
+        ({"drop_path": 0.6}, {"drop_path_compute": "skip"}),
         *(({**SMALL, "attention": attention}, {"sequence_padding": 8}) for attention in ("reference", "sdpa")),
     ],
 )

@@ -39,7 +39,7 @@ def by_hand(model: Any) -> list[list[list[Tensor]]]:
         features = model._embed(model.stem(images()))
         found = []
         for sample in range(2):
-            x = features[:, sample] if model.batch_dim == 1 else features[sample]
+            x = features[sample]
             blocks = []
             for block in model.blocks:
                 x1 = block.norm1(x)
@@ -114,7 +114,7 @@ def test_patch_features_are_the_last_block_s(kind: str) -> None:
     with torch.no_grad():
         features = maps.patch_features(model, images())
         logits = model(images())
-        tokens = unpadded._embed(unpadded.stem(images()))
+        tokens = unpadded.enter(images())
         for block in unpadded.blocks:
             tokens = block(tokens)
         for sample in range(2):
