@@ -1,14 +1,14 @@
 """Files in the formats of the projects that publish weights, with their own key names, against those projects' logits.
 
-Random values in every tensor, float64, 1e-9 relative. pycls is not installed where tests run: its ViT is written out
-here from the names of its checkpoints, its other networks are torchvision's and timm's, and its images have blue first.
+Random values in every tensor, float64, 1e-9 relative. pycls is not installed where tests run: its networks are
+torchvision's and timm's under the names of its checkpoints, and its images have blue first.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import torchvision
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
@@ -33,6 +32,7 @@ from tests.factories import randomise
 from tests.numerics.test_models_peers import relative_error
 
 SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
+POOLED: dict[str, Any] = {"classifier": "pooled", "classifier_norm": "before_pool"}
 
 
 def small_timm(**kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ JAX: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         "big_vision-gap",
         {**BEFORE, "global_pool": "avg"},
         {"big_vision": True, "prefix": "params/"},
-        {"classifier": "pooled", "classifier_norm": "before_pool"},
+        POOLED,
     ),
     (
         "big_vision-map-stacked",
@@ -267,94 +267,60 @@ def test_mae_pth_of_pre_training_and_of_fine_tuning(tmp_path: Path) -> None:
     ]
 
 
-def pycls_vit(state: Mapping[str, Tensor], images_BCHW: Tensor, *, strides: tuple[int, ...] = ()) -> Tensor:
-    """What pycls' ViT computes (models/vit.py, tokens before samples), from the names of its checkpoint."""
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
-
-    x = images_BCHW
-    if "stem.patchify.weight" in state:
-        x = F.conv2d(x, state["stem.patchify.weight"], state["stem.patchify.bias"], stride=PATCH)
-    else:
-        for index, stride in enumerate(strides):
-            x = F.conv2d(x, state[f"stem.cstem{index}_conv.weight"], stride=stride, padding=1)
-            kinds = ("running_mean", "running_var", "weight", "bias")
-            x = F.relu(F.batch_norm(x, *(state[f"stem.cstem{index}_bn.{kind}"] for kind in kinds)))
-        x = F.conv2d(x, state["stem.cstem_last_conv.weight"], state["stem.cstem_last_conv.bias"])
-    x = x.flatten(2).permute(2, 0, 1)
-    if "class_token" in state:
-        x = torch.cat([state["class_token"].expand(-1, x.shape[1], -1), x])
-    x = x + state["pos_embedding"]
-    for index in range(DEPTH):
-        block = f"encoder.block_{index}"
-        attention = f"{block}.self_attention.block"
-        joined = F.linear(
-            norm(x, f"{block}.ln_1"), state[f"{attention}.in_proj_weight"], state[f"{attention}.in_proj_bias"]
-        )
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for part in joined.chunk(3, dim=-1))
-        seen = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        x = x + linear(seen, f"{attention}.out_proj")
-        hidden = F.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp_block.linear_1"))
-        x = x + linear(hidden, f"{block}.mlp_block.linear_2")
-    x = norm(x, "encoder.ln")
-    return linear(x[0] if "class_token" in state else x.mean(dim=0), "head.head_fc")
+STEM_WIDTHS, STRIDES = (8, 12, 12, 16), (2, 2, 1, 2)
+CONV_STEM: dict[str, Any] = {"stem": "conv", "stem_widths": STEM_WIDTHS, "stem_strides": STRIDES}
 
 
-def pycls_state(stem: Mapping[str, tuple[int, ...]], *, token: bool) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {**stem, "pos_embedding": (16 + token, 1, WIDTH)}
-    if token:
-        shapes["class_token"] = (1, 1, WIDTH)
-    for index in range(DEPTH):
-        block = f"encoder.block_{index}"
-        for name in ("ln_1", "ln_2"):
-            shapes |= {f"{block}.{name}.weight": (WIDTH,), f"{block}.{name}.bias": (WIDTH,)}
-        attention = f"{block}.self_attention.block"
-        shapes |= {f"{attention}.in_proj_weight": (3 * WIDTH, WIDTH), f"{attention}.in_proj_bias": (3 * WIDTH,)}
-        shapes |= {f"{attention}.out_proj.weight": (WIDTH, WIDTH), f"{attention}.out_proj.bias": (WIDTH,)}
-        mlp = f"{block}.mlp_block"
-        shapes |= {f"{mlp}.linear_1.weight": (96, WIDTH), f"{mlp}.linear_1.bias": (96,)}
-        shapes |= {f"{mlp}.linear_2.weight": (WIDTH, 96), f"{mlp}.linear_2.bias": (WIDTH,)}
-    shapes |= {"encoder.ln.weight": (WIDTH,), "encoder.ln.bias": (WIDTH,)}
-    shapes |= {"head.head_fc.weight": (CLASSES, WIDTH), "head.head_fc.bias": (CLASSES,)}
-    torch.manual_seed(1)
-    state = {}
-    for name, shape in shapes.items():
-        value = torch.randn(shape, dtype=torch.float64)
-        state[name] = value / value[0].numel() ** 0.5 if len(shape) > 1 and "pos" not in name else 1 + 0.3 * value
-        if name.endswith("running_var"):
-            state[name] = 0.5 + value.abs()
-    return state
+class PyclsVit(torchvision.models.VisionTransformer):
+    """torchvision's, whose blocks are pycls'; without a class token pycls takes the mean of the patches."""
 
+    def __init__(self, *, conv: bool, token: bool) -> None:
+        config = torchvision.models.vision_transformer.ConvStemConfig
+        stem = [config(width, 3, stride) for width, stride in zip(STEM_WIDTHS, STRIDES, strict=True)] if conv else None
+        super().__init__(SIZE, PATCH, DEPTH, HEADS, WIDTH, 96, num_classes=CLASSES, conv_stem_configs=stem)
+        self.token = token
+        if not token:
+            del self.class_token
+            self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding[:, 1:].clone())
+        randomise(self).eval()
 
-STRIDES = (2, 2, 1, 2)
-STEM_WIDTHS = (8, 12, 12, 16)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.token else self.heads(self.encoder(self._process_input(x)).mean(dim=1))
 
-
-def conv_stem() -> dict[str, tuple[int, ...]]:
-    stem: dict[str, tuple[int, ...]] = {}
-    for index, (before, after) in enumerate(zip((3, *STEM_WIDTHS), STEM_WIDTHS, strict=False)):
-        stem[f"stem.cstem{index}_conv.weight"] = (after, before, 3, 3)
-        for kind in ("weight", "bias", "running_mean", "running_var"):
-            stem[f"stem.cstem{index}_bn.{kind}"] = (after,)
-    return stem | {"stem.cstem_last_conv.weight": (WIDTH, 16, 1, 1), "stem.cstem_last_conv.bias": (WIDTH,)}
+    def state(self) -> dict[str, Tensor]:
+        """In the names of pycls' branch main, with tokens before samples."""
+        names = {
+            r"^conv_proj\.conv_bn_relu_(\d)\.0": r"stem.cstem\1_conv",
+            r"^conv_proj\.conv_bn_relu_(\d)\.1": r"stem.cstem\1_bn",
+            r"^conv_proj\.conv_last": "stem.cstem_last_conv",
+            r"^conv_proj": "stem.patchify",
+            r"^encoder\.pos": "pos",
+            r"layers\.encoder_layer": "block",
+            r"self_attention": "self_attention.block",
+            r"mlp\.0": "mlp_block.linear_1",
+            r"mlp\.3": "mlp_block.linear_2",
+            r"^heads\.head": "head.head_fc",
+        }
+        found = {}
+        for name, tensor in self.state_dict().items():
+            for theirs, ours in names.items():
+                name = re.sub(theirs, ours, name)
+            found[name] = tensor.transpose(0, 1).contiguous() if name == "pos_embedding" else tensor
+        return found
 
 
 @pytest.mark.parametrize("token", [True, False], ids=["token", "pooled"])
 @pytest.mark.parametrize("stem", ["patchify", "conv"])
 def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
-    patchify = {"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}
-    state = pycls_state(patchify if stem == "patchify" else conv_stem(), token=token)
+    theirs = PyclsVit(conv=stem == "conv", token=token)
+    state = theirs.state()
+    assert ("stem.patchify.weight" in state, "class_token" in state) == (stem == "patchify", token)
+    assert "encoder.block_0.self_attention.block.in_proj_bias" in state
     worse = {name: tensor + 1 for name, tensor in state.items()}
     checkpoint = {"epoch": 399, "test_err": 20.1, "ema_err": np.float64(19.6), "cfg": "MODEL:\n  TYPE: vit\n"}
     parts = {"model_state": worse, "ema_state": state, "optimizer_state": {"state": {}, "param_groups": []}}
     torch.save(checkpoint | parts, tmp_path / "model.pyth")
-    kind: dict[str, Any] = {} if token else {"classifier": "pooled", "classifier_norm": "before_pool"}
-    if stem == "conv":
-        kind |= {"stem": "conv", "stem_widths": STEM_WIDTHS, "stem_strides": STRIDES}
+    kind: dict[str, Any] = ({} if token else POOLED) | (CONV_STEM if stem == "conv" else {})
     ours = small(mlp_width=96, **kind)
     fitted = load(ours, tmp_path / "model.pyth")
     assert fitted.part == "ema_state"
@@ -362,8 +328,8 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
     assert not fitted.left_out
     first = "stem.projection.weight" if stem == "patchify" else "stem.convs.0.weight"
     assert fitted.adapted.pop(first) == "input channels from BGR to RGB"
-    assert all(name.endswith("num_batches_tracked") for name in fitted.adapted)
-    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
+    assert not fitted.adapted
+    assert_same(ours, lambda batch: theirs(batch.flip(1)))
     torch.save(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, tmp_path / "model.pyth")
     assert load(ours, tmp_path / "model.pyth").part == "model_state"
     if not token:
@@ -378,18 +344,18 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, token: bool) -> None:
 @pytest.mark.parametrize("branch", ["vitconfigs", "vitconfigs_os"])
 def test_pycls_vit_pyth_of_other_branches(tmp_path: Path, branch: str, token: bool) -> None:
     """Their tokens are behind the samples, and vitconfigs has an attention of its own (`MultiheadSelfAttention`)."""
-    state = pycls_state(conv_stem(), token=token)
-    theirs = {**state, "pos_embedding": state["pos_embedding"].transpose(0, 1)}
+    theirs = PyclsVit(conv=True, token=token)
+    state = theirs.state()
+    state["pos_embedding"] = state["pos_embedding"].transpose(0, 1)
     if branch == "vitconfigs":
         names = {".block.in_proj_": ".attn_proj.", ".block.out_proj": ".out_proj"}
         for old, new in names.items():
-            theirs = {name.replace(old, new): tensor for name, tensor in theirs.items()}
-        assert "encoder.block_0.self_attention.attn_proj.bias" in theirs
-    torch.save({"model_state": theirs}, tmp_path / "model.pyth")
-    kind: dict[str, Any] = {} if token else {"classifier": "pooled", "classifier_norm": "before_pool"}
-    ours = small(mlp_width=96, stem="conv", stem_widths=STEM_WIDTHS, stem_strides=STRIDES, **kind)
+            state = {name.replace(old, new): tensor for name, tensor in state.items()}
+        assert "encoder.block_0.self_attention.attn_proj.bias" in state
+    torch.save({"model_state": state}, tmp_path / "model.pyth")
+    ours = small(mlp_width=96, **CONV_STEM, **({} if token else POOLED))
     load(ours, tmp_path / "model.pyth")
-    assert_same(ours, lambda batch: pycls_vit(state, batch.flip(1), strides=STRIDES))
+    assert_same(ours, lambda batch: theirs(batch.flip(1)))
 
 
 @pytest.mark.slow
@@ -513,7 +479,7 @@ def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) 
         refused(
             small(norm_eps=1e-5), tmp_path / "vit.npz", r"trained with model\.norm_eps=1e-06 and the model has 1e-05"
         )
-    state = pycls_state({"stem.patchify.weight": (WIDTH, 3, PATCH, PATCH), "stem.patchify.bias": (WIDTH,)}, token=True)
+    state = PyclsVit(conv=False, token=True).state()
     for told, line in (("NUM_HEADS: 6", r"model\.heads=6 and the model has 3"), ("NUM_HEADS: 3", "")):
         settings = f"LN:\n  EPS: 1.0e-06\nMODEL:\n  TYPE: vit\nVIT:\n  {told}\n"
         torch.save({"model_state": state, "cfg": settings}, tmp_path / "vit.pyth")
