@@ -82,7 +82,7 @@ class RegisterTokens(nn.Module):
 
     def forward(self, features_BND: Tensor) -> Tensor:
         """(B, N, D) -> (B, R + N, D), contiguous."""
-        return torch.cat([self.value.expand(len(features_BND), -1, -1), features_BND], dim=1)
+        return torch.cat([self.value.expand(features_BND.shape[0], -1, -1), features_BND], dim=1)
 
 
 class LayerScale(nn.Module):
