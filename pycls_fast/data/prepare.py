@@ -17,11 +17,6 @@ from pycls_fast.seeds import counter_seed
 # The noise's random stream among those derived from a microbatch's seed.
 _NOISE = 1
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's channels on the scale 0..1, used since Torch7's ResNets
-(fb.resnet.torch)."""
-
 
 class Prepare(nn.Module):
     """uint8 BHWC -> normalised floating-point BCHW, (x / 255 - mean) / std, with random erasing.
@@ -37,8 +32,8 @@ class Prepare(nn.Module):
 
     def __init__(
         self,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
+        mean: Sequence[float],
+        std: Sequence[float],
         *,
         dtype: torch.dtype = torch.float32,
         erase_value: Literal["mean", "noise"] = "mean",

@@ -373,21 +373,10 @@ def _under_kernel(maps_BCHW: Tensor, side: int, stride: int, padding: int) -> Te
 
 # The compiler would merge the views into the surrounding norms and then not vectorise those, so it gets opaque
 # operators.
-_opaque_pointwise = torch.library.custom_op(
-    "pycls_fast::pointwise",
-    _pointwise,
-    mutates_args=(),
-    tags=_TAGS,
-    schema="(Tensor maps, Tensor weight, int stride) -> Tensor",
-)
+_opaque_pointwise = torch.library.custom_op("pycls_fast::pointwise", _pointwise, mutates_args=(), tags=_TAGS)
 _opaque_pointwise.register_fake(_pointwise)
 _opaque_gradients = torch.library.custom_op(
-    "pycls_fast::convolution_gradients",
-    _gradients,
-    mutates_args=(),
-    tags=_TAGS,
-    schema="(Tensor gradient, Tensor maps, Tensor weight, int stride, int padding, bool needs_maps, bool needs_weight)"
-    " -> (Tensor, Tensor)",
+    "pycls_fast::convolution_gradients", _gradients, mutates_args=(), tags=_TAGS
 )
 _opaque_gradients.register_fake(_gradients)
 

@@ -48,16 +48,10 @@ class ArrayImages(Images):
         self.classes = tuple(classes)
         self.labels = labels
         self._images_NHWC = images_NHWC
-        self._where = where
+        self.where = where
 
     def read(self, index: int) -> tuple[np.ndarray, int]:
         return self._images_NHWC[index], int(self.labels[index])
-
-    def name(self, index: int) -> str:
-        return f"{self._where}[{index}]"
-
-    def describe(self) -> str:
-        return f"{super().describe()} from {self._where}"
 
 
 def find_cifar(root: Path) -> tuple[Path, _Layout] | None:

@@ -23,6 +23,7 @@ class Images:
     whose reference counts would make each worker copy them page by page.
 
     Attributes:
+        where: what to call the source in messages, such as its path.
         classes: class names; the label is the position.
         labels: one integer per image, -1 where there is none.
         label_sets: if images have several labels, bool (L, K): each label of `labels` is one of L sets of classes; None
@@ -33,6 +34,7 @@ class Images:
         prefers_blocks: whether reading in an order that jumps between blocks is slow, as it is over a network.
     """
 
+    where = ""
     classes: tuple[str, ...]
     labels: np.ndarray
     label_sets: np.ndarray | None = None
@@ -67,11 +69,12 @@ class Images:
 
     def name(self, index: int) -> str:
         """What to call the image in messages, e.g. its path."""
-        raise NotImplementedError
+        return f"{self.where}[{index}]"
 
     def describe(self) -> str:
         """One readable line: how much of what, from where."""
-        return f"{len(self):,} images of {len(self.classes):,} classes"
+        place = f" in {self.where}" if self.where else ""
+        return f"{len(self):,} images of {len(self.classes):,} classes{place}"
 
     def name_hashes(self) -> np.ndarray | None:
         """A hash of each image's name, uint64; None if images have only numbers.

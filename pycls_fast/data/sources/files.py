@@ -66,7 +66,7 @@ class FileImages(Images):
             labels: int32, one per image.
             numbered: the names only count the images.
         """
-        self.root = root
+        self.root, self.where = root, str(root)
         self.classes = tuple(classes)
         self.labels = labels
         self._names = names
@@ -80,9 +80,6 @@ class FileImages(Images):
 
     def name_hashes(self) -> np.ndarray | None:
         return None if self._numbered else self._names.hashes()
-
-    def describe(self) -> str:
-        return f"{super().describe()} in {self.root}"
 
 
 class OpenFiles:

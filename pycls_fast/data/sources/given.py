@@ -21,7 +21,7 @@ class DatasetImages(Images):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset, self.where = dataset, type(dataset).__name__
         self.labels = _labels(dataset).astype(np.int32)
         while not hasattr(dataset, "classes") and hasattr(dataset, "indices"):
             dataset = dataset.dataset
@@ -36,13 +36,10 @@ class DatasetImages(Images):
         pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise UserError(
-                f"data: image {index} of the {type(self._dataset).__name__} is {type(image).__name__} {pixels.dtype} "
-                f"{pixels.shape}, not a Pillow image or uint8 (H, W, 3); leave out its transforms: `augment` has them"
+                f"data: image {index} of the {self.where} is {type(image).__name__} {pixels.dtype} {pixels.shape}, not "
+                "a Pillow image or uint8 (H, W, 3); leave out its transforms: `augment` has them"
             )
         return pixels, int(self.labels[index])
-
-    def name(self, index: int) -> str:
-        return f"{type(self._dataset).__name__}[{index}]"
 
 
 def _labels(dataset: Any) -> np.ndarray:

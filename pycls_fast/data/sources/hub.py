@@ -29,7 +29,7 @@ class ArrowImages(Images):
         self.classes = tuple(classes)
         self.labels = labels
         self._images = images
-        self._where = where
+        self.where = where
 
     def read(self, index: int) -> tuple[bytes, int]:
         image = self._images[index].column(0)[0].as_py()
@@ -39,12 +39,6 @@ class ArrowImages(Images):
         if not isinstance(image, bytes):
             raise OSError("there is no image in this row")
         return image, int(self.labels[index])
-
-    def name(self, index: int) -> str:
-        return f"{self._where}[{index}]"
-
-    def describe(self) -> str:
-        return f"{super().describe()} in {self._where}"
 
 
 def open_parquet(

@@ -53,7 +53,7 @@ class TarImages(CachedShards):
         self.cache = cache
         self._places = index.arrays["places"]
         self._keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
-        self._where = where
+        self.where = f"{len(stamps):,} tar files of {where}"
         self._stamps = stamps
         self._files = OpenFiles()
         # Remote shards are best read one after the other.
@@ -84,9 +84,6 @@ class TarImages(CachedShards):
 
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
-
-    def describe(self) -> str:
-        return f"{super().describe()} in {len(self._stamps):,} tar files of {self._where}"
 
 
 def open_tars(

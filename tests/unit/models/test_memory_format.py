@@ -47,7 +47,7 @@ class Training:
             indices_B=torch.arange(4),
             erase_B4=None,
         )
-        self.images_BCHW = Prepare(memory_format=memory_format)(batch)  # type: ignore[arg-type]
+        self.images_BCHW = Prepare((0.5,) * 3, (0.25,) * 3, memory_format=memory_format)(batch)  # type: ignore[arg-type]
 
     def backward(self) -> None:
         self.model(self.images_BCHW).square().mean().backward()
