@@ -49,19 +49,6 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, convert: Convert) 
         assert (found[key] - grad).norm().item() < 1e-9 * max(grad.norm().item(), 1e-3 * scale), key
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_timm_vit(attention: str) -> None:
-    theirs = randomise(timm.create_model("vit_tiny_patch16_224")).eval()
-    ours = vit(attention=attention).double().eval()
-    ours.load_state_dict(in_our_names(theirs.state_dict()))
-    batch = images(2, 224)
-    with torch.no_grad():
-        assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
-    assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("ours_kwargs", "theirs_kwargs"),
     [({"classifier": "token"}, {}), ({"classifier": "pooled"}, {"class_token": False, "global_pool": "avg"})],

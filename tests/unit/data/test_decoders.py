@@ -92,31 +92,11 @@ def random_cuts(size: tuple[int, int], count: int, seed: int) -> Iterator[Crop]:
         )
 
 
-def rows_then_columns(image: Image.Image, crop: Crop) -> np.ndarray:
-    """Pillow's decoding and resizing, one axis after the other: Pillow itself chooses the order since version 13."""
-    top, left, height, width = crop.box
-    image = image.crop((left, top, left + width, top + height))
-    filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[crop.interpolation]
-    image = image.resize((crop.resized[1], height), filter_).resize(crop.resized[::-1], filter_)
-    top, left, height, width = crop.view
-    pixels = np.asarray(image)[top : top + height, left : left + width]
-    return pixels[:, ::-1] if crop.mirror else pixels
+def rows_then_columns(image: Image.Image, crop: Crop, part: int = 1) -> np.ndarray:
+    """Pillow's decoding and resizing, one axis after the other: Pillow itself chooses the order since version 13.
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_region_decodes_and_resizes_to_the_bit(name: str, files: dict[str, bytes]) -> None:
-    picture = open_region(files[name])
-    assert isinstance(picture, RegionPicture)
-    whole = Image.open(io.BytesIO(files[name])).convert("RGB")
-    assert picture.size == whole.size[::-1]
-    for crop in random_cuts(picture.size, 60, seed=len(name)):
-        np.testing.assert_array_equal(picture.crop(crop), rows_then_columns(whole, crop), err_msg=str(crop))
-
-
-def drafted(data: bytes, crop: Crop) -> np.ndarray:
-    """Pillow's draft mode: decoded at a part of its size, then the box, its edges between pixels, resized."""
-    part = divisor(crop)
-    image = Image.open(io.BytesIO(data))
+    With a `part` the image is decoded at 1 / part of its size by Pillow's draft mode; the box has edges between pixels.
+    """
     if part > 1:
         image.draft("RGB" if image.mode == "RGB" else "L", (image.width // part, image.height // part))
     image = image.convert("RGB")
@@ -124,25 +104,27 @@ def drafted(data: bytes, crop: Crop) -> np.ndarray:
     # Whole pixels that the box touches: what lies beyond has no say.
     first_x, first_y = left // part, top // part
     image = image.crop((first_x, first_y, -(-(left + width) // part), -(-(top + height) // part)))
-    box = (left / part - first_x, top / part - first_y)
+    x, y = left / part - first_x, top / part - first_y
     filter_ = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[crop.interpolation]
-    image = image.resize(
-        (crop.resized[1], image.height), filter_, (box[0], 0, box[0] + width / part, image.height)
-    ).resize(crop.resized[::-1], filter_, (0, box[1], crop.resized[1], box[1] + height / part))
+    image = image.resize((crop.resized[1], image.height), filter_, (x, 0, x + width / part, image.height))
+    image = image.resize(crop.resized[::-1], filter_, (0, y, crop.resized[1], y + height / part))
     top, left, height, width = crop.view
     pixels = np.asarray(image)[top : top + height, left : left + width]
     return pixels[:, ::-1] if crop.mirror else pixels
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scaled_it_is_pillow_s_draft_to_the_bit(name: str, files: dict[str, bytes]) -> None:
-    picture = open_scaled_region(files[name])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_region_decodes_and_resizes_to_the_bit(name: str, scaled: bool, files: dict[str, bytes]) -> None:
+    picture = (open_scaled_region if scaled else open_region)(files[name])
     assert isinstance(picture, RegionPicture)
+    assert picture.size == Image.open(io.BytesIO(files[name])).size[::-1]
     cuts = list(random_cuts(picture.size, 80, seed=len(name)))
     if name == "as it comes":
         assert {divisor(crop) for crop in cuts} == {1, 2, 4, 8}
     for crop in cuts:
-        np.testing.assert_array_equal(picture.crop(crop), drafted(files[name], crop), err_msg=str(crop))
+        wanted = rows_then_columns(Image.open(io.BytesIO(files[name])), crop, divisor(crop) if scaled else 1)
+        np.testing.assert_array_equal(picture.crop(crop), wanted, err_msg=str(crop))
 
 
 @pytest.mark.parametrize("name", NAMES)
