@@ -97,66 +97,44 @@ def test_torchvision_files_of_today_and_of_before_0_13(tmp_path: Path) -> None:
 def jax_arrays(theirs: Any, *, big_vision: bool, prefix: str = "", stacked: bool = False) -> dict[str, np.ndarray]:
     """The arrays of Google's checkpoint: names of vit_jax `models_vit.py`, or of big_vision `models/vit.py`."""
     state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
-    attention, mlp, second = ("0", "0", "1") if big_vision else ("1", "3", "2")
-    arrays = {
-        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
-        "embedding/bias": state["patch_embed.proj.bias"],
-        "pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding": state["pos_embed"],
-        "Transformer/encoder_norm/scale": state["norm.weight"],
-        "Transformer/encoder_norm/bias": state["norm.bias"],
-        "head/kernel": state["head.weight"].T,
-        "head/bias": state["head.bias"],
-    }
+    for joined, parts in ((".qkv.", ("query", "key", "value")), (".kv.", ("key", "value"))):
+        for name in [name for name in state if joined in name]:
+            cut = zip(parts, np.split(state[name], len(parts)), strict=True)
+            state |= {name.replace(joined, f".{part}."): array for part, array in cut}
+
+    def module(name: str, theirs_name: str) -> dict[str, np.ndarray]:
+        weight, bias, last = state[f"{theirs_name}.weight"], state[f"{theirs_name}.bias"], name.rpartition("/")[2]
+        if weight.ndim == 1:
+            return {f"{name}/scale": weight, f"{name}/bias": bias}
+        kernel = weight.transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T
+        if last in ("query", "key", "value"):
+            kernel, bias = kernel.reshape(WIDTH, HEADS, -1), bias.reshape(HEADS, -1)
+        return {f"{name}/kernel": kernel.reshape(HEADS, -1, WIDTH) if last == "out" else kernel, f"{name}/bias": bias}
+
+    def modules(names: dict[str, str], prefix: str = "") -> dict[str, np.ndarray]:
+        return {key: array for name, own in names.items() for key, array in module(name, prefix + own).items()}
+
+    def attention(number: str, query: str = "query") -> dict[str, str]:
+        parts = {"query": query, "key": "key", "value": "value", "out": "proj"}
+        return {f"MultiHeadDotProductAttention_{number}/{name}": own for name, own in parts.items()}
+
+    at, mlp, second = ("0", "0", "1") if big_vision else ("1", "3", "2")
+    norms, dense = {"LayerNorm_0": "norm1", f"LayerNorm_{second}": "norm2"}, ("Dense_0", "Dense_1")
+    names = norms | {f"MlpBlock_{mlp}/{name}": f"mlp.fc{n}" for n, name in enumerate(dense, start=1)}
+    names |= {name: f"attn.{own}" for name, own in attention(at).items()}
+    blocks = [modules(names, f"blocks.{index}.") for index in range(DEPTH)]
+    arrays = modules({"embedding": "patch_embed.proj", "Transformer/encoder_norm": "norm", "head": "head"})
+    arrays["pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"] = state["pos_embed"]
     if "cls_token" in state:
         arrays["cls"] = state["cls_token"]
-
-    def dense(name: str, theirs_name: str) -> dict[str, np.ndarray]:
-        return {f"{name}/kernel": state[f"{theirs_name}.weight"].T, f"{name}/bias": state[f"{theirs_name}.bias"]}
-
-    def norm(name: str, theirs_name: str) -> dict[str, np.ndarray]:
-        return {f"{name}/scale": state[f"{theirs_name}.weight"], f"{name}/bias": state[f"{theirs_name}.bias"]}
-
-    def heads(name: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], out: str) -> dict[str, np.ndarray]:
-        found = {}
-        for part, (weight, bias) in parts.items():
-            found[f"{name}/{part}/kernel"] = weight.T.reshape(WIDTH, HEADS, -1)
-            found[f"{name}/{part}/bias"] = bias.reshape(HEADS, -1)
-        found[f"{name}/out/kernel"] = state[f"{out}.weight"].T.reshape(HEADS, -1, WIDTH)
-        found[f"{name}/out/bias"] = state[f"{out}.bias"]
-        return found
-
-    def cut(name: str, parts: tuple[str, ...]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        weights, biases = (np.split(state[f"{name}.{kind}"], len(parts)) for kind in ("weight", "bias"))
-        return {part: (w, b) for part, w, b in zip(parts, weights, biases, strict=True)}
-
-    blocks = []
-    for index in range(DEPTH):
-        block = f"blocks.{index}"
-        qkv = cut(f"{block}.attn.qkv", ("query", "key", "value"))
-        blocks.append(
-            norm("LayerNorm_0", f"{block}.norm1")
-            | heads(f"MultiHeadDotProductAttention_{attention}", qkv, f"{block}.attn.proj")
-            | norm(f"LayerNorm_{second}", f"{block}.norm2")
-            | dense(f"MlpBlock_{mlp}/Dense_0", f"{block}.mlp.fc1")
-            | dense(f"MlpBlock_{mlp}/Dense_1", f"{block}.mlp.fc2")
-        )
     if stacked:
         arrays |= {f"Transformer/encoderblock/{k}": np.stack([b[k] for b in blocks]) for k in blocks[0]}
     else:
         arrays |= {f"Transformer/encoderblock_{i}/{k}": v for i, block in enumerate(blocks) for k, v in block.items()}
     if "attn_pool.latent" in state:
-        query = {"query": (state["attn_pool.q.weight"], state["attn_pool.q.bias"])}
-        parts = query | cut("attn_pool.kv", ("key", "value"))
-        arrays |= {
-            f"MAPHead_0/{k}": v
-            for k, v in (
-                {"probe": state["attn_pool.latent"]}
-                | heads("MultiHeadDotProductAttention_0", parts, "attn_pool.proj")
-                | norm("LayerNorm_0", "attn_pool.norm")
-                | dense("MlpBlock_0/Dense_0", "attn_pool.mlp.fc1")
-                | dense("MlpBlock_0/Dense_1", "attn_pool.mlp.fc2")
-            ).items()
-        }
+        head = {"LayerNorm_0": "norm", "MlpBlock_0/Dense_0": "mlp.fc1", "MlpBlock_0/Dense_1": "mlp.fc2"}
+        found = {"probe": state["attn_pool.latent"], **modules(head | attention("0", "q"), "attn_pool.")}
+        arrays |= {f"MAPHead_0/{name}": array for name, array in found.items()}
     return {prefix + name: array for name, array in arrays.items()}
 
 
