@@ -113,16 +113,13 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     fitted = Fitted(read.source, read.layout, read.part, read.step)
     fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
     tensors, unknown = _in_names_of(network, read, shapes, fitted)
-    if read.bgr:
-        _turn_to_rgb(tensors, network, fitted)
+    _fit_first_layer(tensors, network, shapes, fitted, bgr=read.bgr)
     head: str = network.head_name
     _fit_head(tensors, shapes, head, fitted)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
         _fit_positions(tensors, network, read.image_size or Size(1, 1), shapes, fitted)
-        _fit_patches(tensors, shapes, fitted)
         _fit_experts(tensors, network, fitted)
-    _fit_gray(tensors, network, shapes, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
     return fitted
@@ -179,14 +176,6 @@ def _note_resized(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sha
         name = f"network.{key}"
         if key in before and before[key].shape != tensor.shape and tuple(tensor.shape) == shapes.get(name):
             fitted.note(name, f"resized by timm from {tuple(before[key].shape)} to {tuple(tensor.shape)}")
-
-
-def _turn_to_rgb(tensors: dict[str, Tensor], network: Network, fitted: Fitted) -> None:
-    """Convert the first layer of a network that was trained on BGR images to RGB."""
-    name = f"{network.first_conv_name}.weight"
-    if name in tensors and tensors[name].ndim == 4:
-        tensors[name] = tensors[name].flip(1)
-        fitted.note(name, "input channels from BGR to RGB")
 
 
 def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted) -> None:
@@ -288,17 +277,26 @@ def _grid(count: int, size: Size) -> tuple[int, int] | None:
     return (rows, columns) if 0 < rows * columns == count else None
 
 
-def _fit_patches(tensors: dict[str, Tensor], shapes: Shapes, fitted: Fitted) -> None:
-    name = "stem.projection.weight"
-    if name not in tensors or name not in shapes or tensors[name].ndim != 4 or "stem.convs.0.weight" in shapes:
+def _fit_first_layer(
+    tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted, *, bgr: bool
+) -> None:
+    """Convert the layer that sees the image: from BGR to RGB, to another size of patches, from gray images to RGB."""
+    name = f"{network.first_conv_name}.weight"
+    if name not in tensors or name not in shapes or tensors[name].ndim != 4:
         return
-    before, wanted = tuple(tensors[name].shape[2:]), shapes[name][2:]
-    if before == wanted:
-        return
-    from timm.layers import resample_patch_embed
+    if bgr:
+        tensors[name] = tensors[name].flip(1)
+        fitted.note(name, "input channels from BGR to RGB")
+    before, wanted, channels = tuple(tensors[name].shape[2:]), shapes[name][2:], shapes[name][1]
+    if name == "stem.projection.weight" and before != wanted:
+        from timm.layers import resample_patch_embed
 
-    tensors[name] = resample_patch_embed(tensors[name], list(wanted))
-    fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
+        tensors[name] = resample_patch_embed(tensors[name], list(wanted))
+        fitted.note(name, f"patches resampled from {before[0]} x {before[1]} to {wanted[0]} x {wanted[1]}")
+    if tensors[name].shape[1] == 1 < channels:
+        # A gray image has equal channels, and keeps its output.
+        tensors[name] = tensors[name].expand(-1, channels, -1, -1) / channels
+        fitted.note(name, f"1 input channel shared among {channels}")
 
 
 def _fit_experts(tensors: dict[str, Tensor], network: VisionTransformer, fitted: Fitted) -> None:
@@ -310,18 +308,6 @@ def _fit_experts(tensors: dict[str, Tensor], network: VisionTransformer, fitted:
                 tensors[name] = torch.stack([tensors[name]] * module.experts.count)
                 fitted.note(name, f"copied to {module.experts.count} experts")
             fitted.fresh[f"{path}.router.weight"] = "the file has no experts"
-
-
-def _fit_gray(tensors: dict[str, Tensor], network: Network, shapes: Shapes, fitted: Fitted) -> None:
-    name = f"{network.first_conv_name}.weight"
-    if name not in tensors or name not in shapes or tensors[name].ndim != 4:
-        return
-    wanted = shapes[name][1]
-    if tensors[name].shape[1] != 1 or wanted == 1:
-        return
-    # A gray image has equal channels, and keeps its output.
-    tensors[name] = tensors[name].expand(-1, wanted, -1, -1) / wanted
-    fitted.note(name, f"1 input channel shared among {wanted}")
 
 
 def _resolve(

@@ -82,17 +82,22 @@ def test_any_number_of_workers(damaged_folder: FileImages) -> None:
     assert len({batch.images_BHWC.numpy().tobytes() for batch in batches}) == 7
 
 
-def test_a_sample_depends_on_seed_epoch_and_index() -> None:
+def test_a_sample_depends_on_seed_epoch_index_and_copy() -> None:
+    """Of repeated augmentation; which copies come when is in test_sampling.py."""
     source = SyntheticImages(20, 30, 3, seed=0)
     transform = TrainTransform(Augment(), image_size=16)
 
-    def image(seed: int, key: Key) -> bytes:
-        sample = ImageDataset(source, transform, seed=seed, training=True)[key]
+    def image(seed: int, key: Key, repeats: int = 1) -> bytes:
+        sample = ImageDataset(source, transform, seed=seed, training=True, repeats=repeats)[key]
         assert sample.image_HWC is not None
+        assert sample.index == key[1] % 20
         return sample.image_HWC.tobytes()
 
-    assert image(1, (0, 3)) == image(1, (0, 3))
-    assert len({image(1, (0, 3)), image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3))}) == 4
+    assert image(1, (0, 3)) == image(1, (0, 3)) == image(1, (0, 3), repeats=3)
+    others = {image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3)), *(image(1, (0, n), repeats=3) for n in (3, 23, 43))}
+    assert len(others) == 6
+    with pytest.raises(IndexError):
+        image(1, (0, 60), repeats=3)
 
 
 def test_resuming_reads_nothing_that_was_seen() -> None:
@@ -217,21 +222,6 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
     time.sleep(0.1)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(batches)
-
-
-def test_repeated_augmentation() -> None:
-    """Each image three times, augmented differently; which come when is in test_sampling.py."""
-    source = SyntheticImages(20, 20, 3, seed=1)
-    dataset = ImageDataset(source, TRAIN, seed=4, training=True, repeats=3)
-    first, second, third = (dataset[(0, position)] for position in (7, 27, 47))
-    assert first.index == second.index == third.index == 7
-    assert first.image_HWC is not None
-    assert second.image_HWC is not None
-    assert not np.array_equal(first.image_HWC, second.image_HWC)
-    once = ImageDataset(source, TRAIN, seed=4, training=True)
-    np.testing.assert_array_equal(once[(0, 7)].image_HWC, first.image_HWC)
-    with pytest.raises(IndexError):
-        dataset[(0, 60)]
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets
 import timm.data
 import timm.data.auto_augment
 import torch
@@ -16,19 +14,20 @@ from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.config import load_config
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.policies import Step, TimmRandAugment
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.seeds import seeded_torch
 from pycls_fast.values import Size
+from tests.unit.data.conftest import PHOTO
 
 MEAN = (0.485, 0.456, 0.406)
 
 
 @pytest.fixture(scope="module")
 def photo() -> Image.Image:
-    path = Path(sklearn.datasets.__file__).parent / "images" / "china.jpg"
-    return Image.open(path).convert("RGB").resize((96, 64))
+    return Image.open(PHOTO).convert("RGB").resize((96, 64))
 
 
 def recipe(name: str, *overrides: str) -> TrainTransform:
@@ -143,11 +142,13 @@ def test_only_the_seed_decides(crop: str, name: str, photo: Image.Image) -> None
 
 
 @pytest.mark.parametrize("size", [(96, 64), (120, 90), (50, 130), (64, 64)])
-def test_simple_random_crop_mirrors_the_edge(photo: Image.Image, size: tuple[int, int]) -> None:
-    """DeiT III's (augment.py, --src): short side to the size, 4 mirrored pixels around, a crop from anywhere."""
-    transform = recipe("none", "augment.crop=pad", "augment.pad_mode=reflect", "augment.interpolation=bicubic")
-    crop = v2.RandomCrop(64, padding=4, padding_mode="reflect")
-    theirs = v2.Compose([v2.Resize(64, InterpolationMode.BICUBIC), crop])
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_crops_of_a_padded_image(photo: Image.Image, size: tuple[int, int], mode: Any) -> None:
+    """He et al.'s for CIFAR-10, black around; DeiT III's (augment.py, --src) with mirrored edges."""
+    augment = Augment(crop="pad", pad=4, pad_mode=mode, interpolation="bicubic", hflip=0.5)
+    transform = TrainTransform(augment, image_size=64)
+    crop = v2.RandomCrop(64, padding=4, padding_mode=mode)
+    theirs = v2.Compose([v2.Resize(64, InterpolationMode.BICUBIC), crop, v2.RandomHorizontalFlip(0.5)])
     whole = photo.resize(size)
     for seed in range(20):
         expected = seeded(theirs, whole, seed)

@@ -307,18 +307,25 @@ def resnet_gradients(model: nn.Module, compiled: bool = False) -> dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choices",
-    [{"depth": 18, "stem": "small"}, {"depth": 50}, {"depth": 50, "groups": 4, "width_per_group": 16}],
-    ids=["18", "50", "grouped"],
+    ("choices", "compiled"),
+    [
+        ({"depth": 18, "stem": "small"}, False),
+        ({"depth": 50}, False),
+        ({"depth": 50, "groups": 4, "width_per_group": 16}, False),
+        # In one graph, the stem's max-pool included.
+        ({"depth": 26}, True),
+    ],
+    ids=["18", "50", "grouped", "compiled"],
 )
-def test_a_whole_resnet_in_float64(choices: dict[str, Any]) -> None:
-    results = []
-    for kernel in ("torch", "products"):
-        model = randomise(resnet(**choices, convolution=kernel)).to(memory_format=torch.channels_last)
-        results.append(resnet_gradients(model))
-    assert results[0].keys() == results[1].keys()
-    for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
+def test_a_whole_resnet_in_float64(choices: dict[str, Any], compiled: bool) -> None:
+    plain, fast = (
+        randomise(resnet(**choices, convolution=kernel)).to(memory_format=torch.channels_last)
+        for kernel in ("torch", "products")
+    )
+    wanted, found = resnet_gradients(plain), resnet_gradients(fast, compiled)
+    assert wanted.keys() == found.keys()
+    for name, expected in wanted.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
 
 
 @pytest.mark.slow
@@ -343,17 +350,6 @@ def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, rep
     maps = draw(2, 64, 8, 8, seed=1).float().contiguous(memory_format=torch.channels_last).requires_grad_()
     unit(maps).sum().backward()
     assert counts == [3, repeated]
-
-
-@pytest.mark.slow
-def test_compiled_in_one_graph() -> None:
-    """The stem's max-pool included."""
-    results = []
-    for compiled in (False, True):
-        model = randomise(resnet(26, convolution="products")).to(memory_format=torch.channels_last)
-        results.append(resnet_gradients(model, compiled))
-    for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
 
 
 def value_and_slope(function: Function, x: Tensor) -> tuple[Tensor, Tensor]:
