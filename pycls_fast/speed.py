@@ -312,7 +312,6 @@ def resolve(
     optimizer: Optimizer | None = None,
     *,
     in_16_bits: bool = False,
-    sharded: bool = False,
 ) -> Speed:
     """The value of every switch on this device: the one set by hand, else the preset's.
 
@@ -321,7 +320,6 @@ def resolve(
         device: the run's device.
         optimizer: the chosen one. The preset takes its fastest implementation on this device.
         in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
-        sharded: the optimizer's parameters are torch's DTensors.
 
     Raises:
         UserError: a chosen value cannot run on this device, or the optimizer lacks a chosen implementation.
@@ -345,7 +343,7 @@ def resolve(
         )
     resolved = asked.replace(**values)
     if optimizer is not None and not problems:
-        resolved = _fit_optimizer(resolved, device, optimizer, by_hand="optimizer" in by_hand, sharded=sharded)
+        resolved = _fit_optimizer(resolved, device, optimizer, by_hand="optimizer" in by_hand)
     refuse(problems)
     return resolved
 
@@ -356,7 +354,7 @@ def _preset_value(preset: str, switch: Switch, device: Device, *, in_16_bits: bo
     return META2022.get(switch.name, switch.reference) if preset == "meta2022" else switch.reference
 
 
-def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_hand: bool, sharded: bool) -> Speed:
+def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_hand: bool) -> Speed:
     """Replace an implementation that the preset chose and that does not exist.
 
     The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
@@ -364,17 +362,14 @@ def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_
     Raises:
         UserError: it was chosen by hand.
     """
-    there = optimizer.compilable if resolved.optimizer_compile == "on" else optimizer.implementations
-    # An optimizer without any is refused by `config/conflicts.py`.
-    usable = tuple(name for name in there if not sharded or name in optimizer.shardable) or optimizer.implementations
+    # An optimizer that cannot be compiled at all is refused by `config/conflicts.py`.
+    compiled = optimizer.compilable if resolved.optimizer_compile == "on" else ()
+    usable = compiled or optimizer.implementations
     value = resolved.optimizer
     if value in usable:
         return resolved
     if not by_hand:
         return resolved.replace(optimizer=usable[-1] if device == "cuda" else usable[0])
-    if sharded and value in optimizer.implementations and value not in optimizer.shardable:
-        why = f"has no {value} for weights that are sharded over ranks (fsdp, hsdp)"
-    else:
-        compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
-        why = f"has no {value}" if value not in optimizer.implementations else compiles
+    compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
+    why = f"has no {value}" if value not in optimizer.implementations else compiles
     raise UserError(f"speed.optimizer: optim.name={optimizer.name} {why}; use speed.optimizer={' or '.join(usable)}")

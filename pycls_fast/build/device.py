@@ -185,13 +185,7 @@ def switches(config: RunConfig, device: torch.device) -> Speed:
         UserError: this device cannot run a switch's value, or the value conflicts with another setting.
     """
     kind = device_kind(device)
-    resolved = speed.resolve(
-        config.speed,
-        kind,
-        config.optim,
-        in_16_bits=level(config).in_16_bits,
-        sharded=strategy_of(config.parallel.name).has_dtensors,
-    )
+    resolved = speed.resolve(config.speed, kind, config.optim, in_16_bits=level(config).in_16_bits)
     resolved = _give_way(config, resolved)
     if "compile" not in config.speed.by_hand and resolved.compile != "off":
         # Explicit settings win over the preset's.

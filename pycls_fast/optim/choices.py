@@ -43,8 +43,8 @@ class Optimizer(Choice, key="optim"):
     """The implementations whose step can be compiled."""
     compiles_itself: ClassVar[bool] = False
     """Its step cannot be compiled because it compiles its own parts, which needs a compiler."""
-    shardable: ClassVar[tuple[str, ...]] = ()
-    """The implementations that update sharded weights; none if it needs whole matrices."""
+    shardable: ClassVar[bool] = False
+    """It updates sharded weights, and does not need whole matrices."""
     elementwise: ClassVar[bool] = False
     """It computes the same on flattened weights and on a rank's part of each, element by element."""
     capturable: ClassVar[tuple[str, ...]] = ()
@@ -141,7 +141,7 @@ class AdamW(_Moments, name="adamw"):
 
     implementations = ("loop", "foreach", "fused")
     compilable = ("loop", "foreach")
-    shardable = ("loop", "foreach", "fused")
+    shardable = True
     elementwise = True
     capturable = ("fused",)
 
@@ -156,7 +156,7 @@ class SGD(Optimizer, name="sgd"):
 
     implementations = ("loop", "foreach", "fused")
     compilable = ("loop", "foreach")
-    shardable = ("loop", "foreach", "fused")
+    shardable = True
     elementwise = True
     capturable = ("fused",)
 
@@ -200,7 +200,7 @@ class LAMB(_Moments, name="lamb"):
 
     implementations = ("loop", "foreach")
     compilable = ("loop", "foreach")
-    shardable = ("loop", "foreach")
+    shardable = True
     trust_ratio = True
 
     eps: PositiveFloat = 1e-6
@@ -227,7 +227,7 @@ class Lion(Optimizer, name="lion"):
 
     implementations = ("loop", "foreach")
     compilable = ("loop",)
-    shardable = ("loop", "foreach")
+    shardable = True
     elementwise = True
 
     betas: Betas = (0.9, 0.99)

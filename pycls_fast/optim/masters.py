@@ -158,7 +158,7 @@ def cast_around(norm: nn.Module, dtype: torch.dtype) -> None:
     """Have a norm with wide weights compute in their format, between layers in a narrow one; in place."""
     # Batch norm accepts half-precision maps with wide statistics and weights.
     if not isinstance(norm, BATCH_NORM):
-        norm.register_forward_pre_hook(_Widen())
+        norm.register_forward_pre_hook(CastInputs(next(norm.parameters()).dtype))
         norm.register_forward_hook(CastOutput(dtype))
 
 
@@ -170,12 +170,14 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NO
                 setattr(module, name, buffer.to(dtype))
 
 
-class _Widen:
-    """A pre-hook that casts a norm's input to its weights' format (an object: a model can be copied and pickled)."""
+class CastInputs:
+    """A forward pre-hook that casts a module's inputs (an object: a model can be copied and pickled)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        wide = next(module.parameters()).dtype
-        return tuple(x.to(wide) for x in inputs)
+        return tuple(x.to(self._dtype) for x in inputs)
 
 
 class CastOutput:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
-from pycls_fast.optim.masters import CastOutput, cast_buffers
+from pycls_fast.optim.masters import CastInputs, CastOutput, cast_buffers
 from pycls_fast.parallel.flat import Flat, FlatShards, cut
 from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
@@ -60,7 +60,7 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         _replace(network, name, wrap(name, unit))
     root: Any = wrap("", network)
     # FairScale would cast float32 images to float16, whatever the compute format.
-    root.register_forward_pre_hook(_Cast(settings.compute or torch.float32))
+    root.register_forward_pre_hook(CastInputs(settings.compute or torch.float32))
     free_gathered = partial(_free, root)
     assert world.mesh is not None
     weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, free_gathered)
@@ -127,7 +127,7 @@ class _Wrapping:
                         # Takes half-precision maps as they are, with float32 weights and statistics.
                         _replace(module, inner_name, self._wrap(path, inner, self._wide))
                     elif self._wide_norms:
-                        inner.register_forward_pre_hook(_Cast(torch.float32))
+                        inner.register_forward_pre_hook(CastInputs(torch.float32))
                         norm = self._wrap(path, inner, self._wide)
                         norm.register_forward_hook(CastOutput(self._compute))
                         _replace(module, inner_name, norm)
@@ -145,16 +145,6 @@ class _Wrapping:
             module = self._flatten(module, param_list=[found[group] for group in sorted(found)])
         made: nn.Module = self._fsdp(module, **settings)
         return made
-
-
-class _Cast:
-    """A pre-hook that casts floating-point inputs (an object, not a closure, so that a model can be copied)."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.to(self._dtype) for x in inputs)
 
 
 def _flats(root: nn.Module) -> Iterator[Flat]:

@@ -252,10 +252,7 @@ def test_the_implementations_of_every_optimizer_fit_together() -> None:
         there = set(facts.implementations)
         assert facts.implementations[0] == "loop"
         assert set(facts.compilable) <= there - {"fused"}
-        assert set(facts.shardable) <= there
         assert set(facts.capturable) <= there
-        # `speed.resolve` chooses one that is both.
-        assert set(facts.shardable) & set(facts.compilable) or not (facts.shardable and facts.compilable)
     for name, facts in Chosen.choices().items():
         assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
 

@@ -21,8 +21,9 @@ from tests.factories import make_optimizer
 SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
 STEPS = 5
 CHOICES = Chosen.choices().items()
-SHARDED = [(name, which) for name, facts in CHOICES if not facts.elementwise for which in facts.shardable]
-FLAT = [(name, which) for name, facts in CHOICES if facts.elementwise for which in facts.implementations]
+EVERY = [(name, which, facts) for name, facts in CHOICES for which in facts.implementations]
+SHARDED = [(name, which) for name, which, facts in EVERY if facts.shardable and not facts.elementwise]
+FLAT = [(name, which) for name, which, facts in EVERY if facts.elementwise]
 # What a send between ranks takes: plain tensors, and Python's numbers.
 SENT = (Tensor, bool, int, float, type(None))
 
