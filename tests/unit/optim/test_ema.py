@@ -84,18 +84,6 @@ def test_it_is_its_formula(
             assert value.item() == 100
 
 
-def test_by_foreach_it_is_as_near_to_float64_as_by_the_loop() -> None:
-    """The rule of the `rounding` class."""
-
-    def worst(implementation: str) -> float:
-        _, ema, expected = averaged(implementation, torch.float32)
-        floating = {name: value for name, value in ema.values.items() if value.is_floating_point()}
-        return max(((v.double() - expected[n]).norm() / expected[n].norm()).item() for n, v in floating.items())
-
-    reference, fast = worst("loop"), worst("foreach")
-    assert 0 < fast <= 4 * reference < 1e-5
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
     model = network(torch.float32, channels_last=channels_last)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast import build
+from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import compile_step, set_lr
 from tests.factories import make_optimizer
 
@@ -205,11 +206,12 @@ def sgd_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: 
 
 
 FORMULAS = {"sgd": sgd_formula, "adamw": adamw_formula, "lamb": lamb_formula, "lion": lion_formula}
+EVERY = [(name, which) for name in FORMULAS for which in Chosen.choices()[name].implementations]
+COMPILED = [(name, which) for name in FORMULAS for which in Chosen.choices()[name].compilable]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("implementation", ["loop", "foreach"])
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize(("name", "implementation"), EVERY)
 def test_formula(name: str, implementation: str, dtype: torch.dtype, tolerance: float) -> None:
     assert errors(classic(name, implementation), lambda _: FORMULAS[name], dtype) < tolerance
 
@@ -222,31 +224,13 @@ def test_the_implementation_is_the_one_asked_for(name: str, implementation: str)
         assert optimizer.defaults[flag] == (implementation == flag)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [("sgd", "foreach"), ("sgd", "fused"), ("adamw", "foreach"), ("adamw", "fused"), ("lamb", "foreach"),
-     ("lion", "foreach")],
-)  # fmt: skip
-def test_a_faster_implementation_is_as_near_to_float64_as_the_loop(name: str, implementation: str) -> None:
-    """The rule of the `rounding` class: at most four times the reference's own error."""
-    formula = FORMULAS[name]
-    reference, fast = (
-        errors(classic(name, which), lambda _: formula, torch.float32) for which in ("loop", implementation)
-    )
-    assert 0 < fast <= 4 * reference
-
-
 needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [("sgd", "loop"), ("sgd", "foreach"), ("adamw", "loop"), ("adamw", "foreach"), ("lamb", "loop"),
-     ("lamb", "foreach"), ("lion", "loop")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "implementation"), COMPILED)
 def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(name: str, implementation: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small import batch, gradients, resnet, vit
+from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.parallel import World, place_model
 from pycls_fast.parallel.compile import _WithBudget, compile_model, uncompiled
 from pycls_fast.train.assemble import make_step
@@ -20,22 +20,6 @@ from pycls_fast.train.assemble import make_step
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 CPU = torch.device("cpu")
-
-
-MODELS: dict[str, Callable[..., Any]] = {
-    "vit": lambda depth=12: VisionTransformer(
-        image_size=16,
-        patch_size=4,
-        width=16,
-        depth=depth,
-        heads=2,
-        mlp_width=24,
-        num_classes=5,
-        drop_path=0.4,
-        attention="sdpa",
-    ),
-    "resnet": lambda: ResNet(depth=18, num_classes=5, stem="small", drop_path=0.4, zero_init_last_gamma=False),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -53,35 +37,16 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def images(count: int = 6) -> Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def gradients(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """Logits and gradients of a training pass with a fixed seed for drop-path."""
-    model.train()
-    torch.manual_seed(11)
-    logits = model(batch)
-    logits.square().mean().backward()
-    return {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
-
-
-def filled(name: str, **kwargs: Any) -> Any:
-    """Random values everywhere: a head of zeros would hide what the blocks do."""
-    torch.manual_seed(3)
-    model = MODELS[name](**kwargs)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
+def filled(name: str, depth: int = 12) -> Any:
+    """Twelve narrow blocks, or the layers of a ResNet."""
+    return vit(depth=depth, width=16, mlp_width=24, attention="sdpa") if name == "vit" else resnet()
 
 
 def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
     model = filled("vit").eval()
-    keys = list(model.state_dict())
+    keys, (images, _) = list(model.state_dict()), batch()
     with torch.no_grad(), uncompiled(model):
-        expected = model(images())
+        expected = model(images)
     assert expected.any()
     calls = []
 
@@ -92,11 +57,11 @@ def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
     model.blocks[0].compile(backend=backend)
     assert list(model.state_dict()) == keys
     with torch.no_grad(), uncompiled(model):
-        assert torch.equal(model(images()), expected)
-        model(images(3))
+        assert torch.equal(model(images), expected)
+        model(images[:3])
     assert not calls
     with torch.no_grad():
-        torch.testing.assert_close(model(images()), expected)
+        torch.testing.assert_close(model(images), expected)
     assert len(calls) == 1
 
 
@@ -127,17 +92,17 @@ def test_no_network_of_a_process_goes_back_to_eager_in_silence(monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "what", "sizes"),
-    [("vit", "blocks", {}), ("resnet", "blocks", {}), ("vit", "model", {"depth": 3})],
+    ("name", "what", "depth"),
+    [("vit", "blocks", 12), ("resnet", "blocks", 0), ("vit", "model", 3)],
     ids=["vit-blocks", "resnet-blocks", "vit-model"],
 )
-def test_same_gradients_and_dropped_samples(name: str, what: Any, sizes: dict[str, int]) -> None:
-    exact = gradients(filled(name, **sizes).double(), images().double())
-    plain = gradients(filled(name, **sizes), images())
-    model = filled(name, **sizes)
+def test_same_gradients_and_dropped_samples(name: str, what: Any, depth: int) -> None:
+    exact = gradients(filled(name, depth).double(), torch.float64)
+    plain = gradients(filled(name, depth))
+    model = filled(name, depth)
     before = graphs()
     compile_model(model, model.units(), what=what)
-    found = gradients(model, images())
+    found = gradients(model)
     compiled = graphs() - before
     # A block with drop-path and one without; in the ResNet each of the eight has its shapes or its rate.
     assert compiled == 1 if what == "model" else compiled <= (2 if name == "vit" else 8)
@@ -152,8 +117,8 @@ def test_same_gradients_and_dropped_samples(name: str, what: Any, sizes: dict[st
     assert 0 < largest < 1e-3
     with torch.no_grad(), uncompiled(model):
         model.eval()
-        model(images(2))
-    gradients(model, images())
+        model(batch(2)[0])
+    gradients(model.train())
     assert graphs() - before == compiled
 
 
