@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 import torch
 
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.files import checkpoints
+from pycls_fast.train import train
+from pycls_fast.train.tasks.score import score
 from tests.factories import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +38,20 @@ TINY = (
     "trackers=[]",
     "runtime.progress=plain",
 )
+
+
+def run(run_dir: Path, digits: Path, *overrides: str, config_name: str = "vit_digits") -> int:
+    """Train on the digits in this process."""
+    return train(load_config(config_name, [*TINY, f"data.root={digits}", f"run_dir={run_dir}", *overrides]))
+
+
+def scored(config: RunConfig, split: str = "val", **how: Any) -> dict[str, Any]:
+    """What `score` writes down."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scores.json"
+        assert score(config, split, str(file), **how) == 0
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def environment() -> dict[str, str]:
@@ -85,6 +103,13 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     """The newest checkpoint of a run folder."""
     return load_checkpoint(next(checkpoints(run_dir / "checkpoints")))
+
+
+def assert_same_records(run_dir: Path, reference: Path) -> None:
+    """The same losses and accuracies, step by step."""
+    for kind, names in (("train", ("step", "loss", "grad_norm", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
+        ours, theirs = ([[r[name] for name in names] for r in records(folder, kind)] for folder in (run_dir, reference))
+        assert ours == theirs
 
 
 def assert_same_state(one: Any, other: Any, place: str = "state") -> None:

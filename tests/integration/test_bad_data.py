@@ -9,31 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from pycls_fast.train.step import Step
-from tests.integration.runs import TINY, newest_checkpoint, records
-
-
-def images(folder: Path, count: int = 4) -> Path:
-    """A class folder with small pictures."""
-    folder.mkdir(parents=True)
-    for number in range(count):
-        Image.new("RGB", (9, 9), (40 * number, 10, 200)).save(folder / f"{number}.png")
-    return folder
-
-
-def good(root: Path) -> None:
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            images(root / split / name)
+from tests.factories import class_folders
+from tests.integration.runs import TINY, newest_checkpoint, records, run
 
 
 def nothing(root: Path) -> None:
     pass
+
+
+def good(root: Path) -> None:
+    for split in ("train", "val"):
+        class_folders(root / split, cat=4, dog=4)
 
 
 BAD_DATA = [
@@ -63,14 +54,13 @@ def test_one_line(tmp_path: Path, make: Callable[[Path], None], overrides: list[
 def test_run_folder_that_cannot_be_made(tmp_path: Path, digits: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"^run_dir: .*file/run cannot be written .* or give another"):
-        train(load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'file' / 'run'}"]))
+        run(tmp_path / "file" / "run", digits)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without CUDA")
 def test_a_machine_without_the_device(tmp_path: Path, digits: Path) -> None:
-    own = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", "runtime.device=cuda"]
     with pytest.raises(UserError, match=r"^runtime.device: cuda was asked for but torch finds no CUDA device"):
-        train(load_config("vit_digits", own))
+        run(tmp_path / "run", digits, "runtime.device=cuda")
     assert not (tmp_path / "run").exists()
 
 
@@ -86,8 +76,7 @@ def damage(digits: Path, folder: Path, every: int) -> tuple[Path, list[Path]]:
 @pytest.mark.slow
 def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, bad = damage(digits, tmp_path / "images", every=90)
-    settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=30", "schedule.epochs=3"]
-    assert train(load_config("vit_digits", settings)) == 0
+    assert run(tmp_path / "run", root, "data.max_damaged=30", "schedule.epochs=3") == 0
     events = records(tmp_path / "run", "event")
     assert sorted(event["name"] for event in events) == sorted(map(str, bad))
     printed = capsys.readouterr().out
@@ -104,9 +93,8 @@ def test_damaged_images_are_named_and_skipped(tmp_path: Path, digits: Path, caps
 @pytest.mark.slow
 def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> None:
     root, bad = damage(digits, tmp_path / "images", every=40)
-    settings = [*TINY, f"data.root={root}", f"run_dir={tmp_path / 'run'}", "data.max_damaged=5"]
     with pytest.raises(UserError) as caught:
-        train(load_config("vit_digits", settings))
+        run(tmp_path / "run", root, "data.max_damaged=5")
     first, *listed = caught.value.lines
     assert first.startswith("data.max_damaged: ")
     assert "images cannot be read, more than 5:" in first
@@ -114,7 +102,7 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert {line.partition(": ")[0] for line in listed} <= set(map(str, bad))
     # Nothing is lost: with a higher limit the run goes on from where it stopped.
     stopped_at = newest_checkpoint(tmp_path / "run")["step"]
-    assert train(load_config("vit_digits", [*settings[:-1], "data.max_damaged=50"])) == 0
+    assert run(tmp_path / "run", root, "data.max_damaged=50") == 0
     assert [record["step"] for record in records(tmp_path / "run", "train")] == list(range(1, 45))
     assert stopped_at > 0
     # An image that the second process meets again is written down once.
@@ -133,8 +121,7 @@ def test_memory_that_does_not_suffice(
         torch.empty(2**60)
 
     monkeypatch.setattr(Step, "__call__", full)
-    settings = [*TINY, f"data.root={digits}", f"run_dir={tmp_path / 'run'}"]
     with pytest.raises(
         UserError, match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2"
     ):
-        train(load_config("vit_digits", settings))
+        run(tmp_path / "run", digits)

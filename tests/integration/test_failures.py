@@ -23,7 +23,16 @@ import pytest
 from pycls_fast.data.sampling import epoch_order
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import checkpoint
-from tests.integration.runs import ROOT, TINY, assert_same_state, command, environment, newest_checkpoint, records
+from tests.integration.runs import (
+    ROOT,
+    TINY,
+    assert_same_records,
+    assert_same_state,
+    command,
+    environment,
+    newest_checkpoint,
+    records,
+)
 from tests.started import Started
 
 pytestmark = pytest.mark.slow
@@ -122,10 +131,7 @@ def assert_same_end(launch: Launch, reference: Launch) -> None:
     ours, theirs = newest_checkpoint(launch.run_dir), newest_checkpoint(reference.run_dir)
     for part in ("model", "ema", "optimizer"):
         assert_same_state(ours[part], theirs[part])
-    for kind, names in (("train", ("step", "loss", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
-        assert [[r[n] for n in names] for r in records(launch.run_dir, kind)] == [
-            [r[n] for n in names] for r in records(reference.run_dir, kind)
-        ]
+    assert_same_records(launch.run_dir, reference.run_dir)
 
 
 @pytest.mark.parametrize("at", ["step", "before write_data", "in state.json", "after _publish"])
@@ -231,8 +237,18 @@ def free_port() -> int:
         return port
 
 
+def two_nodes(started: Started, folder: Path, digits: Path) -> list[subprocess.Popen[str]]:
+    """Two torchruns of one rank, as on nodes of their own: `--nnodes 1:2`; the first keeps the meeting place. Both have
+    done some steps."""
+    (folder / "seen").mkdir()
+    own = (f"data.root={digits}", f"run_dir={folder / 'run'}", "runtime.checkpoint_every_steps=1")
+    training, port = command(*OVERRIDES, *own)[2:], free_port()
+    agents = [agent(started, folder, port, *training, is_host=is_host) for is_host in (True, False)]
+    wait_for_step(folder, 6, agents[0])
+    return agents
+
+
 def agent(started: Started, folder: Path, port: int, *training: str, is_host: bool) -> subprocess.Popen[str]:
-    """A torchrun of one rank, as on a node of its own: `--nnodes 1:2`; the host keeps the meeting place."""
     launcher = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1",
         "--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "elastic",
@@ -255,21 +271,14 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_node_is_gone_and_the_other_goes_on(tmp_path: Path, digits: Path, started: Started) -> None:
-    (tmp_path / "seen").mkdir()
-    run_dir = tmp_path / "run"
-    overrides = (*OVERRIDES, f"data.root={digits}", f"run_dir={run_dir}", "runtime.checkpoint_every_steps=1")
-    training = command(*overrides)[2:]
-    port = free_port()
-    first, second = (agent(started, tmp_path, port, *training, is_host=is_host) for is_host in (True, False))
-    wait_for_step(tmp_path, 6, first)
+    first, second = two_nodes(started, tmp_path, digits)
     # The node with its agent and its rank, at once.
     for pid in (*children(second.pid), second.pid):
         os.kill(pid, signal.SIGKILL)
     out, _ = first.communicate()
     assert first.returncode == 0, out
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, STEPS + 1))
-    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 1
+    assert [record["step"] for record in records(tmp_path / "run", "train")] == list(range(1, STEPS + 1))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     assert "resumed from" in out
     # What two ranks began one rank has done again, from the newest checkpoint on.
     resumed = int(out.rsplit("resumed from", 1)[1].split("at step ")[1].split(",")[0])
@@ -283,11 +292,7 @@ def test_a_node_is_gone_and_the_other_goes_on(tmp_path: Path, digits: Path, star
 
 def test_a_rank_is_gone_and_both_nodes_start_again(tmp_path: Path, digits: Path, started: Started) -> None:
     """Only one of the agents counts this as a failure of its own; the ranks meet nevertheless."""
-    (tmp_path / "seen").mkdir()
-    overrides = (*OVERRIDES, f"data.root={digits}", f"run_dir={tmp_path / 'run'}", "runtime.checkpoint_every_steps=1")
-    training, port = command(*overrides)[2:], free_port()
-    first, second = (agent(started, tmp_path, port, *training, is_host=is_host) for is_host in (True, False))
-    wait_for_step(tmp_path, 6, first)
+    first, second = two_nodes(started, tmp_path, digits)
     (rank,) = children(second.pid)
     os.kill(rank, signal.SIGKILL)
     out, _ = first.communicate()

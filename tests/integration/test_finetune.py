@@ -26,9 +26,8 @@ from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import lr_range_test
-from pycls_fast.train.tasks.score import score
-from tests.factories import load_run_config
-from tests.integration.runs import command, newest_checkpoint, records, run_process, under_torchrun
+from tests.factories import class_folders, load_run_config
+from tests.integration.runs import command, newest_checkpoint, records, run_process, scored, under_torchrun
 
 NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
 MODES = ("RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA")
@@ -154,8 +153,7 @@ def test_sixty_images_are_enough(images: Path, weights: Path, tmp_path: Path) ->
     assert by_class["class_top1"] == pytest.approx(100 * (right.labels_N == right.predicted_N).mean())
     with Image.open(run / "confusion.png") as drawn:
         assert min(drawn.size) > 300
-    score(load_run_config(run, [f"weights={run}"]), "val", str(tmp_path / "scores.json"))
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores = scored(load_run_config(run, [f"weights={run}"]))
     assert scores["top1"] == pytest.approx(summary["best"]["top1"])
     assert len(scores["classes"]) == 3
 
@@ -274,24 +272,15 @@ def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["knn.json", "sweep"]
 
 
-def folder(root: Path, **counts: int) -> Path:
-    """Class folders with so many images."""
-    for name, count in counts.items():
-        (root / name).mkdir(parents=True)
-        for number in range(count):
-            Image.new("RGB", (8, 8)).save(root / name / f"{number}.png")
-    return root
-
-
 @pytest.mark.slow
 def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
-    folder(tmp_path / "one", cat=5)
+    class_folders(tmp_path / "one", cat=5)
     given = ["data.root=one", f"weights={weights}", *TINY]
     done = run_process(command(*given, config_name="finetune"), cwd=tmp_path, expect=2)
     assert done.stderr.startswith("error: data.root: only one class (cat)")
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(UserError, match=r"data.root: .*a single image in the class dog"):
-        finetune(folder(tmp_path / "two", cat=5, dog=1), tmp_path / "run")
+        finetune(class_folders(tmp_path / "two", cat=5, dog=1), tmp_path / "run")
 
 
 CLASSES = ("blue", "green", "red")

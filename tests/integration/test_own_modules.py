@@ -12,7 +12,6 @@ import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import save_file
 
 import pycls_fast
@@ -23,7 +22,7 @@ from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.train.weights import open_weights
-from tests.integration.runs import ROOT, command, run_process, under_torchrun
+from tests.integration.runs import command, run_process, under_torchrun
 
 MODEL = """
 from torch import nn
@@ -88,19 +87,6 @@ def of_own_model(here: Path, text: str) -> RunConfig:
     (here / "my_nets.py").write_text(text.replace("tiny_of_this_test", name))
     import_modules(["my_nets"])
     return load_config("vit_digits", ["model=timm", f"model.name={name}"])
-
-
-@pytest.mark.slow
-def test_predict_takes_the_modules_of_an_exported_file(here: Path) -> None:
-    config = of_own_model(here, MODEL)
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save("image.png")
-    about = {"config": config.model_dump_json(), "classes": json.dumps(list("0123456789"))}
-    save_file(
-        build.model(config, 10, build.switches(config, torch.device("cpu"))).state_dict(), "net.safetensors", about
-    )
-    arguments = [sys.executable, str(ROOT / "tools" / "predict.py"), "net.safetensors", "image.png"]
-    run_process([*arguments, "output=told.json", "imports=my_nets"], cwd=here)
-    assert (here / "told.json").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.score import score
+from tests.integration.runs import scored
 
 CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")
 NAME = "deit_small_patch16_224.fb_in1k"
@@ -94,8 +95,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
     settings = (f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE)
     config = load_config("deit_s16", settings)
-    assert score(config, "val", str(tmp_path / "scores.json")) == 0
-    told = json.loads((tmp_path / "scores.json").read_text())
+    told = scored(config)
     top1, loss = timm_top1(model, images, about)
     assert told["top1"] == pytest.approx(top1)
     assert told["loss"] == pytest.approx(loss, rel=1e-5)
@@ -113,8 +113,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert "preprocessed as the weights say" in printed
     # The configuration's own preprocessing is another one, and has no published number.
     other = load_config("deit_s16", [*settings, "data.image_size=96"])
-    assert score(other, "val", str(tmp_path / "other.json"), preprocessing="config") == 0
-    told = json.loads((tmp_path / "other.json").read_text())
+    told = scored(other, preprocessing="config")
     assert told["preprocessing"].startswith("covering 110 x 110 (bicubic), centre 96 x 96, mean 0.485")
     assert "published" not in told
     assert told["loss"] != pytest.approx(loss, rel=1e-3)
@@ -132,8 +131,7 @@ def test_a_published_file_is_compared_under_its_experiment(
     def published_number(experiment: str, name: str, split: str = "val") -> dict[str, Any] | None:
         given = (f"data.root={images}", f"weights={tmp_path / name}", "data.image_size=96", *OURS, *MACHINE)
         config = load_config(experiment, [*given, "model.class_token=true", "model.classifier=pooled"])
-        assert score(config, split, str(tmp_path / "scores.json")) == 0
-        found: dict[str, Any] | None = json.loads((tmp_path / "scores.json").read_text()).get("published")
+        found: dict[str, Any] | None = scored(config, split).get("published")
         return found
 
     assert published_number("mae_finetune_b16", "mae_finetuned_vit_base.pth") == {
@@ -155,8 +153,7 @@ def test_timms_other_crops_are_scored_as_timm_scores_them(
     about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
     # timm resizes with Pillow, which begins with either axis.
     given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", "speed.decode=pillow", *OURS, *MACHINE]
-    assert score(load_config("deit_s16", given), "val", str(tmp_path / "scores.json")) == 0
-    told = json.loads((tmp_path / "scores.json").read_text())
+    told = scored(load_config("deit_s16", given))
     top1, loss = timm_top1(model, images, about)
     assert (told["top1"], told["loss"]) == (pytest.approx(top1), pytest.approx(loss, rel=1e-5))
     assert told["preprocessing"].startswith(
@@ -199,11 +196,8 @@ def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
     timm_folder(tmp_path / "deit")
     monkeypatch.setattr(scoring, "imagenet_wnids", lambda: CLASSES)
     settings = (f"weights={tmp_path / 'deit'}", f"data.eval_root={images / 'val'}", *OURS, *MACHINE)
-    config = load_config("deit_s16", [*settings, "data.eval_set=sketch"])
-    assert score(config, "val", str(tmp_path / "sketch.json")) == 0
-    plain = load_config("deit_s16", [*settings, f"data.root={images}"])
-    assert score(plain, "val", str(tmp_path / "val.json")) == 0
-    sketch, val = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("sketch", "val"))
+    sketch = scored(load_config("deit_s16", [*settings, "data.eval_set=sketch"]))
+    val = scored(load_config("deit_s16", [*settings, f"data.root={images}"]))
     assert (sketch["top1"], sketch["loss"], sketch["count"]) == (val["top1"], pytest.approx(val["loss"]), 20)
     # That number is not the validation images'.
     assert "published" not in sketch

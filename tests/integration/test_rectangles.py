@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.inference.export import export
 from pycls_fast.train import train
-from pycls_fast.train.tasks.score import score
-from tests.integration.runs import assert_same_state, newest_checkpoint
+from tests.integration.runs import assert_same_state, newest_checkpoint, scored
 
 SMALL = (
     *("data=imagenet", "data.image_size=[48,32]", "data.global_batch_size=8", "data.num_workers=0", "trackers=[]"),
@@ -58,9 +56,7 @@ def test_from_training_to_export(name: str, photos: Path, tmp_path: Path) -> Non
         return tmp_path / folder
 
     def scores(**how: Any) -> dict[str, Any]:
-        saved = pycls_fast.load(run).config.model_copy(update={"weights": str(run)})
-        assert score(saved, "val", str(tmp_path / "scores.json"), **how) == 0
-        return dict(json.loads((tmp_path / "scores.json").read_text()))
+        return scored(pycls_fast.load(run).config.model_copy(update={"weights": str(run)}), **how)
 
     run = trained("stopped", 3, 6)
     state = newest_checkpoint(run)

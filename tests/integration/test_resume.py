@@ -24,6 +24,7 @@ from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
 from tests.integration.runs import (
     TINY,
+    assert_same_records,
     assert_same_state,
     command,
     environment,
@@ -111,10 +112,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
         for key in ("seconds", "config"):
             del state[key]
     assert_same_state(ours, theirs)
-    for kind, names in (("train", ("step", "loss", "grad_norm", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
-        assert [[r[n] for n in names] for r in records(run_dir, kind)] == [
-            [r[n] for n in names] for r in records(reference, kind)
-        ]
+    assert_same_records(run_dir, reference)
 
 
 @pytest.mark.slow

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.factories import class_folders
 from tests.integration.runs import ROOT, TINY, run_process, under_torchrun
 
 pytestmark = pytest.mark.slow
@@ -22,14 +21,6 @@ runpy.run_path({tool!r}, run_name="__main__")
 """
 
 
-def write_images(root: Path, counts: dict[str, int]) -> None:
-    for name, count in counts.items():
-        folder = root / name
-        folder.mkdir(parents=True)
-        for number in range(count):
-            Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
-
-
 @pytest.mark.parametrize(
     ("second", "run_dir", "error"),
     [
@@ -39,8 +30,8 @@ def write_images(root: Path, counts: dict[str, int]) -> None:
     ],
 )
 def test_ranks_that_differ_end_with_one_line(tmp_path: Path, second: dict[str, int], run_dir: str, error: str) -> None:
-    write_images(tmp_path / "first" / "images", {"a": 30, "b": 40})
-    write_images(tmp_path / "second" / "images", second)
+    class_folders(tmp_path / "first" / "images", a=30, b=40)
+    class_folders(tmp_path / "second" / "images", **second)
     script = tmp_path / "tool.py"
     script.write_text(SCRIPT.format(tool=str(ROOT / "tools" / "train_net.py")))
     common = ("data=folder", *TINY, "data.global_batch_size=8", "data.num_workers=0", "schedule.max_steps=1")

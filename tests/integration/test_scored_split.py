@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import pycls_fast
 from pycls_fast.config import load_config
@@ -17,7 +15,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
-from tests.factories import load_run_config
+from tests.factories import class_folders, load_run_config
+from tests.integration.runs import scored as scores_of
 
 NAMES = ("bird", "cat", "dog")
 SMALL = (
@@ -27,17 +26,6 @@ SMALL = (
 )  # fmt: skip
 
 
-def write(root: Path, **counts: int) -> Path:
-    """Class folders with so many images; the same class has the same ones everywhere."""
-    for name, count in counts.items():
-        random = np.random.default_rng(NAMES.index(name))
-        (root / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"image {number}.png")
-    return root
-
-
 def rename_cats(root: Path) -> None:
     for path in sorted((root / "cat").iterdir()):
         path.rename(path.with_stem(f"new {path.stem}"))
@@ -45,7 +33,7 @@ def rename_cats(root: Path) -> None:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    return write(tmp_path / "images", bird=15, cat=20, dog=15)
+    return class_folders(tmp_path / "images", bird=15, cat=20, dog=15)
 
 
 @pytest.fixture
@@ -60,9 +48,7 @@ def go_on(images: Path, run: Path, *overrides: str) -> int:
 
 
 def scored(run: Path, split: str, *overrides: str) -> dict[str, Any]:
-    config = load_run_config(run, [f"weights={run}", *overrides])
-    assert score(config, split, str(run / "scores.json")) == 0
-    return json.loads((run / "scores.json").read_text())  # type: ignore[no-any-return]
+    return scores_of(load_run_config(run, [f"weights={run}", *overrides]), split)
 
 
 @pytest.mark.slow
@@ -71,7 +57,7 @@ def scored(run: Path, split: str, *overrides: str) -> dict[str, Any]:
 )
 def test_all_images_of_a_folder(run: Path, tmp_path: Path, counts: dict[str, int]) -> None:
     """Some classes have no images, or only one."""
-    root = write(tmp_path / "mine", **counts)
+    root = class_folders(tmp_path / "mine", **counts)
     found = scored(run, "all", f"data.root={root}")
     assert (found["count"], found["split"]) == (sum(counts.values()), "all")
     predicted = list(pycls_fast.load(run).predict(root))
@@ -83,7 +69,7 @@ def test_all_images_of_a_folder(run: Path, tmp_path: Path, counts: dict[str, int
 
 @pytest.mark.slow
 def test_classes_of_another_name(run: Path, tmp_path: Path) -> None:
-    root = write(tmp_path / "mine", cat=4, dog=3)
+    root = class_folders(tmp_path / "mine", cat=4, dog=3)
     (root / "dog").rename(root / "horse")
     with pytest.raises(
         UserError, match=r"^data\.root: .* was not trained on the class horse \(.* bird, cat, dog\); name"
@@ -146,8 +132,7 @@ def test_an_exported_file_is_scored(run: Path, images: Path, tmp_path: Path) -> 
     export(str(run), str(file), which="auto", dtype=None, overwrite=False, format="onnx")
     assert go_on(images, other, "seed=1") == 0
     config = load_run_config(other, [f"weights={other}"])
-    score(config, "val", str(tmp_path / "scores.json"), exported=str(file))
-    found, own = json.loads((tmp_path / "scores.json").read_text()), scored(run, "val")
+    found, own = scores_of(config, exported=str(file)), scored(run, "val")
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
     assert found["loss"] != pytest.approx(scored(other, "val")["loss"], rel=1e-5)
     with pytest.raises(UserError, match=r"^exported: .*config\.yaml is no \.onnx, \.xml or \.pt2 file"):

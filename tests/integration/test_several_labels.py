@@ -14,10 +14,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.predict import predict
 from pycls_fast.ledger.compare import read_run_files, why_not_paired
 from pycls_fast.ledger.runs import list_runs
-from pycls_fast.train.tasks.score import score
 from pycls_fast.train.tasks.soup import soup
 from tests.factories import load_run_config
-from tests.integration.runs import TINY, command, records, run_process, under_torchrun
+from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
 
 TRAITS = {"even": "02468", "large": "56789", "round": "0689"}
 WORDS = (*TINY, "data.num_workers=0", "runtime.device=cpu", "precision=fp32", "schedule.best_metric=map")
@@ -58,16 +57,15 @@ def test_from_the_table_to_predictions(
     assert 50 < run.metrics["f1"] <= 100
     summary = json.loads((run.run_dir / "classes.json").read_text())
     assert [row["class"] for row in summary["classes"]] == ["even", "large", "round"]
-    output = tmp_path / "scores.json"
-    score(load_run_config(run.run_dir, [f"weights={run.run_dir}"]), "val", str(output))
-    assert json.loads(output.read_text())["map"] == pytest.approx(run.metrics["map"], abs=0.2)
+    found = scored(load_run_config(run.run_dir, [f"weights={run.run_dir}"]))
+    assert found["map"] == pytest.approx(run.metrics["map"], abs=0.2)
     assert "F1, mean of the classes" in capsys.readouterr().out
     images = sorted(digits.glob("[68]/*.png"))[:40]
     assert pycls_fast.load(run.run_dir, device="cpu").predict(images, topk=1) == run.predict(images, topk=1)
-    found = pycls_fast.load(run.best, device="cpu").predict(images, topk=1)
-    over = [[guess.class_name for guess in each.over or ()] for each in found]
+    guessed = pycls_fast.load(run.best, device="cpu").predict(images, topk=1)
+    over = [[guess.class_name for guess in each.over or ()] for each in guessed]
     assert max(map(len, over)) == 3 > min(map(len, over))
-    for each in found:
+    for each in guessed:
         assert len(each.top) == 1
         assert all(guess.probability > 0.5 for guess in each.over or ())
     whole = max(range(len(over)), key=lambda place: len(over[place]))

@@ -20,8 +20,7 @@ from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
-from pycls_fast.train.tasks.score import score
-from tests.integration.runs import TINY, command, records, run_process, under_torchrun
+from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_cifar10, write_folder
 
 CONTENT = make_content(train=(8, 10, 7), val=(3, 2, 4))
@@ -215,33 +214,31 @@ def test_further_evaluation_sets(tmp_path: Path) -> None:
     run(tmp_path / "run", root)
     settings = [*SETTINGS, f"weights={tmp_path / 'run'}"]
 
-    def scored(name: str, eval_root: Path, *overrides: str) -> dict[str, object]:
+    def on_set(name: str, eval_root: Path, *overrides: str) -> dict[str, object]:
         own = [*settings, f"data.eval_set={name}", f"data.eval_root={eval_root}", *overrides]
-        assert score(load_config("vit_digits", own), "val", str(tmp_path / "scores.json")) == 0
-        return json.loads((tmp_path / "scores.json").read_text())  # type: ignore[no-any-return]
+        return scored(load_config("vit_digits", own))
 
-    assert score(load_config("vit_digits", [*settings, f"data.root={root}"]), "val", str(tmp_path / "val.json")) == 0
-    plain = json.loads((tmp_path / "val.json").read_text())
+    plain = scored(load_config("vit_digits", [*settings, f"data.root={root}"]))
     assert plain["preprocessing"].startswith("covering 8 x 8 (bilinear), centre 8 x 8, mean 0.485 0.456 0.406")
     # ReaL with the single right label is top-1 on the validation set; one image without labels is left out.
     (tmp_path / "real.json").write_text(json.dumps([[numbers[number]] for number in range(1, 10)]))
-    real = scored("real", tmp_path / "real.json", f"data.root={root}")
+    real = on_set("real", tmp_path / "real.json", f"data.root={root}")
     assert (real["top1"], real["count"], real["loss"]) == (plain["top1"], 9, None)
     every = [[0, 1, 2] for _ in range(8)]
     (tmp_path / "real.json").write_text(json.dumps([*every, []]))
-    real = scored("real", tmp_path / "real.json", f"data.root={root}")
+    real = on_set("real", tmp_path / "real.json", f"data.root={root}")
     assert (real["top1"], real["count"], real["split"]) == (100.0, 8, "real")
     # The same images as V2, with folders 0 to 2, score the same; no training data is needed.
     for label, name in enumerate(CLASSES):
         shutil.copytree(root / "val" / name, tmp_path / "v2" / str(label))
-    v2 = scored("v2", tmp_path / "v2")
+    v2 = on_set("v2", tmp_path / "v2")
     assert (v2["top1"], v2["top5"], v2["count"]) == (plain["top1"], plain["top5"], plain["count"])
     assert v2["loss"] == pytest.approx(plain["loss"])
     # Among a single class everything is right; Sketch takes all of them.
     shutil.copytree(root / "val" / CLASSES[2], tmp_path / "a" / CLASSES[2])
-    adversarial = scored("a", tmp_path / "a")
+    adversarial = on_set("a", tmp_path / "a")
     assert (adversarial["top1"], adversarial["count"]) == (100.0, 4)
     assert "1 classes" in str(adversarial["rule"])
-    assert scored("sketch", tmp_path / "a")["rule"] == "best of all 3 classes"
+    assert on_set("sketch", tmp_path / "a")["rule"] == "best of all 3 classes"
     with pytest.raises(UserError, match=r"^data.eval_root: not set; give the files of data.eval_set=r"):
         load_config("vit_digits", [*settings, "data.eval_set=r"])

@@ -22,12 +22,7 @@ from pycls_fast.train.saving import Saver
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
-from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run_process
-
-
-def run(run_dir: Path, digits: Path, *overrides: str, config_name: str = "vit_digits") -> int:
-    config = load_config(config_name, [*TINY, f"data.root={digits}", f"run_dir={run_dir}", *overrides])
-    return train(config)
+from tests.integration.runs import TINY, assert_same_state, command, newest_checkpoint, records, run, run_process
 
 
 def assert_fills_the_same(first: Weights, second: Weights) -> None:
