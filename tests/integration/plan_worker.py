@@ -8,7 +8,6 @@ peak that the memory plan of this rank says.
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from collections import Counter
@@ -22,12 +21,12 @@ from pycls_fast import build, plan
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import World, place_model, start_world
-from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan import Layout
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.work import EXCHANGES, CountWork
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
+from tests.integration.strategy_worker import divided
 
 CPU = torch.device("cpu")
 # All tensors can be divided by four, so that no shard is padded.
@@ -77,21 +76,10 @@ def configured(layout: Layout) -> RunConfig:
     return load_config(name, [*COMMON, *layout.overrides])
 
 
-def divided(world: World, layout: Layout) -> World:
-    """The same ranks with the meshes of a layout; a process cannot leave and join the same ranks again."""
-    timeout = datetime.timedelta(seconds=600)
-    grid = (None if layout.replicate == 1 else layout.replicate, layout.shard)
-    parts = {"tensor": layout.tensor, "pipeline": layout.pipeline}
-    mesh = make_mesh("cpu", *grid, timeout, **parts)
-    world = replace(world, mesh=mesh, tensor=layout.tensor, pipeline=layout.pipeline)
-    if layout.expert > 1:
-        world = replace(world, experts=make_mesh("cpu", *grid, timeout, expert=layout.expert, **parts))
-    return world
-
-
 def measured(world: World, layout: Layout) -> dict[str, Any]:
     """What the plan says of this rank, and what it holds and exchanges."""
-    config, world, parts = configured(layout), divided(world, layout), layout.accumulation
+    config, parts = configured(layout), layout.accumulation
+    world = divided(world, config)
     switches, sharded = build.switches(config, CPU), build.is_sharded(config, world)
     images, size = BATCH // world.data_size // parts, config.data.image_size
     metrics = TrainMetrics(CPU)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
@@ -34,6 +35,7 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.strategies import strategy_of
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Run
@@ -106,9 +108,35 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     return whole(state)
 
 
+_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def divided(world: World, config: RunConfig) -> World:
+    """The same ranks with the meshes of a configuration; a process cannot leave and join the same ranks again."""
+    own = config.parallel
+    parts = {"tensor": own.tensor_degree, "pipeline": own.pipeline_degree}
+    models = world.size // own.tensor_degree // own.pipeline_degree
+    shards = {"hsdp": own.shard_degree, "ddp": 1}.get(own.name, models)
+    assert shards is not None
+    grid = (models // shards if own.name in ("hsdp", "ddp") else None, shards)
+
+    def mesh(expert: int) -> DeviceMesh:
+        key = (*grid, expert, *parts.values())
+        if key not in _MESHES:
+            timeout = datetime.timedelta(seconds=600)
+            _MESHES[key] = make_mesh(world.device.type, *grid, timeout, expert=expert, **parts)
+        return _MESHES[key]
+
+    has_mesh = strategy_of(own.name).has_mesh or own.pipeline_degree > 1
+    experts = mesh(own.expert_degree) if own.expert_degree > 1 else None
+    return dataclasses.replace(world, mesh=mesh(1) if has_mesh else None, experts=experts, **parts)
+
+
 def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """One after another; the first fault ends the process."""
     torch.set_num_threads(1)
+    # Those of another launch, if this is the process of the tests.
+    _MESHES.clear()
     # One rank has a process group only for a strategy that needs one.
     shares = any(f"parallel={name}" in case["overrides"] for case in cases.values() for name in ("ddp", "fsdp", "hsdp"))
     with (
@@ -117,32 +145,16 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
     ):
         # Two blocks of the ResNet show all that eight do. Undone: with one rank this is the process of the tests.
         monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.BasicBlock, (1, 1)))
-        meshes, experts = {}, {}
         for name, case in cases.items():
             overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
             config = load_config(case["config_name"], overrides)
-            together, apart = config.parallel.tensor_degree, config.parallel.expert_degree
-            stages = config.parallel.pipeline_degree
-            shape = (config.parallel.name, config.parallel.shard_degree, together, apart, stages)
-            if (shape[0] not in ("auto", "single", "ddp") or stages > 1) and shape not in meshes:
-                # One launch for all cases; a process cannot leave and join the same ranks again.
-                models = world.size // together // stages
-                shards = {"hsdp": shape[1], "ddp": 1}.get(shape[0], models)
-                grid = (models // shards if shape[0] in ("hsdp", "ddp") else None, shards)
-                timeout = datetime.timedelta(seconds=600)
-                parts = {"tensor": together, "pipeline": stages}
-                meshes[shape] = make_mesh(device, *grid, timeout, **parts)
-                if apart > 1:
-                    experts[shape] = make_mesh(device, *grid, timeout, expert=apart, **parts)
+            here = divided(world, config)
             if case.get("double", False):
                 monkeypatch.setitem(DTYPES, "float32", torch.float64)
                 torch.set_default_dtype(torch.float64)
             try:
-                here = dataclasses.replace(
-                    world, mesh=meshes.get(shape), tensor=together, experts=experts.get(shape), pipeline=stages
-                )
                 state = run_case(config, here, save=case.get("save", False), evaluate=case.get("evaluate", True))
-                if stages > 1:
+                if here.pipeline > 1:
                     state = merged(here.gather(state))
             except Exception:  # noqa: BLE001  # the other ranks wait for this one
                 print(f"case {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)

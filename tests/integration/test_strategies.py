@@ -47,19 +47,11 @@ STRATEGIES = {
     "fairscale3": ["parallel=fairscale_fsdp"],
     "oss": ["parallel=fairscale_sharded_ddp"],
 }
+VIT = ["model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"]
 MODELS = {
-    "vit": (
-        "vit_digits",
-        ["model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"],
-    ),
+    "vit": ("vit_digits", VIT),
     # With room for all tokens; the balancing loss is of each rank's own tokens.
-    "moe": (
-        "vit_moe_digits",
-        [
-            *("model.width=32", "model.depth=2", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8"),
-            *("model.expert_capacity=8", "model.balance_loss=0"),
-        ],
-    ),
+    "moe": ("vit_moe_digits", [*VIT, "model.expert_capacity=8", "model.balance_loss=0"]),
     # With seed 0 a rounding turns a ReLU over, which shows as 1e-4 in the strategies that sum in another order.
     "resnet": ("resnet_digits", ["model.depth=18", "data.image_size=8", "parallel.sync_batchnorm=true", "seed=1"]),
 }
@@ -93,9 +85,11 @@ CASES = [
     # One schedule for both formats; the others in float64.
     and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
-ON_TWO = [case for case in CASES if "hsdp" not in case[0]]
-# A grid of 2 x 2, and one of each kind of the others.
-ON_FOUR = [case for case in CASES if "hsdp" in case[0] or (case[1] != "resnet" and case[2:] == ("fp32", 4))]
+# On four ranks a grid of 2 x 2, and one of each kind of the others.
+ON = {
+    2: [case for case in CASES if "hsdp" not in case[0]],
+    4: [case for case in CASES if "hsdp" in case[0] or (case[1] != "resnet" and case[2:] == ("fp32", 4))],
+}
 # Largest difference of what is learned, as a share of the whole change; bfloat16 rounds to 4e-3. In float32 no single
 # value differs by more than 1e-5 either.
 BAND = {"fp32": 1e-5, "bf16_params": 1e-2}
@@ -103,6 +97,8 @@ LOSS_BAND = {"fp32": 1e-5, "bf16_params": 2e-3}
 
 LAMB = ["optim=lamb", "optim.lr=0.001", "optim.eps=0.01", "model.init=trunc_normal"]
 ADAMW = ["optim=adamw", "optim.lr=0.001", "optim.eps=0.01"]
+# Too large a scale for the first step, which all ranks have to skip together.
+OVERFLOW = ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"]
 # What else has to be right when weights are cut or gradients rounded: (strategy, keys, band).
 PARTS: dict[str, tuple[str, list[str], float]] = {
     "adamw fused": ("zero3", [*ADAMW, "speed.optimizer=fused"], 1e-5),
@@ -126,17 +122,8 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         ["model.stem=conv", "model.stem_widths=[8,16]", "model.stem_strides=[2,2]", "parallel.sync_batchnorm=true"],
         1e-5,
     ),
-    # Too large a scale for the first step, which all ranks have to skip together.
-    "overflow": (
-        "zero3",
-        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
-        1e-2,
-    ),
-    "overflow on replicas": (
-        "ddp",
-        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
-        1e-2,
-    ),
+    "overflow": ("zero3", OVERFLOW, 1e-2),
+    "overflow on replicas": ("ddp", OVERFLOW, 1e-2),
     "float8": ("zero3", ["precision=fp8", "precision.fp8_emulate=true", "model.mlp_width=64"], 0.1),
     "static graph": ("ddp", ["parallel.static_graph=true", "speed.recompute=full"], 1e-5),
     "fp16 exchange": ("ddp", ["parallel.compression=fp16", "precision=amp_fp16"], 2e-3),
@@ -150,19 +137,11 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         1e-5,
     ),
     "tensor recompute": ("tensor", ["speed.recompute=full", "model.classifier=map", "model.registers=2"], 1e-5),
-    "pipeline overflow": (
-        "pipeline",
-        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
-        1e-2,
-    ),
+    "pipeline overflow": ("pipeline", OVERFLOW, 1e-2),
     # Its products are in bfloat16; under ddp it differs by 4e-3.
     "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001"], 1e-2),
     "pipeline compiled": ("pipeline", ["speed.compile=blocks"], 1e-4),
-    "tensor overflow": (
-        "tensor",
-        ["precision=fp16_master", "precision.loss_scale_start=134217728", "precision.loss_scale_backoff=0.0078125"],
-        1e-2,
-    ),
+    "tensor overflow": ("tensor", OVERFLOW, 1e-2),
     "flat layers": ("fairscale3", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
     "flat lion": ("fairscale3", ["optim=lion", "optim.lr=0.0001"], 1e-5),
     "flat recompute": ("fairscale3", [*ADAMW, "speed.recompute=full"], 1e-5),
@@ -249,11 +228,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return folder / "x"
 
 
-def _ranks(chosen: list[tuple[Any, ...]], ranks: int, factory: pytest.TempPathFactory, digits: Path) -> Path:
-    cases = {case_name(strategy, *rest): case(STRATEGIES[strategy], *rest, digits=digits) for strategy, *rest in chosen}
-    return run_ranks(cases, factory.mktemp("ranks") / str(ranks), ranks)
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     parts = {
@@ -264,24 +238,21 @@ def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def all_on_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    return _ranks(ON_TWO, 2, tmp_path_factory, digits)
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """What so many ranks end with."""
+    cases = {case_name(*each): case(STRATEGIES[each[0]], *each[1:], digits=digits) for each in ON[request.param]}
+    return run_ranks(cases, tmp_path_factory.mktemp("ranks") / str(request.param), request.param)
 
 
-@pytest.fixture(scope="module")
-def all_on_four(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    return _ranks(ON_FOUR, 4, tmp_path_factory, digits)
-
-
-@pytest.mark.parametrize("chosen", ON_TWO, ids=lambda chosen: case_name(*chosen))
-def test_two_ranks(chosen: tuple[Any, ...], all_on_two: Path, alone: Path) -> None:
+@pytest.mark.parametrize(
+    ("together", "chosen"),
+    [(ranks, chosen) for ranks, cases in ON.items() for chosen in cases],
+    indirect=["together"],
+    ids=lambda value: case_name(*value) if isinstance(value, tuple) else str(value),
+)
+def test_ranks_equal_one_process(together: Path, chosen: tuple[Any, ...], alone: Path) -> None:
     """Ten steps at the same global batch: weights, statistics, average, losses, norms, evaluations."""
-    compare(chosen, all_on_two, alone)
-
-
-@pytest.mark.parametrize("chosen", ON_FOUR, ids=lambda chosen: case_name(*chosen))
-def test_four_ranks(chosen: tuple[Any, ...], all_on_four: Path, alone: Path) -> None:
-    compare(chosen, all_on_four, alone)
+    compare(chosen, together, alone)
 
 
 @pytest.mark.parametrize("name", PARTS)
