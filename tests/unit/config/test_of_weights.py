@@ -15,7 +15,7 @@ from tests.unit.config.conftest import Tool
 
 @pytest.fixture
 def config() -> RunConfig:
-    return load_config("vit_digits", ["seed=5", "data.image_size=20", "optim=sgd"])
+    return load_config("vit_digits", ["seed=5", "data.image_size=20", "optim=sgd", "model.num_classes=7"])
 
 
 def header(values: object) -> bytes:
@@ -120,13 +120,27 @@ def test_a_path_that_depends_on_the_configuration_is_refused(tool: Tool) -> None
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"), [("tf_efficientnet_lite0.safetensors", "timm"), ("model.safetensors", "vit")]
+    ("weights", "kind", "what"),
+    [
+        ("timm:convnext_tiny.fb_in22k", "timm", {"name": "convnext_tiny.fb_in22k"}),
+        ("torchvision:resnet50.IMAGENET1K_V2", "resnet", {"depth": 50}),
+        ("torchvision:vit_l_16", "vit", {"width": 1024}),
+        ("their.pth", "vit", {"width": 768}),
+        ("tf_efficientnet_lite0.safetensors", "timm", {"name": "tf_efficientnet_lite0"}),
+        ("model.safetensors", "vit", {"width": 768}),
+        ("run", "vit", {"width": 64, "num_classes": None}),
+    ],
 )
-def test_a_file_with_the_name_of_a_timm_model_chooses_it(tmp_path: Path, file: str, kind: str) -> None:
-    (tmp_path / file).touch()
-    model = load_config("finetune", [f"weights={tmp_path / file}", f"data.root={tmp_path}"]).model
-    assert model.kind == kind
-    assert getattr(model, "name", "") == (file.partition(".")[0] if kind == "timm" else "")
+def test_weights_choose_the_model(home: Path, weights: str, kind: str, what: dict[str, object]) -> None:
+    for file in ("tf_efficientnet_lite0.safetensors", "model.safetensors"):
+        (home / file).touch()
+    source = weights if ":" in weights else str(home / weights)
+    config = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model.drop_path=0.1"])
+    assert (config.model.kind, config.model.drop_path) == (kind, 0.1)
+    assert {key: getattr(config.model, key) for key in what} == what
+    # A model that is named stays.
+    named = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model=resnet18"])
+    assert named.model.kind == "resnet"
 
 
 def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:

@@ -17,36 +17,6 @@ from pycls_fast.errors import UserError
 from tests.factories import load_run_config
 
 
-@pytest.mark.parametrize(
-    ("weights", "kind", "what"),
-    [
-        ("timm:convnext_tiny.fb_in22k", "timm", {"name": "convnext_tiny.fb_in22k"}),
-        ("torchvision:resnet50.IMAGENET1K_V2", "resnet", {"depth": 50}),
-        ("torchvision:vit_l_16", "vit", {"width": 1024}),
-        ("their.pth", "vit", {"width": 768}),
-    ],
-)
-def test_weights_choose_the_model(weights: str, kind: str, what: dict[str, object]) -> None:
-    config = load_config("finetune", ["data.root=/nowhere", f"weights={weights}", "model.drop_path=0.1"])
-    assert config.model.kind == kind
-    assert config.model.drop_path == 0.1
-    assert {key: getattr(config.model, key) for key in what} == what
-    # A model that is named stays.
-    named = load_config("finetune", ["data.root=/nowhere", f"weights={weights}", "model=resnet18"])
-    assert named.model.kind == "resnet"
-
-
-def test_a_run_has_its_model(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "model: {kind: timm, name: convnext_atto, num_classes: 7, drop_path: 0.0, options: {}}\n"
-        "data: {image_size: 96}\n"
-    )
-    config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path}"])
-    assert config.model.kind == "timm"
-    assert config.model.num_classes is None
-    assert config.data.image_size == (96, 96)
-
-
 def test_timms_models_are_models() -> None:
     config = load_config("vit_s16", ["data.root=/nowhere", "model=convnext_atto"])
     assert config.model.kind == "timm"
