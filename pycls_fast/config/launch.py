@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from pycls_fast.config.messages import explaining, unreadable
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
+from pycls_fast.files import timestamp
 
 
 class Verb(Section):
@@ -371,7 +371,7 @@ def _sweep_folder(flags: Namespace) -> Iterator[list[str]]:
                 "without torchrun, or give each run its ranks with hydra/launcher=submitit_local or submitit_slurm"
             )
         # It writes its result there.
-        folder = f"multirun/{sweeper}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        folder = f"multirun/{sweeper}-{timestamp()}"
         print_lines("note", [f"the result of {sweeper} will be in {folder}"])
         yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     elif chosen.get("hydra/launcher", "").startswith("submitit"):

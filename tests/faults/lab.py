@@ -24,10 +24,11 @@ from tests.unit.data import layouts
 STEPS = 44
 
 
-def settings(*overrides: str, config_name: str = "vit_digits") -> list[str]:
-    """A training of two seconds, with the loader in its own process."""
-    fixed = ("optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkpoint_every_steps=4", "runtime.device=cpu")
-    return ["--config-name", config_name, *TINY, *fixed, *overrides]
+# A training of two seconds, with the loader in its own process.
+TRAINING = (
+    *("--config-name", "vit_digits", *TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.device=cpu"),
+    "runtime.checkpoint_every_steps=4",
+)
 
 
 class Lab:
@@ -35,8 +36,7 @@ class Lab:
 
     Attributes:
         digits: class folders.
-        seconds: how long the undisturbed run took.
-        wanted: its last state, as `fingerprint` tells it; of two ranks, under "ranks".
+        wanted: the run's last state, as `fingerprint` tells it; of two ranks, under "ranks".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class Lab:
         self.digits = folder / "digits"
         self.wanted: dict[str, str] = {}
         self._must(attempt(lambda: write_digits(self.digits) or 0, folder))
-        self.train = ("train", *settings(f"data.root={self.digits}"))
+        self.train = ("train", *TRAINING, f"data.root={self.digits}")
         self._must(attempt(tool(*self.train, "run_dir=run"), folder))
         self.wanted["run"] = self.fingerprint(folder)
         self._must(attempt(tool("export", "weights=run", "output=weights.safetensors"), folder))

@@ -34,7 +34,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
-from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.parallel.launch import _grid, make_mesh
 from pycls_fast.strategies import strategy_of
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
@@ -113,12 +113,10 @@ _MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
 
 def divided(world: World, config: RunConfig) -> World:
     """The same ranks with the meshes of a configuration; a process cannot leave and join the same ranks again."""
-    own = config.parallel
+    own, facts = config.parallel, strategy_of(config.parallel.name)
     parts = {"tensor": own.tensor_degree, "pipeline": own.pipeline_degree}
-    models = world.size // own.tensor_degree // own.pipeline_degree
-    shards = {"hsdp": own.shard_degree, "ddp": 1}.get(own.name, models)
-    assert shards is not None
-    grid = (models // shards if own.name in ("hsdp", "ddp") else None, shards)
+    degrees = (own.shard_degree, own.replicate_degree, own.tensor_degree, own.expert_degree)
+    grid = _grid(facts, world.size // own.pipeline_degree, *degrees)
 
     def mesh(expert: int) -> DeviceMesh:
         key = (*grid, expert, *parts.values())
@@ -127,7 +125,7 @@ def divided(world: World, config: RunConfig) -> World:
             _MESHES[key] = make_mesh(world.device.type, *grid, timeout, expert=expert, **parts)
         return _MESHES[key]
 
-    has_mesh = strategy_of(own.name).has_mesh or own.pipeline_degree > 1
+    has_mesh = facts.has_mesh or own.pipeline_degree > 1
     experts = mesh(own.expert_degree) if own.expert_degree > 1 else None
     return dataclasses.replace(world, mesh=mesh(1) if has_mesh else None, experts=experts, **parts)
 
