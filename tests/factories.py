@@ -20,6 +20,7 @@ from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.saved import SAVED, register, saved_in_run
 from pycls_fast.models.pretrained.names import read_names
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import split
@@ -50,6 +51,12 @@ def randomise(model: Any) -> Any:
         else:
             tensor.normal_(mean=float(name.endswith("weight")), std=0.4)
     return model
+
+
+def small_vit(**changes: Any) -> VisionTransformer:
+    """Sixteen patches of 8 x 8 pixels and three blocks, unless its arguments say otherwise."""
+    sizes = {"image_size": 32, "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 40, "num_classes": 7}
+    return VisionTransformer(**{**sizes, **changes})
 
 
 def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:

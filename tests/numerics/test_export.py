@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, export, pretrained
+from pycls_fast.models import ResNet, TimmNetwork, export, pretrained
 from pycls_fast.models.exported import _RUNNERS
-from tests.factories import randomise
+from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 
 SIZE = 32
@@ -29,8 +29,7 @@ ABOUT = export.About(
 
 
 def vit(**kwargs: Any) -> nn.Module:
-    sizes = {"image_size": SIZE, "patch_size": 8, "width": 24, "depth": 2, "heads": 3, "mlp_width": 40}
-    return randomise(VisionTransformer(**{**sizes, "num_classes": 3, **kwargs})).float().eval()
+    return randomise(small_vit(**{"image_size": SIZE, "num_classes": 3, **kwargs})).float().eval()
 
 
 def resnet(**kwargs: Any) -> nn.Module:

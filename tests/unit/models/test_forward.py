@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, VisionTransformer
-from tests.factories import randomise
+from tests.factories import randomise, small_vit
 from tests.unit.models.conftest import draw
 
 Model = VisionTransformer | ResNet
-
-VIT: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 8,
-    "width": 24,
-    "depth": 3,
-    "heads": 3,
-    "mlp_width": 40,
-    "num_classes": 7,
-}
 
 
 def resnet(**kwargs: Any) -> ResNet:
@@ -32,19 +22,17 @@ def resnet(**kwargs: Any) -> ResNet:
 
 
 MODELS: dict[str, Callable[..., Model]] = {
-    "vit": lambda **kwargs: VisionTransformer(**VIT | kwargs),
-    "vit-sdpa": lambda **kwargs: VisionTransformer(**VIT | kwargs, attention="sdpa"),
-    "vit-pooled-sincos2d": lambda **kwargs: VisionTransformer(
-        **VIT | kwargs, classifier="pooled", positions="sincos2d"
+    "vit": small_vit,
+    "vit-sdpa": lambda **kwargs: small_vit(**kwargs, attention="sdpa"),
+    "vit-pooled-sincos2d": lambda **kwargs: small_vit(**kwargs, classifier="pooled", positions="sincos2d"),
+    "vit-conv-stem": lambda **kwargs: small_vit(
+        **kwargs, stem="conv", stem_widths=(6, 8, 12), stem_strides=(2, 2, 2), layer_scale=0.3
     ),
-    "vit-conv-stem": lambda **kwargs: VisionTransformer(
-        **VIT | kwargs, stem="conv", stem_widths=(6, 8, 12), stem_strides=(2, 2, 2), layer_scale=0.3
+    "vit-map": lambda **kwargs: small_vit(
+        **kwargs, classifier="map", registers=2, qk_norm=True, position_tokens="patches", attention="sdpa"
     ),
-    "vit-map": lambda **kwargs: VisionTransformer(
-        **VIT | kwargs, classifier="map", registers=2, qk_norm=True, position_tokens="patches", attention="sdpa"
-    ),
-    "vit-mean-with-token": lambda **kwargs: VisionTransformer(
-        **VIT | kwargs, classifier="pooled", class_token=True, classifier_norm="before_pool", pre_logits=20
+    "vit-mean-with-token": lambda **kwargs: small_vit(
+        **kwargs, classifier="pooled", class_token=True, classifier_norm="before_pool", pre_logits=20
     ),
     "resnet18": lambda **kwargs: resnet(stem="small", **kwargs),
     "resnet50d": lambda **kwargs: resnet(

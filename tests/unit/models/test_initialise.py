@@ -13,24 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from tests.factories import small_vit
 
 Check = Callable[[Tensor], None]
 WIDTH, MLP_WIDTH = 192, 512
 
 
 def vit(classifier: str = "token", positions: str = "learned", **kwargs: Any) -> VisionTransformer:
-    return VisionTransformer(
-        **kwargs,
-        image_size=64,
-        patch_size=8,
-        width=WIDTH,
-        depth=2,
-        heads=3,
-        mlp_width=MLP_WIDTH,
-        num_classes=10,
-        classifier=classifier,  # type: ignore[arg-type]
-        positions=positions,  # type: ignore[arg-type]
-    )
+    sizes = {"image_size": 64, "width": WIDTH, "depth": 2, "mlp_width": MLP_WIDTH, "num_classes": 10}
+    return small_vit(classifier=classifier, positions=positions, **sizes, **kwargs)
 
 
 CONV = {"stem": "conv", "stem_widths": (32, 64, 96), "stem_strides": (2, 2, 2)}

@@ -76,33 +76,25 @@ def read(model: Any, matrix: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_of_the_last_block(kind: str) -> None:
+def test_attention_of_the_last_block_and_rollout(kind: str) -> None:
     model = vit(**KINDS[kind])
     kernels = [block.attention.kernel for block in model.blocks]
     with torch.no_grad():
-        found = maps.attention_maps(model, images())
-    assert found.shape == (2, 3, 3, 3)
+        last, rolled = maps.attention_maps(model, images()), maps.attention_rollout(model, images())
+    assert (last.shape, rolled.shape) == ((2, 3, 3, 3), (2, 3, 3))
+    # Of a MAP head the one query's row over the patches, in the rollout then what reached those.
+    pooled = model.classifier == "map"
     for sample, blocks in enumerate(by_hand(model)):
         for head, matrix in enumerate(blocks[-1]):
-            wanted = matrix[0].reshape(3, 3) if model.classifier == "map" else read(model, matrix)
-            torch.testing.assert_close(found[sample, head], wanted, rtol=1e-10, atol=0)
-    assert [block.attention.kernel for block in model.blocks] == kernels
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rollout(kind: str) -> None:
-    model = vit(**KINDS[kind])
-    with torch.no_grad():
-        found = maps.attention_rollout(model, images())
-    for sample, blocks in enumerate(by_hand(model)):
+            wanted = matrix[0].reshape(3, 3) if pooled else read(model, matrix)
+            torch.testing.assert_close(last[sample, head], wanted, rtol=1e-10, atol=0)
         flow = torch.eye(model.tokens, dtype=torch.float64)
         for matrices in blocks[:3]:
             flow = (0.5 * sum(matrices) / 3 + 0.5 * torch.eye(model.tokens, dtype=torch.float64)) @ flow
-        # Of a MAP head the one query's row over the patches, then what reached those.
-        pooled = model.classifier == "map"
         wanted = ((sum(blocks[3]) / 3) @ flow)[0].reshape(3, 3) if pooled else read(model, flow)
-        torch.testing.assert_close(found[sample], wanted, rtol=1e-10, atol=0)
-        assert 0 < found[sample].sum() <= 1 + 1e-12
+        torch.testing.assert_close(rolled[sample], wanted, rtol=1e-10, atol=0)
+        assert 0 < rolled[sample].sum() <= 1 + 1e-12
+    assert [block.attention.kernel for block in model.blocks] == kernels
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,17 +11,15 @@ from torch import nn
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
-from pycls_fast.models import ResNet, VisionTransformer
-from tests.factories import randomise
+from pycls_fast.models import ResNet
+from tests.factories import randomise, small_vit
 from tests.unit.models.conftest import draw
 
 FORMATS: dict[str, torch.memory_format] = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MODELS: dict[str, Any] = {
     "resnet18-small": lambda: ResNet(depth=18, num_classes=5, stem="small", drop_path=0.2),
     "resnet50": lambda: ResNet(depth=50, num_classes=5),
-    "vit": lambda: VisionTransformer(
-        image_size=32, patch_size=8, width=16, depth=2, heads=2, mlp_width=24, num_classes=5, attention="sdpa"
-    ),
+    "vit": lambda: small_vit(num_classes=5, attention="sdpa"),
 }
 
 # Of the images: deep maps of one pixel would make BatchNorm divide by differences of a few numbers.

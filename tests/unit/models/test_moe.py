@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from pycls_fast.models.layers import Mlp
 from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
 from pycls_fast.models.pretrained import fit, read_weights
-from pycls_fast.models.vit import VisionTransformer
-from tests.factories import randomise
+from tests.factories import randomise, small_vit
 
 WIDTH, HIDDEN, TOKENS = 8, 12, 40
 
@@ -148,24 +147,19 @@ def test_the_router_stays_in_float32() -> None:
 
 
 def test_upcycled_from_a_dense_checkpoint_it_begins_as_the_dense_network(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "image_size": 16, "patch_size": 4, "width": 16, "depth": 4, "heads": 2, "mlp_width": 24, "num_classes": 5
-    }  # fmt: skip
-    dense = randomise(VisionTransformer(**sizes)).float().eval()
+    dense = randomise(small_vit(depth=4)).float().eval()
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
-    sparse = VisionTransformer(**sizes, experts=Experts(count=4, per_token=2)).eval()
+    sparse = small_vit(depth=4, experts=Experts(count=4, per_token=2)).eval()
     fitted = fit(read_weights(str(tmp_path / "dense.safetensors")), sparse)
     sparse.load_state_dict(fitted.tensors, strict=False)
     assert set(sparse.state_dict()) - set(fitted.tensors) == {f"blocks.{b}.mlp.router.weight" for b in (1, 3)}
-    images = torch.randn(3, 3, 16, 16)
+    images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(sparse(images), dense(images), rtol=1e-4, atol=1e-5)
 
 
 def test_training_sums_the_losses_of_the_routers() -> None:
-    network = VisionTransformer(
-        image_size=16, patch_size=4, width=16, depth=4, heads=2, mlp_width=24, num_classes=5, experts=Experts(count=4)
-    )
-    network(torch.randn(3, 3, 16, 16))
+    network = small_vit(depth=4, experts=Experts(count=4))
+    network(torch.randn(3, 3, 32, 32))
     layers = [block.mlp for block in network.blocks if isinstance(block.mlp, ExpertsMlp)]  # type: ignore[union-attr]
     assert len(layers) == 2
     loss = network.auxiliary_loss()
