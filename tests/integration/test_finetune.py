@@ -91,7 +91,7 @@ def finetune(images: Path, run_dir: Path, *overrides: str, name: str = "finetune
     return train(load_config(name, [f"data.root='{images}'", f"run_dir={run_dir}", *TINY, *overrides]))
 
 
-def scored(run_dir: Path) -> list[dict[str, Any]]:
+def averaged(run_dir: Path) -> list[dict[str, Any]]:
     """The evaluations that count: those of the moving average."""
     return [record for record in records(run_dir, "eval") if record["weights"] == "ema"]
 
@@ -144,7 +144,7 @@ def test_sixty_images_are_enough(images: Path, weights: Path, tmp_path: Path) ->
     assert saved["data"]["global_batch_size"] == 8
     assert saved["data"]["mean"] == STATISTICS["mean"]
     assert saved["data"]["std"] == STATISTICS["std"]
-    assert [record["step"] for record in scored(run)] == [0, 6, 12, 18, 24, 30, 36]
+    assert [record["step"] for record in averaged(run)] == [0, 6, 12, 18, 24, 30, 36]
     (fitted,) = [record for record in records(run, "event") if record["event"] == "head fitted"]
     assert fitted["images"] == 48
     state = newest_checkpoint(run)
@@ -245,7 +245,7 @@ def test_two_ranks_fit_the_head_of_one(images: Path, weights: Path, tmp_path: Pa
     for ranks, parallel in ((1, "single"), (2, strategy)):
         start = command(*given, f"run_dir={parallel}", f"parallel={parallel}", config_name="finetune")
         run_process(under_torchrun(start, ranks), cwd=tmp_path)
-    (one,), (two,) = (scored(tmp_path / name) for name in ("single", strategy))
+    (one,), (two,) = (averaged(tmp_path / name) for name in ("single", strategy))
     assert one["top1"] == two["top1"] > 60
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
@@ -256,7 +256,7 @@ def test_a_head_that_is_not_fitted(images: Path, weights: Path, tmp_path: Path, 
     finetune(images, tmp_path, f"weights={weights}", f"head={head}", "schedule.max_steps=1",
              "runtime.log_every_steps=1", "loss.label_smoothing=0")  # fmt: skip
     assert records(tmp_path, "train")[0]["loss"] == pytest.approx(math.log(3), abs=1e-5 if head == "zero" else 0.3)
-    assert not [record for record in scored(tmp_path) if record["step"] == 0]
+    assert not [record for record in averaged(tmp_path) if record["step"] == 0]
 
 
 @pytest.mark.slow
@@ -320,6 +320,6 @@ def test_the_defaults_train_on_a_cpu(tmp_path: Path, photos: Path) -> None:
     assert saved["precision"]["name"] in ("fp32", "amp_bf16")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["epochs"] == 40
-    assert len(scored(tmp_path / "run")) <= 21
+    assert len(averaged(tmp_path / "run")) <= 21
     assert summary["final"]["count"] == 6
     assert summary["best"]["top1"] > 60
