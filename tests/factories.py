@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
+from pycls_fast import build
 from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
@@ -115,6 +117,13 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], *, implementation: s
     from pycls_fast.optim.choices import Optimizer
 
     return Optimizer.choices()[name](**keys).build(groups, implementation)
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that has torch compile: slow, and only where there is a compiler."""
+    has_compiler = build.has_compiler("cpu")
+    quiet = pytest.mark.filterwarnings("ignore")(test)
+    return pytest.mark.slow(pytest.mark.skipif(not has_compiler, reason="needs a C++ compiler")(quiet))
 
 
 def script(name: str) -> Any:

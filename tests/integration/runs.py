@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from pycls_fast.files import checkpoints
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
 from tests.factories import load_checkpoint
+from tests.started import Started
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,21 +67,13 @@ def command(*overrides: str, tool: str = "train_net", config_name: str | None = 
 
 def run_process(arguments: Sequence[str], *, cwd: Path, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Run to the end; the status has to be the expected one. The test's own limit is the limit here."""
-    process = subprocess.Popen(
-        list(arguments),
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    started, pipe = Started(), subprocess.PIPE
+    process = started(list(arguments), cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
     try:
         out, err = process.communicate()
     finally:
         # Ranks outlive their launcher if the test is ended.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        started.end()
     if expect is not None:
         assert process.returncode == expect, f"status {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -13,6 +13,7 @@ from pycls_fast.train import checkpoint
 from tests.factories import load_checkpoint
 from tests.integration.runs import assert_same_state, command, records, run_process, under_torchrun
 from tests.integration.strategy_worker import run_cases
+from tests.integration.test_recipes import SMALL
 from tests.integration.test_strategies import MODELS, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -124,23 +125,9 @@ def assert_near(ours: Any, theirs: Any, place: str) -> None:
 
 def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
     """The experiment as it is, but for 4 blocks and 64 pixels, on synthetic images; 0.6 GB a checkpoint."""
-    overrides = [
-        "parallel=fsdp",
-        "data=synthetic",
-        "model.depth=4",
-        "data.image_size=64",
-        "data.global_batch_size=8",
-        "data.synthetic_train_images=32",
-        # On two ranks one has none in the last batch.
-        "data.synthetic_val_images=5",
-        "data.num_workers=0",
-        "optim.accumulation_steps=2",
-        "schedule.epochs=2",
-        "schedule.warmup_epochs=1",
-        "runtime.log_every_steps=1",
-        "trackers=[]",
-        f"run_dir={tmp_path / 'run'}",
-    ]
+    # On two ranks one has none of the five images in the last batch.
+    own = ["parallel=fsdp", "model.depth=4", "data.image_size=64", "data.synthetic_val_images=5"]
+    overrides = [*SMALL, *own, "optim.accumulation_steps=2", f"run_dir={tmp_path / 'run'}"]
     for steps in (2, 4):
         training = command(*overrides, f"schedule.max_steps={steps}", config_name="vit_h16")
         run_process(under_torchrun(training, 2), cwd=tmp_path)

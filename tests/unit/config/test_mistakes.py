@@ -75,12 +75,6 @@ def test_a_mistake_gets_its_line(override: str, line: str) -> None:
     assert found.endswith(end) if dots else found == line
 
 
-def test_an_experiment_that_does_not_exist() -> None:
-    with pytest.raises(UserError) as caught:
-        load_config("vit_digit")
-    assert caught.value.lines == ("--config-name vit_digit: no such experiment; did you mean vit_digits?",)
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [

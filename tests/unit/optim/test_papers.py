@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pycls_fast import build
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import compile_step, set_lr
-from tests.factories import make_optimizer
+from tests.factories import compiles, make_optimizer
 
 # Factored by Adafactor: (40, 33) and (36, 2, 35), along the two large axes.
 SHAPES = [(), (7,), (40, 33), (33, 31), (36, 2, 35), (4, 3, 2, 2)]
@@ -224,12 +223,7 @@ def test_the_implementation_is_the_one_asked_for(name: str, implementation: str)
         assert optimizer.defaults[flag] == (implementation == flag)
 
 
-needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 @pytest.mark.parametrize(("name", "implementation"), COMPILED)
 def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(name: str, implementation: str) -> None:
     torch._dynamo.reset()
@@ -243,9 +237,7 @@ def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(nam
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize(("name", "implementation"), [("adamw", "loop"), ("adamw", "foreach"), ("lamb", "loop")])
 def test_a_compiled_step_at_a_rate_of_zero_changes_nothing(
@@ -269,9 +261,7 @@ def test_a_compiled_step_at_a_rate_of_zero_changes_nothing(
     assert all(torch.allclose(a, b, rtol=0, atol=1e-29) for a, b in zip(weights, before, strict=True))
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 @pytest.mark.parametrize(("name", "tolerance"), [("adafactor", 1e-2), ("muon", 3e-2)])
 def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) -> None:
     torch._dynamo.reset()
@@ -285,9 +275,7 @@ def test_compiled_steps_with_half_precision_inside(name: str, tolerance: float) 
     assert errors(make, formula, torch.float32, after=compile_step) < tolerance
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 def test_eight_bits_are_adamw_up_to_their_rounding() -> None:
     pytest.importorskip("torchao")
 

@@ -14,6 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
+from tests.factories import compiles
 
 CPU = torch.device("cpu")
 EVERY = [
@@ -22,7 +23,6 @@ EVERY = [
     for implementation in facts.implementations
     if name != "adamw8bit"
 ]
-needs_compiler = pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 
 # Rates for a network of this size on the digits.
 RATES = {"sgd": 0.1, "adamw": 1e-2, "lamb": 1e-1, "lion": 5e-3, "adafactor": 1e-2, "muon": 1e-2, "adamw8bit": 1e-2}
@@ -129,9 +129,7 @@ def test_the_state_is_by_name_whatever_the_groups(name: str) -> None:
     there_and_back(plain, split)
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 @pytest.mark.parametrize("name", [name for name, facts in Chosen.choices().items() if facts.compilable])
 def test_compiled_steps_resume_and_learn(name: str) -> None:
     torch._dynamo.reset()
@@ -142,9 +140,7 @@ def test_compiled_steps_resume_and_learn(name: str) -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
+@compiles
 def test_eight_bits_resume_and_learn() -> None:
     pytest.importorskip("torchao")
     config = configured("adamw8bit", "model.width=64")
