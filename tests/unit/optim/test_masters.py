@@ -113,8 +113,11 @@ def test_what_is_cast(build: Any, dtype: torch.dtype) -> None:
                 assert torch.equal(value, before[name])
         assert [name for name, _ in masters.named_parameters()] == [name for name, _ in model.named_parameters()]
         assert all(p.dtype == torch.float32 for _, p in masters.named_parameters())
-        logits = model(torch.randn(2, 3, 8, 8, dtype=dtype))
-        assert logits.dtype == dtype
+        seen: set[torch.dtype] = set()
+        for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
+            norm.register_forward_hook(lambda _, inputs, output, seen=seen: seen.add(inputs[0].dtype))
+        assert model(torch.randn(2, 3, 8, 8, dtype=dtype)).dtype == dtype
+        assert seen == ({torch.float32 if wide_norms else dtype} if build is vit else set())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
