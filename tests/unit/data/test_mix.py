@@ -61,7 +61,11 @@ def test_same_formula_as_torchvision(kind: str, seed: int) -> None:
 
 EIGHT = torch.tensor([3, 1, 4, 1, 5, 0, 2, 2])
 ALPHAS: dict[str, Any] = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "probability": 0.9}
-MIXERS = {"batch": Mixer(**ALPHAS), **{mode: ElementMixer(mode=mode, **ALPHAS) for mode in ("pair", "elem")}}  # type: ignore[arg-type]
+MIXERS = {
+    "batch": Mixer(**ALPHAS),
+    "pair": ElementMixer(mode="pair", **ALPHAS),
+    "elem": ElementMixer(mode="elem", **ALPHAS),
+}
 BY_MODE = pytest.mark.parametrize("mode", MIXERS)
 
 

@@ -36,8 +36,8 @@ def numbered(width: int, height: int) -> Image.Image:
 )
 def test_same_draws_as_torchvision(interpolation: Any, size: tuple[int, int]) -> None:
     """torchvision's preset (crop, flips, RandAugment), seeded the same way, gives the same pixels."""
-    flips, policy = {"hflip": 0.3, "vflip": 0.7}, RandAugment(num_ops=3, magnitude=11)
-    augment = Augment(scale=(0.2, 0.9), interpolation=interpolation, policy=policy, **flips)  # type: ignore[arg-type]
+    policy = RandAugment(num_ops=3, magnitude=11)
+    augment = Augment(scale=(0.2, 0.9), interpolation=interpolation, policy=policy, hflip=0.3, vflip=0.7)
     ours = TrainTransform(augment, image_size=size)
     mode, proportions = InterpolationMode(interpolation), size[1] / size[0]
     theirs = v2.Compose(
