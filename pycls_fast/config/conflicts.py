@@ -132,6 +132,8 @@ FLATTENED_HALF = Fact("precision.name", lambda now: now.strategy.flattens and no
 NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise)
 KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state)
 COMPILES_ITSELF = Fact("optim.name", lambda now: now.config.optim.compiles_itself)
+RUNS_PARTS_AGAIN = Fact("speed.recompute", lambda now: now.speed.recompute == "full" and (
+    now.config.parallel.tensor_degree * now.config.parallel.expert_degree > 1))
 NOT_SHARDABLE = Fact("optim.name", lambda now: not now.config.optim.shardable)
 NOT_CAPTURABLE = Fact("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
 # LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
@@ -188,8 +190,7 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor", "speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),
     ("tensor", "speed.layout=batch_second", "tokens are divided as the second dimension", "speed.layout=batch_first"),
     ("tensor", "speed.linear=products", "it divides torch's linear layers", "speed.linear=torch"),
-    ("tensor expert", "speed.compile=blocks|model", "it was not tried on divided blocks", "speed.compile=off"),
-    ("pipeline", "speed.compile=model", "a stage is a part of it", "speed.compile=blocks"),
+    ("tensor expert pipeline", "speed.compile=model", "ranks compute parts of it", "speed.compile=blocks"),
     ("tensor expert", "speed.recompute=selective|budget", "it chooses among operations of whole blocks",
      "speed.recompute=full"),
     ("tensor expert", "speed.activation_compression=8bit", "it rounds whole tensors",
@@ -218,6 +219,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "shapes change in every step, and compiled code needs constant ones",
      "speed.compile=off or speed.drop_path_compute=multiply"),
     ("speed.optimizer_compile=on", COMPILES_ITSELF, "it compiles its own parts", "speed.optimizer_compile=off"),
+    ("speed.compile=blocks", RUNS_PARTS_AGAIN,
+     "torch cannot run divided blocks again in compiled code", "speed.compile=off or speed.recompute=off"),
     ("runtime.watchdog=true", "speed.compile=blocks|model", "it cannot see inside compiled code", "speed.compile=off"),
     # What is recorded as a CUDA graph.
     *(("speed.cuda_graphs=on", other, why, use) for other, why, use in _ASKS_THE_HOST),

@@ -178,6 +178,7 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "expert 2 x replicate 2": ("moe", "experts hsdp", 4, "hsdp", 4, [*APART, *DRAWN]),
     "expert 2 and one process": ("moe", "experts", 2, "single", 1, []),
     "experts in tensor 2": ("moe", "tensor", 2, "single", 1, [*APART, *DRAWN, "model.class_token=true"]),
+    "experts in tensor 2 compiled": ("moe", "tensor", 2, "single", 1, [*EXPERTS_DEEP, "speed.compile=blocks"]),
     "expert 2 x tensor 2": ("moe", "experts tensor", 4, "zero3", 2, [*APART, *DRAWN, "model.class_token=true"]),
     "expert 2 x shard 2 x tensor 2": ("moe", "experts tensor", 8, "zero3", 4, [*APART, *DRAWN]),
     "experts in pipeline 2": ("moe", "pipeline", 2, "single", 1, [*APART, *DRAWN]),

@@ -60,6 +60,7 @@ EXAMPLES = {
     conflicts.NOT_ELEMENTWISE: "optim=lamb",
     conflicts.KEEPS_STATE: "optim=adamw8bit",
     conflicts.COMPILES_ITSELF: "optim=adamw8bit",
+    conflicts.RUNS_PARTS_AGAIN: "speed.recompute=full parallel.tensor_degree=2 parallel=fsdp",
     conflicts.NOT_SHARDABLE: "optim=muon",
     conflicts.NOT_CAPTURABLE: "speed.optimizer=foreach",
     conflicts.TRUST_RATIO: "optim=lamb optim.weight_decay=0.1",
