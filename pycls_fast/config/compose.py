@@ -267,8 +267,9 @@ ALIASES = {
 
 def _long_name(override: str, folders: Sequence[Path]) -> str:
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
+    # No option has a slash: a folder that is not there is told as one.
     key, separator, value = override.partition("=")
-    if key == "data" and value not in options("data", folders) and user_path(value).exists():
+    if key == "data" and value not in options("data", folders) and ("/" in value or user_path(value).exists()):
         key = "data.root"
     return f"{ALIASES.get(key, key)}{separator}{value}"
 

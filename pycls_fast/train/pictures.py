@@ -37,11 +37,13 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
     for axes, key, label in ((loss, "loss", "training"), (rate, "lr", ""), (speed, "images_per_second", "")):
         _line(axes, train, key, label, "-")
+    averaged = any(record["weights"] == "ema" for record in evaluations)
     for split, weights in sorted({(record["split"], record["weights"]) for record in evaluations}):
         chosen = [record for record in evaluations if (record["split"], record["weights"]) == (split, weights)]
         label = f"{split} ({weights})"
         _line(loss, chosen, "loss", label, ".--")
-        for key, name, style in _ACCURACIES:
+        # Beside the average, which counts, one line is enough.
+        for key, name, style in _ACCURACIES if weights == "ema" or not averaged else _ACCURACIES[:1]:
             _line(accuracy, chosen, key, f"{label} {name}", style)
     names = {loss: "loss (nats)", accuracy: "accuracy (%)", rate: "learning rate", speed: "images/s"}
     for axes, name in names.items():

@@ -33,7 +33,7 @@ def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
 class Training:
     """A model and its images in a memory format, as the run makes them."""
 
-    def __init__(self, name: str, memory_format: str) -> None:
+    def __init__(self, name: str, memory_format: Any) -> None:
         torch.manual_seed(0)
         self.format = FORMATS[memory_format]
         self.model: nn.Module = MODELS[name]().to(memory_format=self.format)
@@ -45,7 +45,7 @@ class Training:
             indices_B=torch.arange(4),
             erase_B4=None,
         )
-        self.images_BCHW = Prepare((0.5,) * 3, (0.25,) * 3, memory_format=memory_format)(batch)  # type: ignore[arg-type]
+        self.images_BCHW = Prepare((0.5,) * 3, (0.25,) * 3, memory_format=memory_format)(batch)
 
     def backward(self) -> None:
         self.model(self.images_BCHW).square().mean().backward()

@@ -389,6 +389,7 @@ def test_planted_label_errors_come_first(seed: int) -> None:
     assert doubted.sum() >= 30
     assert np.isin(first[doubted], planted).mean() >= 0.8
     assert np.isin(first[: len(planted)], planted).mean() >= 0.8
+    assert (np.diff(found.losses_N[first[doubted]]) <= 0).all()
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])
