@@ -236,7 +236,7 @@ def ours(options: argparse.Namespace, source: Images, decoder: str, *, training:
 
 def memory_rate(raw: Images, repeats: int = 20) -> float:
     """Bytes per second of copying raw images into a batch, the limit that memory sets."""
-    images = [np.asarray(raw.read(index)[0]) for index in range(len(raw))]
+    images = [np.asarray(raw.read(index)) for index in range(len(raw))]
     room = np.empty(max(image.size for image in images), dtype=np.uint8)
     best = 0.0
     for _ in range(repeats):
@@ -273,7 +273,7 @@ def raw_share(arms: list[Arm], memory: float) -> str:
 def heading(options: argparse.Namespace, files: Images) -> str:
     """What was run, on which machine and with which versions."""
     machine = environment(torch.device("cpu"), 1)
-    sizes = [len(files.read(index)[0]) for index in range(len(files))]
+    sizes = [len(files.read(index)) for index in range(len(files))]
     workers = f"{options.workers} worker{'s' if options.workers != 1 else ''}" if options.workers else "no workers"
     return "\n".join([
         "# Input pipelines",

@@ -39,11 +39,10 @@ SPLITS = ("train", "val")
 def write_parquet(source: Images, folder: Path, compression: str) -> None:
     """One image file as on the Hugging Face hub: a struct with the bytes, and a label."""
     folder.mkdir(parents=True)
-    images, labels = zip(*map(source.read, range(len(source))), strict=True)
     table = pa.table(
         {
-            "image": [{"bytes": image, "path": source.name(i)} for i, image in enumerate(images)],
-            "label": [int(label) for label in labels],
+            "image": [{"bytes": source.read(i), "path": source.name(i)} for i in range(len(source))],
+            "label": source.labels.tolist(),
         }
     )
     for split in SPLITS:
@@ -57,7 +56,7 @@ def write_tars(source: Images, folder: Path) -> None:
     for shard in range(0, len(source), GROUP):
         with tarfile.open(folder / f"train-{shard // GROUP:06d}.tar", "w") as tar:
             for index in range(shard, min(shard + GROUP, len(source))):
-                image, label = source.read(index)
+                image, label = source.read(index), source.labels[index]
                 assert isinstance(image, bytes)
                 for name, data in ((f"{index:06d}.jpg", image), (f"{index:06d}.cls", str(int(label)).encode())):
                     member = tarfile.TarInfo(name)

@@ -48,7 +48,7 @@ def _check_shard(source: Images, shard: Sequence[int]) -> Checked:
     whole, rows = source.origin(np.asarray(shard))
     for index, row in zip(shard, rows.tolist(), strict=True):
         try:
-            image = decode(source.read(index)[0])
+            image = decode(source.read(index))
             if isinstance(whole, PackedImages) and not whole.is_as_packed(row):
                 raise DamagedImage("the bytes are not those that were packed (checksum)")
             seen.append((index, image.height, image.width, _pixels(image), _look(image)))

@@ -119,17 +119,17 @@ class ImageDataset(Dataset[Sample]):
 
     def _load(self, index: int, transform: Transform, seed: int, damaged: tuple[Damage, ...]) -> Sample:
         try:
-            data, label = self._read(index)
+            data = self._read(index)
         except OSError as error:
             if error.errno in _OUR_OWN_ERRORS:
                 raise
             raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
         picture = self.open_picture(data)
         image_HWC, erase = transform(picture, seed)
-        return Sample(image_HWC, label, index, erase, damaged)
+        return Sample(image_HWC, int(self.source.labels[index]), index, erase, damaged)
 
-    def _read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        """The stored image and its label, with retries after errors that may pass."""
+    def _read(self, index: int) -> bytes | np.ndarray:
+        """The stored image, with retries after errors that may pass."""
         for pause in () if self._is_away else _PAUSES:
             try:
                 return self.source.read(index)

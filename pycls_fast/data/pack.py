@@ -162,14 +162,14 @@ def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSett
     with shard_file(folder, number).open("wb") as images:
         for index in shards[number]:
             try:
-                data, label, height, width = store(source, index, settings)
+                data, height, width = store(source, index, settings)
             except OSError as error:
                 damaged.append((source.name(index), f"cannot be read: {error.strerror or error}"))
             except DamagedImage as error:
                 damaged.append((source.name(index), error.reason))
             else:
                 indices.append(index)
-                entries.append((images.tell(), len(data), zlib.crc32(data), label, height, width))
+                entries.append((images.tell(), len(data), zlib.crc32(data), source.labels[index], height, width))
                 images.write(data)
         flush(images)
     arrays = {"table": np.array(entries, dtype=ENTRY), "indices": np.array(indices, dtype=np.int64)}
@@ -177,40 +177,40 @@ def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSett
     return len(shards[number])
 
 
-def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, int, int, int]:
-    """One image as it will be stored, its label, and the height and width of raw pixels (else 0).
+def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, int, int]:
+    """One image as it will be stored, and the height and width of raw pixels (else 0).
 
     Raises:
         OSError: it cannot be read.
         DamagedImage: it cannot be stored.
     """
-    data, label = source.read(index)
+    data = source.read(index)
     if settings.store == "encoded" and settings.short_side is None and isinstance(data, bytes):
         if not data:
             raise DamagedImage("the file is empty (0 bytes)")
-        return data, label, 0, 0
+        return data, 0, 0
     if settings.store == RAW:
         small = _shrink(decode(data, upright=settings.upright), settings)
         if max(small.size) > _LARGEST_SIDE:
             raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
-        return small.tobytes(), label, small.height, small.width
+        return small.tobytes(), small.height, small.width
     buffer = io.BytesIO()
     if isinstance(data, np.ndarray):
         # Arrays had no loss before, and are small.
         _shrink(decode(data), settings).save(buffer, "PNG")
-        return buffer.getvalue(), label, 0, 0
+        return buffer.getvalue(), 0, 0
     image, orientation = decode_as_stored(data)
     small = _shrink(image, settings)
     if small is image:
         # Encoding it again would only lose quality.
-        return data, label, 0, 0
+        return data, 0, 0
     options: dict[str, Any] = {}
     if orientation != 1:
         # Whether it is followed is the choice of the run that reads the image.
         options["exif"] = Image.Exif()
         options["exif"][ExifTags.Base.Orientation] = orientation
     small.save(buffer, "JPEG", quality=settings.quality, optimize=False, **options)
-    return buffer.getvalue(), label, 0, 0
+    return buffer.getvalue(), 0, 0
 
 
 def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:

@@ -57,19 +57,19 @@ class GivenImages(Images):
         """Whether all images are in memory, so that no file is read."""
         return not any(isinstance(item, Path | Address) for item in self._items)
 
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        """The file's bytes or the pixels, and a dummy label."""
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The file's bytes or the pixels."""
         item = self._items[index]
         if isinstance(item, Path):
-            return read_bytes(item, IMAGE_BYTES), 0
+            return read_bytes(item, IMAGE_BYTES)
         if isinstance(item, Address):
             # For these fsspec would need aiohttp.
             is_page = item.startswith(("http://", "https://"))
             with urlopen(item, timeout=_SECONDS) if is_page else open_whole(item) as file:
-                return file.read(IMAGE_BYTES), 0
+                return file.read(IMAGE_BYTES)
         if isinstance(item, Image.Image):
-            return np.asarray(decode(item, upright=self._upright)), 0
-        return item, 0
+            return np.asarray(decode(item, upright=self._upright))
+        return item
 
     def name(self, index: int) -> str:
         """The path as printable text, or "image 3"."""

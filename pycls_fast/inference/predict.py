@@ -181,7 +181,7 @@ def _write_sheets(path: Path, source: GivenImages, found: Sequence[Prediction], 
 
 
 def _cell(source: GivenImages, each: Prediction, upright: bool) -> Cell:
-    picture = decode(source.read(each.position)[0], upright=upright)
+    picture = decode(source.read(each.position), upright=upright)
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"

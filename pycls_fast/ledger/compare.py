@@ -230,7 +230,7 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
     upright = run.config["data"]["exif_orientation"]
     for each in (*shown_images(record, "only_a"), *shown_images(record, "only_b")):
         try:
-            picture = decode(run.source.read(each["index"])[0], upright=upright)
+            picture = decode(run.source.read(each["index"]), upright=upright)
         except (OSError, DamagedImage):
             continue
         # No larger than it is shown.

@@ -211,7 +211,7 @@ def _tiles(predictions: Predictions, source: Images, places: Iterator[tuple[int,
     for place, doubted in list(places)[:_MOST_TILES]:
         index = int(predictions.indices_N[place])
         try:
-            image = decode(source.read(index)[0])
+            image = decode(source.read(index))
         except (DamagedImage, OSError):
             continue
         image.thumbnail((_TILE_SIDE, _TILE_SIDE))

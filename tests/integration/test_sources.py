@@ -158,7 +158,7 @@ def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.Ca
         output = tmp_path / f"{store}_{key}"
         where = (f"data.root={tmp_path / 'folder'}", f"output={output}", "short_side=10")
         prepare("pack", *where, f"store={store}", f"data.exif_orientation={key}", "data.source=folder", capsys=capsys)
-        stored = PackedImages(output / "train").read(0)[0]
+        stored = PackedImages(output / "train").read(0)
         if isinstance(stored, bytes):
             assert Image.open(io.BytesIO(stored)).getexif()[ExifTags.Base.Orientation] == 6
         else:

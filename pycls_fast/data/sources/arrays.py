@@ -50,8 +50,9 @@ class ArrayImages(Images):
         self._images_NHWC = images_NHWC
         self.where = where
 
-    def read(self, index: int) -> tuple[np.ndarray, int]:
-        return self._images_NHWC[index], int(self.labels[index])
+    def read(self, index: int) -> np.ndarray:
+        pixels: np.ndarray = self._images_NHWC[index]
+        return pixels
 
 
 def find_cifar(root: Path) -> tuple[Path, _Layout] | None:
@@ -135,14 +136,13 @@ class SyntheticImages(Images):
         self.classes = tuple(f"class{label}" for label in range(num_classes))
         self.labels = np.arange(count, dtype=np.int32) % np.int32(num_classes)
 
-    def read(self, index: int) -> tuple[np.ndarray, int]:
+    def read(self, index: int) -> np.ndarray:
         shape = (*self._image_size, 3)
         count = math.prod(shape)
         words = -(-count // 8)
         # A bit generator's raw words are stable between NumPy versions; the byte order is fixed for the same reason.
         raw = np.random.PCG64(counter_seed(self._seed, index)).random_raw(words).astype("<u8")
-        image_HWC = raw.view(np.uint8)[:count].reshape(shape)
-        return image_HWC, index % len(self.classes)
+        return raw.view(np.uint8)[:count].reshape(shape)
 
     def name(self, index: int) -> str:
         return f"synthetic image {index}"

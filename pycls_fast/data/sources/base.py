@@ -59,8 +59,8 @@ class Images:
         if self.label_sets is not None:
             raise UserError(f"data.label_separator: {what} is for images that have one label each")
 
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        """The encoded image, or a decoded `uint8` array (height, width, 3), and its label.
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The encoded image, or a decoded `uint8` array (height, width, 3).
 
         Raises:
             OSError: when the image cannot be read.
@@ -133,8 +133,8 @@ class Subset(Images):
             inside = np.unique(np.searchsorted(self.rows, ends))
             self.block_ends = inside[inside > 0].astype(np.int64)
 
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        return self.source.read(int(self.rows[index]))[0], int(self.labels[index])
+    def read(self, index: int) -> bytes | np.ndarray:
+        return self.source.read(int(self.rows[index]))
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.rows[index]))

@@ -72,8 +72,8 @@ class FileImages(Images):
         self._names = names
         self._numbered = numbered
 
-    def read(self, index: int) -> tuple[bytes, int]:
-        return read_bytes(self.name(index), IMAGE_BYTES), int(self.labels[index])
+    def read(self, index: int) -> bytes:
+        return read_bytes(self.name(index), IMAGE_BYTES)
 
     def name(self, index: int) -> str:
         return str(self.root / self._names[index])

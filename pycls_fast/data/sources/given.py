@@ -31,7 +31,7 @@ class DatasetImages(Images):
             # A dataset with other images is refused before training.
             self.read(0)
 
-    def read(self, index: int) -> tuple[np.ndarray, int]:
+    def read(self, index: int) -> np.ndarray:
         image = self._dataset[index][0]
         pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
@@ -39,7 +39,7 @@ class DatasetImages(Images):
                 f"data: image {index} of the {self.where} is {type(image).__name__} {pixels.dtype} {pixels.shape}, not "
                 "a Pillow image or uint8 (H, W, 3); leave out its transforms: `augment` has them"
             )
-        return pixels, int(self.labels[index])
+        return pixels
 
 
 def _labels(dataset: Any) -> np.ndarray:

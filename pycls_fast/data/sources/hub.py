@@ -31,14 +31,14 @@ class ArrowImages(Images):
         self._images = images
         self.where = where
 
-    def read(self, index: int) -> tuple[bytes, int]:
+    def read(self, index: int) -> bytes:
         image = self._images[index].column(0)[0].as_py()
         if isinstance(image, dict):
             path, image = image.get("path"), image["bytes"]
             image = read_bytes(path, IMAGE_BYTES) if image is None and isinstance(path, str) else image
         if not isinstance(image, bytes):
             raise OSError("there is no image in this row")
-        return image, int(self.labels[index])
+        return image
 
 
 def open_parquet(

@@ -96,14 +96,14 @@ class PackedImages(Images):
         self._shards = [str(shard_file(folder, number)) for number in range(len(self._ends))]
         self._files = OpenFiles()
 
-    def read(self, index: int) -> tuple[bytes | np.ndarray, int]:
-        offset, size, _, label, height, width = self._table[index].item()
+    def read(self, index: int) -> bytes | np.ndarray:
+        offset, size, _, _, height, width = self._table[index].item()
         stored = self._stored(index, offset, size)
         if self._is_raw:
             if size != height * width * 3:
                 raise OSError(f"{size:,} bytes are no {height} x {width} pixels")
-            return np.frombuffer(stored, np.uint8).reshape(height, width, 3), label
-        return stored, label
+            return np.frombuffer(stored, np.uint8).reshape(height, width, 3)
+        return stored
 
     def is_as_packed(self, index: int) -> bool:
         """Whether the stored bytes have the checksum of those that were packed; only this sees a changed raw pixel."""

@@ -63,7 +63,7 @@ class TarImages(CachedShards):
         address, size, version = self._stamps[number]
         return address, str(version), size
 
-    def read(self, index: int) -> tuple[bytes, int]:
+    def read(self, index: int) -> bytes:
         offset, size = self._places[index].tolist()
         shard, version, _ = self.shard(self._shard_number(index))
         if not self.prefers_blocks:
@@ -74,7 +74,7 @@ class TarImages(CachedShards):
             data = read_range(shard, offset, size)
         if len(data) < size:
             raise OSError(f"{shard} ends before the image does; was it replaced?")
-        return data, int(self.labels[index])
+        return data
 
     def name(self, index: int) -> str:
         return f"{self._stamps[self._shard_number(index)][0]}[{self._keys[index]}]"

@@ -210,8 +210,9 @@ def write_cifar10(root: Path, images_NHWC: np.ndarray, labels: Sequence[int], na
 
 def samples_of(source: Images) -> list[tuple[Any, str]]:
     """(encoded image or pixels' bytes, class name) of every image."""
-    read = (source.read(index) for index in range(len(source)))
-    return [(data if isinstance(data, bytes) else data.tobytes(), source.classes[label]) for data, label in read]
+    read = map(source.read, range(len(source)))
+    images = (data if isinstance(data, bytes) else data.tobytes() for data in read)
+    return [(data, source.classes[label]) for data, label in zip(images, source.labels, strict=True)]
 
 
 def expected(samples: Sequence[Sample]) -> list[tuple[bytes, str]]:

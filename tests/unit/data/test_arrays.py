@@ -30,9 +30,9 @@ def test_cifar_10(tmp_path: Path) -> None:
         splits = opened("auto", root)
         for split, part in (("train", slice(0, 50)), ("val", slice(50, 60))):
             source = splits[split]
-            pixels = [source.read(index)[0] for index in range(len(source))]
+            pixels = [source.read(index) for index in range(len(source))]
             np.testing.assert_array_equal(np.stack(pixels), images[part])  # type: ignore[arg-type]
-            assert [source.read(index)[1] for index in range(len(source))] == labels[part]
+            assert source.labels.tolist() == labels[part]
 
 
 def test_cifar_100_and_arrays_of_other_numpys(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_cifar_100_and_arrays_of_other_numpys(tmp_path: Path) -> None:
         (folder / "meta").write_bytes(pickle.dumps(names, protocol))
         splits = opened("auto", tmp_path)
         assert len(splits["train"].classes) == 100
-        np.testing.assert_array_equal(splits["val"].read(1)[0], images[7].reshape(3, 32, 32).transpose(1, 2, 0))
-        assert splits["val"].read(1)[1] == 7
+        np.testing.assert_array_equal(splits["val"].read(1), images[7].reshape(3, 32, 32).transpose(1, 2, 0))
+        assert splits["val"].labels[1] == 7
 
 
 class _Bomb:
@@ -109,12 +109,12 @@ def test_the_counter_decides_the_noise() -> None:
     source, same, other = (SyntheticImages(50, 9, 4, seed) for seed in (3, 3, 4))
     images = []
     for index in range(50):
-        image_HWC, label = source.read(index)
+        image_HWC, label = source.read(index), source.labels[index]
         assert image_HWC.shape == (9, 9, 3)
         assert image_HWC.dtype == np.uint8
         assert label == index % 4
-        np.testing.assert_array_equal(image_HWC, same.read(index)[0])
-        assert (image_HWC != other.read(index)[0]).any()
+        np.testing.assert_array_equal(image_HWC, same.read(index))
+        assert (image_HWC != other.read(index)).any()
         images.append(image_HWC)
     assert len({image.tobytes() for image in images}) == 50
     values = np.stack(images)

@@ -38,7 +38,7 @@ def val(tmp_path: Path) -> Images:
 
 
 def labels(source: Images) -> dict[str, int]:
-    return {Path(source.name(i)).name: source.read(i)[1] for i in range(len(source))}
+    return {Path(source.name(i)).name: source.labels[i] for i in range(len(source))}
 
 
 def test_v2_folders_are_numbers_and_not_sorted_as_text(tmp_path: Path) -> None:

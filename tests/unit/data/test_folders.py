@@ -53,7 +53,7 @@ def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val
     assert below(sources["val"], tmp_path / val_name) == ["a/0.png", "b/0.png", "b/1.png"]
     for source in sources.values():
         for index, name in enumerate(names(source)):
-            data, label = source.read(index)
+            data, label = source.read(index), source.labels[index]
             assert data == Path(name).read_bytes()
             assert source.classes[label] == Path(name).parent.name
     assert sources["train"].describe() == f"5 images of 2 classes in {tmp_path / 'train'}"
@@ -63,7 +63,7 @@ def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTre
     write_tree(tmp_path, {"train/a": 1, "train/b": 1, "train/c": 1, "val/c": 2, "val/b": 1})
     val = open_plain(tmp_path)["val"]
     assert val.classes == ("a", "b", "c")
-    assert [val.read(index)[1] for index in range(3)] == [1, 2, 2]
+    assert val.labels.tolist() == [1, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["train", "Training", "dev", "TEST"])

@@ -41,7 +41,7 @@ class HookedImages(SyntheticImages):
         super().__init__(count, 20, 3, seed=1)
         self.hook = hook
 
-    def read(self, index: int) -> tuple[np.ndarray, int]:
+    def read(self, index: int) -> np.ndarray:
         self.hook(index)
         return super().read(index)
 

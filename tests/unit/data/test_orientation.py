@@ -131,7 +131,7 @@ def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str
         (folder / f"{orientation}.{kind.lower()}").write_bytes(encode(photo, orientation, kind))
     pack(scan_classes(tmp_path / "folders"), tmp_path / "packed", settings, workers=0, title="")
     source = PackedImages(tmp_path / "packed")
-    return [source.read(index)[0] for index in range(8)]
+    return [source.read(index) for index in range(8)]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])

@@ -54,7 +54,7 @@ def test_large_images_are_made_smaller_and_small_ones_stay(tmp_path: Path, folde
     packed = split(tmp_path / "out")
     shrunk = 0
     for index, sample in enumerate(CONTENT["train"]):
-        data, label = packed.read(index)
+        data, label = packed.read(index), packed.labels[index]
         assert isinstance(data, bytes)
         before = Image.open(io.BytesIO(sample.data)).convert("RGB")
         after = Image.open(io.BytesIO(data)).convert("RGB")
@@ -83,9 +83,9 @@ def test_what_is_made_smaller_has_the_filter_and_the_quality(tmp_path: Path, fil
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=quality)
     pack(source, tmp_path / "jpeg", settings, workers=0, title="")
-    assert PackedImages(tmp_path / "jpeg").read(0)[0] == buffer.getvalue()
+    assert PackedImages(tmp_path / "jpeg").read(0) == buffer.getvalue()
     pack(source, tmp_path / "raw", replace(settings, store="raw"), workers=0, title="")
-    np.testing.assert_array_equal(PackedImages(tmp_path / "raw").read(0)[0], np.asarray(small))
+    np.testing.assert_array_equal(PackedImages(tmp_path / "raw").read(0), np.asarray(small))
 
 
 @pytest.mark.slow

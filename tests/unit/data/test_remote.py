@@ -156,7 +156,7 @@ def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(files, "cat_file", flaky)
-    assert source.read(0)[0] == IMAGES[0]
+    assert source.read(0) == IMAGES[0]
     assert len(calls) == 3
     monkeypatch.setattr(files, "cat_file", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("reset by peer")))
     # No image is damaged by that: the run stops.
@@ -166,16 +166,16 @@ def test_a_network_that_fails_now_and_then(memory: str, monkeypatch: pytest.Monk
 
 def test_images_come_from_whole_copies_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(address, tmp_path)
-    assert source.read(0)[0] == IMAGES[0]
+    assert source.read(0) == IMAGES[0]
     assert there(source) == [], "who reads does not fetch"
     fetch(source, (0,))
     with monkeypatch.context() as patch:
         patch.setattr(remote, "read_range", lambda *arguments: pytest.fail("over the network"))
         # Another user's copy.
         patch.setattr(os, "utime", lambda *a, **k: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
-        assert source.read(0)[0] == IMAGES[0]
+        assert source.read(0) == IMAGES[0]
     os.truncate(place(source, 0), 700)
-    assert source.read(0)[0] == IMAGES[0]
+    assert source.read(0) == IMAGES[0]
     fetch(source, (0,))
     assert place(source, 0).stat().st_size == source.shard(0)[2]
 
@@ -256,7 +256,7 @@ def test_a_failed_copy_is_told_once(
     assert there(source) == drafts(source) == []
     (line,) = capsys.readouterr().err.splitlines()
     assert "4 bytes arrived instead of" in line
-    assert source.read(0)[0] == IMAGES[0]
+    assert source.read(0) == IMAGES[0]
 
 
 def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: Callable[[], list[str]]) -> None:

@@ -88,5 +88,5 @@ def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, 
     assert alone == shared
     epoch = [index for indices, _, _ in alone[: count // 4] for index in indices]
     assert len(set(epoch)) == len(epoch) == count // 4 * 4
-    labels = {index: source.read(index)[1] for index in range(count)}
+    labels = dict(enumerate(source.labels))
     assert all(labels[i] == label for indices, own, _ in alone for i, label in zip(indices, own, strict=True))

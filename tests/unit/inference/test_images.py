@@ -81,16 +81,16 @@ def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> Non
         source = given_images(images)
         assert source.in_memory
         assert [source.name(index) for index in range(len(source))] == [f"image {index}" for index in range(5)]
-        assert all(np.array_equal(source.read(index)[0], pixels[index]) for index in range(5))
+        assert all(np.array_equal(source.read(index), pixels[index]) for index in range(5))
     for images in (gray, pixels[0, :, :, 0], pixels[0, :, :, :1], pixels[:1, :, :, :1]):
         source = given_images(images)
         assert len(source) == 1
-        assert np.array_equal(source.read(0)[0], np.repeat(pixels[0, :, :, :1], 3, axis=2))
+        assert np.array_equal(source.read(0), np.repeat(pixels[0, :, :, :1], 3, axis=2))
     for images in (folder, str(folder), [folder / "0.png", f"{folder}/[1-3].png", folder / "more"]):
         source = given_images(images)
         assert not source.in_memory
         assert [source.name(index)[-5:] for index in range(len(source))] == [f"{index}.png" for index in range(5)]
-        assert source.read(3)[0] == (folder / "3.png").read_bytes()
+        assert source.read(3) == (folder / "3.png").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_addresses_are_read(folder: Path) -> None:
         address = f"http://localhost:{server.server_port}/1.png"
         source = given_images([address, f"file://{folder}/*.png"])
         assert source.name(0) == address
-        assert source.read(0)[0] == (folder / "1.png").read_bytes() == source.read(2)[0]
+        assert source.read(0) == (folder / "1.png").read_bytes() == source.read(2)
         assert len(source) == 5
         with pytest.raises(OSError, match="404"):
             given_images(f"{address}x").read(0)

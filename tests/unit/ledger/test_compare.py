@@ -47,7 +47,7 @@ def labels(digits: Path, *overrides: str) -> np.ndarray:
     run = load_config("vit_digits", [f"data.root={digits}", *overrides])
     with build.world(run) as world:
         source: Any = build.sources(run, world)["val"]
-    return np.array([source.read(index)[1] for index in range(len(source))])
+    return source.labels
 
 
 def make_run(

@@ -112,7 +112,7 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
     with build.world(config) as world:
         source = build.sources(config, world)["train"]
     first = next(index for index in range(200) if source.name(index) == rows[0]["image"])
-    assert rows[0]["label"] == str(source.read(first)[1])
+    assert rows[0]["label"] == str(source.labels[first])
     assert rows[0]["class"] == source.classes[int(rows[0]["label"])]
 
 
