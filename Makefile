@@ -22,15 +22,18 @@ train: $(READY)
 # Test files run in parallel, one per core, in their order: those of whole runs, which take longest, come first. A process
 # computes and compiles with one thread, because the others use the other cores. Byte code is kept even where the
 # environment says not to: without it the tests take a third longer to collect, and each process longer to start.
+# A process that hangs outside Python does not hear of the test's own limit: it ends with the stacks of its threads, and
+# with it the tests, because another process would begin with the same test.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest \
-	-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	-o faulthandler_exit_on_timeout=true
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) -o faulthandler_timeout=400
 
 # SLICE="--minutes 12 --turn 3" begins with the fourth file and starts no test after 12 minutes.
 test-slow: $(READY)
-	$(PYTEST) -m slow $(SLICE)
+	$(PYTEST) -o faulthandler_timeout=3900 -m slow $(SLICE)
 
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -m cuda

@@ -332,8 +332,8 @@ def fetch_ahead(source: Images, sampler: Iterable[Sequence[tuple[int, int]]]) ->
     if not isinstance(stored, CachedShards) or stored.cache is None:
         yield lambda: None
         return
-    arrived = multiprocessing.RawValue("q", 0)
-    is_over = multiprocessing.Event()
+    # Plain memory: setting an event waits for those who wait for it, for ever if one of them was killed.
+    arrived, is_over = multiprocessing.RawValue("q", 0), multiprocessing.RawValue("b", 0)
     # A process: threads would take turns with the training step, and be missing in forked workers.
     process = multiprocessing.Process(target=_fetch, args=(source, stored, sampler, arrived, is_over), daemon=True)
     process.start()
@@ -344,7 +344,7 @@ def fetch_ahead(source: Images, sampler: Iterable[Sequence[tuple[int, int]]]) ->
     try:
         yield count_batch
     finally:
-        is_over.set()
+        is_over.value = 1
         process.join(_STOP_SECONDS)
         if process.is_alive():
             process.kill()
@@ -358,8 +358,9 @@ def _fetch(source: Images, stored: CachedShards, sampler: Iterable[Any], arrived
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     fetcher = Fetcher(stored, _shards_of_batches(source, stored.block_ends, sampler))
-    while os.getppid() == parent and not is_over.wait(_PAUSE):
+    while os.getppid() == parent and not is_over.value:
         fetcher.step(arrived.value)
+        time.sleep(_PAUSE)
     fetcher.stop()
     # Without waiting for downloads.
     os._exit(0)

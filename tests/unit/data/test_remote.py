@@ -308,6 +308,19 @@ def test_shards_are_fetched_before_anybody_reads(address: str, tmp_path: Path) -
     assert not process.is_alive()
 
 
+def test_a_training_ends_though_its_fetcher_was_killed(address: str, tmp_path: Path) -> None:
+    """As by the kernel, for want of memory."""
+    source = source_of(address, tmp_path)
+    with fetch_ahead(source, EvalSampler(4, batch_size=4)):
+        until(lambda: there(source) == [0])
+        (process,) = multiprocessing.active_children()
+        # While it waits between two looks.
+        time.sleep(0.05)
+        process.kill()
+        process.join()
+    assert source.read(0) == IMAGES[0]
+
+
 def _hold(source: Images) -> None:
     with fetch_ahead(source, EvalSampler(len(source), batch_size=4)):  # type: ignore[arg-type]
         time.sleep(30)
