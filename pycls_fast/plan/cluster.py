@@ -57,18 +57,26 @@ class Cluster:
         return self._ring(size / self.gathers, members, apart)
 
     def _ring(self, size: float, members: int, apart: int) -> float:
-        if members == 1:
-            return 0.0
-        nodes = min(max(math.ceil(members * apart / self.per_node), 1), members)
-        # Of a node's network each of the groups that cross it at once has a part.
-        per_group = self.network / min(apart, self.per_node)
-        bandwidth = min(self.inside, per_group) if nodes > 1 else self.inside
+        nodes, bandwidth = self._crossing(members, apart)
         hops = (members - nodes) * self.latency[0] + (nodes - 1) * self.latency[1]
         return (members - 1) / members * size / bandwidth + hops
 
+    def _tree(self, size: float, members: int, apart: int) -> float:
+        nodes, bandwidth = self._crossing(members, apart)
+        hops = (members / nodes - 1) * self.latency[0] + math.ceil(math.log2(nodes)) * self.latency[1]
+        return size / bandwidth + hops
+
+    def _crossing(self, members: int, apart: int) -> tuple[int, float]:
+        """The nodes of a group, and the bytes/s of its slowest link."""
+        nodes = min(max(math.ceil(members * apart / self.per_node), 1), members)
+        # Of a node's network each of the groups that cross it at once has a part.
+        per_group = self.network / min(apart, self.per_node)
+        return nodes, min(self.inside, per_group) if nodes > 1 else self.inside
+
     def reduce(self, size: float, members: int, *, apart: int = 1) -> float:
-        """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered."""
-        return 2.0 * self._ring(size, members, apart)
+        """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered, in a ring or, if that is
+        sooner, in NCCL's trees: chains within nodes, binary across them."""
+        return 2.0 * min(self._ring(size, members, apart), self._tree(size, members, apart))
 
     def send(self, size: float, *, apart: int) -> float:
         """Seconds in which a rank sends `size` bytes to one so far away."""

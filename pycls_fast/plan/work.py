@@ -116,8 +116,8 @@ def _work(func: Any, args: Sequence[Any], inputs: list[Tensor], outputs: list[Te
         # Forward: scores and values; backward: the scores again and four gradients.
         products = 5 if "backward" in name else 2
         return [Work("attention", moved, products * heads, query.shape[-2], key.shape[-2], width, query.itemsize)]
-    if "batch_norm" in name:
-        # Statistics first, then the values.
+    if "batch_norm" in name and args[5] is not False:
+        # In training, statistics first, then the values.
         moved += float(sum(_nbytes(each) for each in inputs if each.dim() > 1))
     return [Work("pass", moved, itemsize=size)]
 

@@ -125,6 +125,26 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
     assert slow.reduce(8e9, 8) == one.reduce(8e9, 8)
 
 
+def test_an_all_reduce_of_many_nodes_waits_for_the_logarithm_of_their_hops() -> None:
+    cluster = plan.cluster("h100x3584")
+    inside, across = cluster.latency
+    assert cluster.reduce(8.0, 3584) == pytest.approx(2 * (7 * inside + 9 * across), rel=1e-3)
+    assert cluster.gather(8.0, 3584) == pytest.approx(3136 * inside + 447 * across, rel=1e-3)
+    # Of many bytes a ring sends a part less.
+    assert plan.cluster("h100x8").reduce(8e9, 8) < 2 * 8e9 / cluster.inside
+
+
+def test_statistics_are_read_for_in_training_only() -> None:
+    features, network = torch.randn(4, 3, 8, 8), nn.BatchNorm2d(3)
+    moved = []
+    for training in (True, False):
+        network.train(training)
+        with CountWork() as found, torch.no_grad():
+            network(features)
+        moved.append(sum(work.bytes for work in found.found))
+    assert moved[0] - moved[1] == pytest.approx(features.nbytes, rel=0.05)
+
+
 @pytest.mark.slow
 def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
     found = links(tmp_path)
