@@ -62,16 +62,16 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         workers = build.num_workers(config)
         with cleanup_at_signals():
             if self.mode == "pack":
-                return self._pack(chosen, workers, upright=config.data.exif_orientation)
+                return self._pack(config, chosen, workers)
             return self._verify(chosen, workers) if self.mode == "verify" else DONE
 
-    def _pack(self, splits: dict, workers: int, *, upright: bool) -> int:
+    def _pack(self, config: RunConfig, splits: dict, workers: int) -> int:
         """Pack each split, and print the images that could not be used."""
         from pycls_fast.data.pack import PackSettings, pack
 
         assert self.output is not None
         # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
-        upright = upright and self.store == "raw"
+        upright = config.data.exif_orientation and self.store == "raw"
         settings = PackSettings(self.short_side, self.quality, self.store, self.filter, upright=upright)
         root = user_path(self.output)
         for name, source in splits.items():
@@ -81,7 +81,10 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
             if not packed.is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
-        print(f"use it with data.source=packed data.root={root}")
+        several = (
+            "" if config.data.label_separator is None else f" 'data.label_separator={config.data.label_separator}'"
+        )
+        print(f"use it with data.source=packed data.root={root}{several}")
         return DONE
 
     def _verify(self, splits: dict, workers: int) -> int:

@@ -150,8 +150,7 @@ ERASED_BY_WORKERS = Fact(
 ERASED_ON_DEVICE = Fact(
     "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
 MIXED_BY_WORKERS = Fact("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
-SEVERAL = "data.label_separator!=null"
-ONE_LABEL = Fact("data.label_separator", lambda now: getattr(now.config.data, "label_separator", None) is None)
+SEVERAL, ONE_LABEL = "data.label_separator!=null", "data.label_separator=null"
 SOFTMAX = Fact("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
 
 _GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pycls_fast.choice import FAMILIES
 from pycls_fast.config.compose import import_modules_of, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.presets import groups
@@ -148,10 +149,10 @@ _KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
 def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     """Give Hydra a saved configuration as the file `SAVED`; `overrides` are those that it will be composed with.
 
-    A group that they choose replaces the saved one. Only the preset of `speed` is taken: the file holds the switches as
-    resolved for training on the run's device with its compiler, which may not be available here. Nothing of the
-    strategy in `parallel` is taken, since the network is not wrapped for scoring and there may be another number of
-    ranks.
+    A group that they choose replaces the saved one; where they change its name (`data.source=packed`), the keys stay
+    that all its members have. Only the preset of `speed` is taken: the file holds the switches as resolved for training
+    on the run's device with its compiler, which may not be available here. Nothing of the strategy in `parallel` is
+    taken, since the network is not wrapped for scoring and there may be another number of ranks.
 
     Raises:
         UserError: there are values that Hydra would resolve, keys of its own, or an address.
@@ -162,10 +163,14 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     _refuse_places(saved, {key_of(override) for override in overrides})
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
-    chosen = {override.partition("=")[0] for override in overrides if "={" not in override}
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    chosen = {key for key, value in given.items() if not value.startswith("{")}
     values: dict[str, Any] = {"defaults": ["_self_", *({name: None} for name in names)]}
     for key, value in saved.values.items():
         if key != "config_name" and not (key in names and key in chosen):
             kept = _KEPT.get(key) if isinstance(value, dict) else None
+            tag = FAMILIES[key].tag if key in FAMILIES and isinstance(value, dict) else None
+            if tag is not None and given.get(f"{key}.{tag}", value.get(tag)) != value.get(tag):
+                kept = tuple(FAMILIES[key].model_fields)
             values[key] = value if kept is None else {name: value[name] for name in kept if name in value}
     ConfigStore.instance().store(SAVED, values)

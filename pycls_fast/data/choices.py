@@ -74,10 +74,6 @@ class Manifest(Files, name="manifest"):
     path_column: Text = "path"
     """The column of a table that holds the images' paths: absolute, or relative to root (to the table's folder if root
     is a table)."""
-    label_separator: Text | None = None
-    """Images have several labels, separated by this in their column: with ; an image of cat;dog is of both classes, and
-    one whose label is empty of none. A table without this column has one of zeros and ones for each class. null: one
-    label each."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tables import open_manifest
@@ -94,7 +90,7 @@ class Parquet(Files, name="parquet"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_parquet
 
-        return open_parquet(root, **self.own())
+        return open_parquet(root, self, **self.own())
 
 
 class Hub(Source, name="hub"):
@@ -114,7 +110,7 @@ class Hub(Source, name="hub"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_hub
 
-        return open_hub(root, **self.own())
+        return open_hub(root, self, **self.own())
 
 
 class Tar(Files, name="tar"):

@@ -102,7 +102,6 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
     Raises:
         UserError: the folder holds something else, no image can be read, or the disk is full.
     """
-    source.refuse_several("prepare pack")
     plan = _plan(source, settings)
     with refusing(f"output: {folder} cannot be written", use="run the same command again to resume"):
         if is_packed(folder):
@@ -135,6 +134,7 @@ def _part(folder: Path, number: int) -> Path:
 def _plan(source: Images, settings: PackSettings) -> str:
     """Identifies what is packed and how; only the same plan can be resumed."""
     names = [source.names_id(), source.name(0), source.name(len(source) - 1), list(source.classes)]
+    names += [] if source.label_sets is None else [checksum(source.label_sets)]
     about = json.dumps([asdict(settings), len(source), checksum(source.labels), names])
     return hashlib.sha256(about.encode()).hexdigest()
 
@@ -241,7 +241,9 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
             "classes": list(source.classes),
             **asdict(settings),
         }
-        write_arrays(folder / INDEX, {"table": table, "names": names.data, "name_ends": names.ends}, about)
+        arrays = {"table": table, "names": names.data, "name_ends": names.ends}
+        arrays |= {} if source.label_sets is None else {"sets": source.label_sets}
+        write_arrays(folder / INDEX, arrays, about)
     for number in range(shards):
         _part(folder, number).unlink()
     (folder / _PLAN).unlink()

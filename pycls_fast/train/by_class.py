@@ -65,7 +65,8 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
 
     `map` is the mean of the classes' average precisions (the area under the curve of precision and recall), `f1` that
     of their F1 with the classes of a probability over 0.5, without classes that have no images. `top1` of a class
-    is its recall there, and `class_top1` the mean. None if scores are not finite.
+    is its recall there, and `class_top1` the mean. `calibration_error` is that of the probabilities of all classes.
+    None if scores are not finite.
     """
     from sklearn.metrics import average_precision_score
 
@@ -82,7 +83,8 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
         elif row["images"]:
             row["average_precision"] = 100 * float(average_precision_score(true_NK[:, k], scores_NK[:, k]))
     names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
-    return {name: _mean(rows, key) for name, key in names.items()} | {"classes": rows}
+    error = probability_error(1 / (1 + np.exp(-scores_NK.astype(np.float64))), true_NK) if finite else None
+    return {name: _mean(rows, key) for name, key in names.items()} | {"calibration_error": error, "classes": rows}
 
 
 def _rows(
@@ -121,16 +123,21 @@ def roc_auc(labels_N: np.ndarray, scores_NK: np.ndarray) -> list[float | None]:
     return areas
 
 
-def calibration_error(predictions: Predictions, bins: int = 15) -> float | None:
-    """Expected calibration error: how far the predicted class's probability is from the share that is right, from 0 to
-    1, over bins of equal width (Guo et al., On Calibration of Modern Neural Networks, 2017); None without images.
+def calibration_error(predictions: Predictions) -> float | None:
+    """Expected calibration error of the predicted class's probability, from 0 to 1, over bins of equal width (Guo et
+    al., On Calibration of Modern Neural Networks, 2017); None without images.
     """
     counted_N = (predictions.labels_N >= 0) & (predictions.predicted_N >= 0)
-    probabilities_N = predictions.probabilities_N[counted_N].astype(np.float64)
-    right_N = (predictions.labels_N == predictions.predicted_N)[counted_N]
-    bins_N = np.minimum((probabilities_N * bins).astype(np.int64), bins - 1)
-    gaps = np.bincount(bins_N, probabilities_N - right_N, minlength=bins)
-    return float(np.abs(gaps).sum() / len(right_N)) if len(right_N) else None
+    right_N = predictions.labels_N == predictions.predicted_N
+    return probability_error(predictions.probabilities_N[counted_N], right_N[counted_N])
+
+
+def probability_error(probabilities: np.ndarray, right: np.ndarray, bins: int = 15) -> float | None:
+    """How far probabilities are from the share that is right, as of `calibration_error`; arrays of one shape."""
+    probabilities_M, right_M = probabilities.ravel().astype(np.float64), right.ravel()
+    bins_M = np.minimum((probabilities_M * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(bins_M, probabilities_M - right_M, minlength=bins)
+    return float(np.abs(gaps).sum() / len(right_M)) if len(right_M) else None
 
 
 def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:

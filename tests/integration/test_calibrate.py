@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import one_hot
 
 import pycls_fast
 from pycls_fast.errors import UserError
@@ -23,8 +24,9 @@ def test_the_temperature_has_the_lowest_loss(sigmoid: bool) -> None:
     true_NK = torch.randn(4000, 5) * 2
     labels_N = torch.multinomial(true_NK.softmax(1), 1)[:, 0]
     scores_NK = 2.5 * true_NK
-    hot = best_temperature(scores_NK, labels_N, sigmoid=sigmoid)
-    near = [likelihood_loss(scores_NK, labels_N, hot * factor, sigmoid=sigmoid) for factor in (0.98, 1.0, 1.02)]
+    targets = one_hot(labels_N) if sigmoid else labels_N
+    hot = best_temperature(scores_NK, targets)
+    near = [likelihood_loss(scores_NK, targets, hot * factor) for factor in (0.98, 1.0, 1.02)]
     assert near[1] < min(near[0], near[2])
     if not sigmoid:
         # That of the softmax which the labels were drawn from.
@@ -37,7 +39,7 @@ def test_the_temperature_has_the_lowest_loss(sigmoid: bool) -> None:
 @pytest.mark.parametrize("scores_NK", [torch.eye(4), -torch.eye(4), torch.full((4, 4), torch.nan)])
 def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) -> None:
     with pytest.raises(UserError, match=r"^split: 4 images, which are half of it, have no best temperature"):
-        best_temperature(scores_NK, torch.arange(4), sigmoid=False)
+        best_temperature(scores_NK, torch.arange(4))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])

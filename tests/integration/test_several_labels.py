@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 import pycls_fast
+from pycls_fast import build
+from pycls_fast.config import load_config
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.errors import UserError
 from pycls_fast.inference.predict import predict
 from pycls_fast.ledger.compare import read_run_files, why_not_paired
 from pycls_fast.ledger.runs import list_runs
+from pycls_fast.parallel import ALONE
+from pycls_fast.train.tasks.calibrate import calibrate
+from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.soup import soup
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
@@ -123,6 +132,34 @@ def test_runs_are_compared_and_averaged_by_what_they_are_judged_by(
     assert float(told) == pytest.approx(run.metrics["map"], abs=0.02)
 
 
+def test_from_packed_images_to_calibrated_probabilities(
+    run: pycls_fast.Trained, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "packed"
+    config = load_config("vit_digits", words(table, "loss=bce"))
+    for name, source in build.sources(config, ALONE).items():
+        pack(source, packed / name, PackSettings(), workers=0, title="")
+    more = ["data.source=packed", f"data.root={packed}"]
+    sure, calm = tmp_path / "sure.safetensors", tmp_path / "calm.safetensors"
+    with safe_open(run.best, "np") as file:
+        tensors = {name: file.get_tensor(name) * (3 if name.startswith("head.") else 1) for name in list(file.keys())}
+        save_file(tensors, sure, file.metadata())
+    config = load_run_config(run.run_dir, [*more, f"weights={sure}"])
+    capsys.readouterr()
+    assert calibrate(config, str(calm), split="val", overwrite=False) == 0
+    told = capsys.readouterr().out
+    hot = float(told.partition("temperature")[2].partition(",")[0])
+    assert hot > 2
+    before, after = (float(number) for number in re.findall(r"[\d.]+", told.partition("loss")[2])[:2])
+    assert after < before
+    scores = [scored(load_run_config(run.run_dir, [*more, f"weights={weights}"]))
+              for weights in (sure, calm)]  # fmt: skip
+    assert scores[1]["calibration_error"] < scores[0]["calibration_error"]
+    # The order of images, and what is over 0.5, stay.
+    assert scores[1]["map"] == pytest.approx(scores[0]["map"], abs=0.01)
+    assert scores[1]["f1"] == pytest.approx(scores[0]["f1"], abs=0.01)
+
+
 def test_ranks_train_and_score_as_one_process(table: Path, tmp_path: Path) -> None:
     arguments = [word for word in words(table, "loss=bce", "loss.label_smoothing=0") if "num_workers" not in word]
     arguments += ["schedule.max_steps=4", "schedule.warmup_epochs=0", "model.drop_path=0",
@@ -140,3 +177,7 @@ def test_what_is_for_one_label_is_refused(run: pycls_fast.Trained, table: Path, 
     with pytest.raises(UserError, match=r"schedule.best_metric: map conflicts with data.label_separator=null"):
         pycls_fast.train_net("vit_digits", ["data.root=x", "schedule.best_metric=map"], run_dir=tmp_path / "x")
     assert not (tmp_path / "x").exists()
+    with pytest.raises(UserError, match=r"^data.label_separator: knn is for images that have one label each"):
+        score_neighbours(
+            load_run_config(run.run_dir, [f"weights={run.best}"]), k=5, temperature=0.1, split="val", output=None
+        )

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.errors import UserError
-
 
 def checksum(integers: Any) -> str:
     """A CRC-32 of whole numbers, as 8 hexadecimal digits."""
@@ -50,14 +48,6 @@ class Images:
         if self.label_sets is not None:
             return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
         return np.bincount(self.labels, minlength=len(self.classes))
-
-    def refuse_several(self, what: str) -> None:
-        """
-        Raises:
-            UserError: images have several labels, which `what` is not for.
-        """
-        if self.label_sets is not None:
-            raise UserError(f"data.label_separator: {what} is for images that have one label each")
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The encoded image, or a decoded `uint8` array (height, width, 3).

@@ -7,8 +7,10 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,7 +19,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
-from pycls_fast.reading import IMAGE_BYTES, read_bytes
+from pycls_fast.reading import IMAGE_BYTES, parse_json, read_bytes
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Extensions of image files, in any case."""
@@ -230,29 +232,47 @@ def _check_complete(files: Sequence[str]) -> None:
             raise UserError(f"{first_few(missing, 3)}: missing, of {int(total):,} files; download the rest")
 
 
+class Labels(NamedTuple):
+    """Labels as `Images` has them."""
+
+    classes: tuple[str, ...]
+    numbers: np.ndarray
+    """int32, one per image."""
+    sets: np.ndarray | None = None
+    """`Images.label_sets`."""
+
+
 def name_classes(
-    labels: Sequence[object], *, names: Sequence[str] | None, where: str
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """Class names and int32 labels for labels that are stored as numbers or names.
+    labels: Sequence[object], *, names: Sequence[str] | None, where: str, separator: str | None = None
+) -> Labels:
+    """Class names and labels for labels that are stored as numbers or names.
 
     Args:
         labels: integers, or strings; strings that are all whole numbers count as integers. None, "" and -1 stand for an
             image without a label: then all must, as those of a test split, and get -1.
         names: class names, if known. Numbers are positions in it; strings must be among them.
         where: the file, for messages.
+        separator: images have any number of labels, in lists or in strings with this between them.
 
     Raises:
         UserError: labels that are neither, not in `names`, or missing for only some images.
     """
+    if separator is not None:
+        return _several(labels, names, where, separator)
     labels = [label.strip() if isinstance(label, str) else label for label in labels]
     lacking = [row for row, label in enumerate(labels, 1) if label is None or label in ("", "-1", -1)]
     if len(lacking) == len(labels):
-        return tuple(names or ()), np.full(len(labels), -1, dtype=np.int32)
+        return Labels(tuple(names or ()), np.full(len(labels), -1, dtype=np.int32))
     if lacking:
         raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label (number {lacking[0]:,})")
     wrong = [label for label in labels if not isinstance(label, str | int) or isinstance(label, bool)]
     if wrong:
-        raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; choose another data.label_column")
+        use = (
+            "data.label_separator=; is for several"
+            if isinstance(wrong[0], list)
+            else "choose another data.label_column"
+        )
+        raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; {use}")
     found, positions = np.unique(np.asarray(labels), return_inverse=True)
     kinds = found.tolist()
     if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", str(kind)) for kind in kinds):
@@ -260,14 +280,38 @@ def name_classes(
         unknown = [kind for kind in kinds if kind not in place]
         if unknown:
             raise UserError(f"{where}: the label {first_few(unknown)} is not among the {len(place):,} class names")
-        return tuple(place), np.array([place[kind] for kind in kinds], dtype=np.int32)[positions]
+        return Labels(tuple(place), np.array([place[kind] for kind in kinds], dtype=np.int32)[positions])
     numbers = found.astype(np.int64)
     low, high = int(numbers.min()), int(numbers.max())
     most = _MOST_CLASSES if names is None else len(names)
     if low < 0 or high >= most:
         raise UserError(f"{where}: the label {low if low < 0 else high:,}: labels count the classes, 0 to {most - 1:,}")
     classes = tuple(map(str, range(high + 1))) if names is None else tuple(names)
-    return classes, numbers[positions].astype(np.int32)
+    return Labels(classes, numbers[positions].astype(np.int32))
+
+
+def _several(labels: Sequence[object], names: Sequence[str] | None, where: str, separator: str) -> Labels:
+    parts = [_parts(each, separator) for each in labels]
+    classes, numbers, _ = name_classes([part for each in parts for part in each], names=names, where=where)
+    if np.all(numbers < 0):
+        return Labels(classes, np.full(len(labels), -1, dtype=np.int32))
+    ends = np.cumsum([len(each) for each in parts])
+    own = [tuple(sorted(set(found.tolist()))) for found in np.split(numbers, ends[:-1])]
+    position = {each: place for place, each in enumerate(dict.fromkeys(own))}
+    sets = np.zeros((len(position), len(classes)), dtype=bool)
+    for each, place in position.items():
+        sets[place, list(each)] = True
+    return Labels(classes, np.array([position[each] for each in own], dtype=np.int32), sets)
+
+
+def _parts(said: object, separator: str) -> list[object]:
+    """The labels of one image."""
+    if isinstance(said, str) and said.startswith("["):
+        # A list as text; else a name.
+        with suppress(ValueError):
+            said = parse_json(said)
+    parts = said if isinstance(said, list) else ("" if said is None else str(said)).split(separator)
+    return [part for part in parts if str(part).strip()]
 
 
 def read_class_list(root: str) -> tuple[str, ...] | None:

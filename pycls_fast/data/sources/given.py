@@ -14,7 +14,8 @@ from pycls_fast.errors import UserError
 
 
 class DatasetImages(Images):
-    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on.
+    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on, or
+    rows of zeros and ones, a column for each class.
 
     Labels are those of `targets`, as torchvision's datasets have it, also below a `torch.utils.data.Subset`; without
     it every image is read once. Class names are those of `classes`.
@@ -23,9 +24,14 @@ class DatasetImages(Images):
     def __init__(self, dataset: Any) -> None:
         self._dataset, self.where = dataset, type(dataset).__name__
         self.labels = _labels(dataset).astype(np.int32)
+        count = int(self.labels.max(initial=-1)) + 1
+        if self.labels.ndim == 2:
+            count = self.labels.shape[1]
+            self.label_sets, labels = np.unique(self.labels > 0, axis=0, return_inverse=True)
+            self.labels = labels.reshape(-1).astype(np.int32)
         while not hasattr(dataset, "classes") and hasattr(dataset, "indices"):
             dataset = dataset.dataset
-        names = getattr(dataset, "classes", range(int(self.labels.max(initial=-1)) + 1))
+        names = getattr(dataset, "classes", range(count))
         self.classes = tuple(map(str, names))
         if len(self):
             # A dataset with other images is refused before training.
@@ -47,7 +53,7 @@ def _labels(dataset: Any) -> np.ndarray:
         return np.asarray(dataset.targets)
     if hasattr(dataset, "indices"):
         return _labels(dataset.dataset)[np.asarray(dataset.indices)]
-    return np.array([int(dataset[index][1]) for index in range(len(dataset))])
+    return np.array([np.asarray(dataset[index][1]) for index in range(len(dataset))])
 
 
 def open_given(datasets: Any) -> dict[str, Images]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from pycls_fast.data.source import Source
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.files import SPLIT_OF, Labels, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, one_of, refusing
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
@@ -19,15 +19,13 @@ from pycls_fast.reading import IMAGE_BYTES, read_bytes
 class ArrowImages(Images):
     """One split of a `datasets.Dataset`."""
 
-    def __init__(self, images: Any, where: str, classes: Sequence[str], labels: np.ndarray) -> None:
+    def __init__(self, images: Any, where: str, labels: Labels) -> None:
         """
         Args:
             images: a dataset in Arrow format whose only column holds the encoded images.
             where: what to call the split in messages.
-            labels: int32, one per image.
         """
-        self.classes = tuple(classes)
-        self.labels = labels
+        self.classes, self.labels, self.label_sets = labels
         self._images = images
         self.where = where
 
@@ -43,6 +41,7 @@ class ArrowImages(Images):
 
 def open_parquet(
     root: str,
+    data: Source,
     *,
     train: str | None,
     val: str | None,
@@ -55,18 +54,22 @@ def open_parquet(
     """
     names = read_class_list(root)
     found = find_files(root, (".parquet",), train=train, val=val)
+    open_split = partial(
+        _open_split, image_column=image_column, label=label_column, separator=data.label_separator, names=names
+    )
     opened: dict[str, Images] = {}
     with _datasets(root) as hf:
         for split, files in found.items():
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
             where = f"{root} ({split})"
-            opened[split] = _open_split(where, dataset, image_column, label_column, names, is_test=split == "test")
+            opened[split] = open_split(where, dataset, is_test=split == "test")
     return opened
 
 
 def open_hub(
     name: str,
+    data: Source,
     *,
     train: str | None,
     val: str | None,
@@ -78,6 +81,9 @@ def open_hub(
     `save_to_disk` wrote."""
 
     repository, _, revision = name.partition("@")
+    open_split = partial(
+        _open_split, image_column=image_column, label=label_column, separator=data.label_separator, names=None
+    )
     opened: dict[str, Images] = {}
     with _datasets(name) as hf:
         if Path(name).is_dir():
@@ -93,7 +99,7 @@ def open_hub(
         for own, split in named.items():
             one_of(f"data.{own}", split, sorted(loaded))
             where = f"{name} ({split})"
-            opened[own] = _open_split(where, loaded[split], image_column, label_column, None, is_test=own == "test")
+            opened[own] = open_split(where, loaded[split], is_test=own == "test")
     return opened
 
 
@@ -114,7 +120,14 @@ def _datasets(name: str) -> Iterator[Any]:
 
 
 def _open_split(
-    where: str, dataset: Any, image_column: str | None, label: str, names: Sequence[str] | None, *, is_test: bool
+    where: str,
+    dataset: Any,
+    *,
+    image_column: str | None,
+    label: str,
+    separator: str | None,
+    names: Sequence[str] | None,
+    is_test: bool,
 ) -> ArrowImages:
     """Class names take the place of the dataset's own; a test split may have no column of labels."""
     column = _image_column(where, dataset, image_column)
@@ -126,8 +139,11 @@ def _open_split(
         values = [None] * len(dataset)
     else:
         raise missing_column(where, label, list(features), "data.label_column")
-    classes, labels = name_classes(values, names=names or getattr(features.get(label), "names", None), where=where)
-    images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, classes, labels)
+    kind = features.get(label)
+    # That of the elements of a list.
+    names = names or getattr(getattr(kind, "feature", kind), "names", None)
+    labels = name_classes(values, names=names, where=where, separator=separator)
+    images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, labels)
     with suppress(OSError, IndexError):
         # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
         images.read(0)

@@ -2,7 +2,8 @@
 
     ROOT/train/00000.bin ...  the images: encoded files, or (raw) uint8 pixels, rows of columns of RGB
     ROOT/train/index.npz      `table`, one `ENTRY` per image, shard after shard; `names` and `name_ends`, the images'
-                              original names; `about`, JSON: class names, images of each shard, how it was made
+                              original names; `sets`, if labels are sets of classes (`Images.label_sets`);
+                              `about`, JSON: class names, images of each shard, how it was made
 
 An image is one `pread`. The images are not mapped into memory: the page tables of every worker would grow with them, a
 fault reads far more around a single image, and a disk's error would end the process. `pycls-fast prepare pack` writes
@@ -83,7 +84,11 @@ class PackedImages(Images):
                 raise ValueError(f"version {self.about['version']} instead of {VERSION}")
             if table.dtype != ENTRY or not len(table) == len(self._names) == self._ends[-1] > 0:
                 raise ValueError(f"{INDEX} does not fit")
-            if table["label"].min() < -1 or table["label"].max() >= len(self.about["classes"]):
+            self.label_sets = sets = arrays.get("sets")
+            classes = len(self.about["classes"])
+            if sets is not None and (sets.dtype != bool or sets.shape != (len(sets), classes)):
+                raise ValueError(f"{INDEX} has sets of other classes")
+            if table["label"].min() < -1 or table["label"].max() >= (classes if sets is None else len(sets)):
                 raise ValueError(f"{INDEX} has labels of no class")
             for number, end in enumerate(self._ends.tolist()):
                 file, last = shard_file(folder, number), table[end - 1]

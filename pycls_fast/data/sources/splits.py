@@ -21,8 +21,8 @@ def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: 
     without other parts is split at random, or is "all" if it stays `whole`. Labels are those of "train".
 
     Raises:
-        UserError: no training images, images without labels, classes that "train" lacks, or folds of a dataset with a
-            validation split; see `split_at_random`.
+        UserError: no training images, images without labels, or with another number of them than `data` says,
+            classes that "train" lacks, or folds of a dataset with a validation split; see `split_at_random`.
     """
     parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
     if "val" not in parts and "test" in parts:
@@ -34,6 +34,11 @@ def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: 
     for name, source in parts.items():
         if not len(source) or np.any(source.labels < 0):
             raise UserError(f"{where} ({name}): images without labels, or none")
+        if (source.label_sets is None) != (data.label_separator is None):
+            found, use = ("one label", "null") if source.label_sets is None else ("several labels", ";")
+            raise UserError(
+                f"data.label_separator: images of {where} have {found} each; use data.label_separator={use}"
+            )
     train = parts.pop("train")
     if not parts:
         return {"all": train} if whole else split_at_random(train, data, where=where)

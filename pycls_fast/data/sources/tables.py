@@ -42,14 +42,13 @@ def open_manifest(
     val: str | None,
     path_column: str,
     label_column: str,
-    label_separator: str | None = None,
 ) -> dict[str, Images]:
     """The parts of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
     says train, val or test, else "all" of them. Test images without labels are left out. Paths in them are absolute,
     or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
-    (named by `classes.txt`, if that lies beside the table), or several of them with a `label_separator` between them.
+    (named by `classes.txt`, if that lies beside the table), or several of them (`data.label_separator`).
     Paths may have been written on Windows.
 
     Raises:
@@ -68,7 +67,7 @@ def open_manifest(
         columns = [path_column, label_column]
         classes = None if names is None else list(names)
         stamp = {"size": status.st_size, "time": status.st_mtime_ns, "columns": columns, "classes": classes}
-        stamp |= {} if label_separator is None else {"separator": label_separator}
+        stamp |= {} if data.label_separator is None else {"separator": data.label_separator}
         index = load_or_build(
             path.absolute(),
             "manifest",
@@ -106,11 +105,7 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
         if all(label in _NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    if separator is None or not labels:
-        classes, numbers = name_classes(labels, names=names, where=str(path))
-        sets = None
-    else:
-        classes, numbers, sets = _several(labels, separator, names, path)
+    classes, numbers, sets = name_classes(labels, names=names, where=str(path), separator=separator)
     texts = Texts.of(os.fsencode(own) for own in _slashed(base, [str(own) for own in paths]))
     arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers, "splits": splits, "sets": sets}
     given = {name: array for name, array in arrays.items() if array is not None}
@@ -134,26 +129,6 @@ def _columns_of_marks(table: dict[str, Sequence[Any]], label_column: str) -> dic
         if marks
         else {}
     )
-
-
-def _several(
-    labels: Sequence[Any], separator: str, names: Sequence[str] | None, path: Path
-) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-    """Class names, each image's set of classes, int32, and the sets, bool (L, K)."""
-    # A column of Parquet may hold lists.
-    said = [each if isinstance(each, list) else ("" if each is None else str(each)).split(separator) for each in labels]
-    parts = [[part for part in each if str(part).strip()] for each in said]
-    flat = [part for each in parts for part in each]
-    if not flat:
-        raise UserError(f"{path}: no image has a label; choose another data.label_column")
-    classes, numbers = name_classes(flat, names=names, where=str(path))
-    ends = np.cumsum([len(each) for each in parts])
-    own = [tuple(sorted(set(found.tolist()))) for found in np.split(numbers, ends[:-1])]
-    position = {each: place for place, each in enumerate(dict.fromkeys(own))}
-    sets = np.zeros((len(position), len(classes)), dtype=bool)
-    for each, place in position.items():
-        sets[place, list(each)] = True
-    return classes, np.array([position[each] for each in own], dtype=np.int32), sets
 
 
 def _slashed(base: Path, paths: list[str]) -> list[str]:

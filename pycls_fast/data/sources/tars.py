@@ -42,13 +42,13 @@ class TarImages(CachedShards):
         """
         Args:
             where: what to call the dataset in messages.
-            index: `labels`, int32; `places`, int64 (samples, 2): offset and size of each image in its shard; `keys` and
-                `key_ends`, the samples' names within their shard; `block_ends`, int64: samples up to the end of each
-                shard; and the classes.
+            index: `labels`, int32; `sets`, if there are several; `places`, int64 (samples, 2): offset and size of each
+                image in its shard; `keys` and `key_ends`, the samples' names within their shard; `block_ends`, int64:
+                samples up to the end of each shard; and the classes.
             cache: keeps whole remote shards; None reads each image separately over the network.
         """
         self.classes = tuple(index.more["classes"])
-        self.labels = index.arrays["labels"]
+        self.labels, self.label_sets = index.arrays["labels"], index.arrays.get("sets")
         self.block_ends = index.arrays["block_ends"]
         self.cache = cache
         self._places = index.arrays["places"]
@@ -100,7 +100,7 @@ def open_tars(
     """The parts of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
     A sample is the members that share a name up to its first dot: an image, and its label in `.cls` (a number or a
-    name) or in a field of `.json`.
+    name) or in a field of `.json`; several as a list.
 
     Args:
         root: a folder, one file, or an address of either.
@@ -118,6 +118,7 @@ def open_tars(
         with ThreadPoolExecutor(_THREADS) as pool:
             stamps = list(pool.map(_stamp, shards))
         stamp = {"shards": stamps, "label": label_column, "classes": None if names is None else list(names)}
+        stamp |= {} if data.label_separator is None else {"separator": data.label_separator}
         index = load_or_build(
             root if is_remote(root) else Path(root).absolute(),
             f"tars_{split}",
@@ -154,7 +155,8 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
             samples += found
             ends.append(len(samples))
             advance(1)
-    classes, labels = name_classes([sample.label for sample in samples], names=names, where=root)
+    said, separator = [sample.label for sample in samples], stamp.get("separator")
+    classes, labels, sets = name_classes(said, names=names, where=root, separator=separator)
     keys = Texts.of(sample.key for sample in samples)
     arrays = {
         "labels": labels,
@@ -163,7 +165,7 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
         "key_ends": keys.ends,
         "block_ends": np.array(ends, dtype=np.int64),
     }
-    return Index(arrays, {"classes": list(classes)}, stamp)
+    return Index(arrays | ({} if sets is None else {"sets": sets}), {"classes": list(classes)}, stamp)
 
 
 def _scan(shard: str, label_field: str) -> list[_Found]:

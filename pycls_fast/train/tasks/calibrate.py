@@ -10,10 +10,11 @@ from scipy import optimize
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
+from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
-from pycls_fast.train.by_class import calibration_error
+from pycls_fast.train.by_class import calibration_error, probability_error
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.export import checked, write_weights
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
@@ -23,19 +24,20 @@ from pycls_fast.train.weights import find_weights, open_weights
 _RANGE = (-4.0, 4.0)
 
 
-def likelihood_loss(scores_NK: Tensor, labels_N: Tensor, temperature: float, *, sigmoid: bool) -> float:
+def likelihood_loss(scores_NK: Tensor, targets: Tensor, temperature: float) -> float:
     """Mean negative log-likelihood of the labels by `scores_NK / temperature`, nats.
 
     Args:
-        sigmoid: each class has a probability of its own, else they are a softmax.
+        targets: int64 (N,), labels, whose probabilities are a softmax; or zeros and ones (N, K), where each class has
+            a probability of its own.
     """
     logits_NK = scores_NK.double() / temperature
-    if not sigmoid:
-        return cross_entropy(logits_NK, labels_N).item()
-    return binary_cross_entropy_with_logits(logits_NK, one_hot(labels_N, logits_NK.shape[1]).double()).item()
+    if targets.ndim == 1:
+        return cross_entropy(logits_NK, targets).item()
+    return binary_cross_entropy_with_logits(logits_NK, targets.double()).item()
 
 
-def best_temperature(scores_NK: Tensor, labels_N: Tensor, *, sigmoid: bool) -> float:
+def best_temperature(scores_NK: Tensor, targets: Tensor) -> float:
     """The temperature of the lowest `likelihood_loss` (Guo et al., On Calibration of Modern Neural Networks, 2017,
     section 4.2).
 
@@ -43,14 +45,14 @@ def best_temperature(scores_NK: Tensor, labels_N: Tensor, *, sigmoid: bool) -> f
         UserError: the lower it is the better, because all labels have the highest score, or the other way round.
     """
     found = optimize.minimize_scalar(
-        lambda log: likelihood_loss(scores_NK, labels_N, math.exp(log), sigmoid=sigmoid),
+        lambda log: likelihood_loss(scores_NK, targets, math.exp(log)),
         bounds=_RANGE,
         method="bounded",
     )
     # Without a wrong image the loss is zero from some low temperature on; NaN compares false.
     if not found.fun > 1e-6 or abs(found.x) > 0.99 * _RANGE[1]:
         raise UserError(
-            f"split: {len(labels_N):,} images, which are half of it, have no best temperature: (nearly) all of them "
+            f"split: {len(scores_NK):,} images, which are half of it, have no best temperature: (nearly) all of them "
             "are right, or hardly one; score more images"
         )
     return math.exp(found.x)
@@ -69,23 +71,29 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     with set_up(config) as setup:
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup, split)
-        scored.source.refuse_several("calibrate")
         network, _ = setup.load(scored.source)
-        sigmoid, last = setup.config.loss.criterion().sigmoid, network.last_layer()
+        last, sets_LK = network.last_layer(), build.label_sets(setup.config, scored.source, torch.device("cpu"))
 
-        def scores() -> tuple[Tensor, Tensor, Predictions]:
+        def scores() -> tuple[Tensor, Tensor, float | None]:
+            """Scores (N, K), what they are compared with, and the calibration error of every second image."""
             found = evaluated(setup, split, scored, network)
-            return torch.tensor(found.scores_NK), torch.from_numpy(found.predictions.labels_N), found.predictions
+            scores_NK, labels_N = torch.tensor(found.scores_NK), torch.from_numpy(found.predictions.labels_N)
+            if sets_LK is not None:
+                true_NK = sets_LK[scored.source.labels[found.predictions.indices_N]]
+                return scores_NK, true_NK, probability_error(scores_NK[1::2].sigmoid().numpy(), true_NK[1::2].numpy())
+            several = setup.config.loss.criterion().sigmoid
+            targets = one_hot(labels_N, scores_NK.shape[1]) if several else labels_N
+            return scores_NK, targets, calibration_error(_every_second(found.predictions))
 
-        scores_NK, labels_N, before = scores()
-        temperature = best_temperature(scores_NK[::2], labels_N[::2], sigmoid=sigmoid)
+        scores_NK, targets, before = scores()
+        temperature = best_temperature(scores_NK[::2], targets[::2])
         with torch.no_grad():
             for parameter in last.parameters():
                 parameter.div_(temperature)
         # Scored again, so that what is told is true of the weights that are written.
         scaled_NK, _, after = scores()
         loss, expected, found = (
-            likelihood_loss(each_NK[1::2], labels_N[1::2], hot, sigmoid=sigmoid)
+            likelihood_loss(each_NK[1::2], targets[1::2], hot)
             for each_NK, hot in ((scores_NK, 1.0), (scores_NK, temperature), (scaled_NK, 1.0))
         )
         if not math.isclose(found, expected, rel_tol=0.01, abs_tol=1e-4):
@@ -98,10 +106,9 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
             for name, _ in last.named_parameters():
                 tensors[f"{network.head_name}.{name}"] /= temperature
             write_weights(path, weights, tensors)
-            errors = [calibration_error(_every_second(each)) for each in (before, after)]
             facts = [
-                ("temperature", f"{temperature:.4f}, fitted to {len(labels_N[::2]):,} images"),
-                ("calibration error", f"{errors[0]:.4f}, then {errors[1]:.4f}, of {len(labels_N[1::2]):,} others"),
+                ("temperature", f"{temperature:.4f}, fitted to {len(scores_NK[::2]):,} images"),
+                ("calibration error", f"{before:.4f}, then {after:.4f}, of {len(scores_NK[1::2]):,} others"),
                 ("loss", f"{loss:.4f}, then {found:.4f}, of the same"),
                 ("weights", str(path)),
             ]

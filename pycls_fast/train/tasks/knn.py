@@ -6,7 +6,7 @@ from typing import Literal
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import DONE, one_of
+from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.health import enough_to_score
@@ -35,7 +35,8 @@ def score_neighbours(
         sources = build.sources(setup.config, world)
         one_of("split", split, [name for name in sources if name != "train"])
         train = sources["train"]
-        train.refuse_several("knn")
+        if train.label_sets is not None:
+            raise UserError("data.label_separator: knn is for images that have one label each")
         network, origin = setup.load(train, for_training=True)
         with enough_to_score(setup.config, world), setup.display:
             scorer = setup.scorer(network)

@@ -215,6 +215,12 @@ def samples_of(source: Images) -> list[tuple[Any, str]]:
     return [(data, source.classes[label]) for data, label in zip(images, source.labels, strict=True)]
 
 
+def said(source: Images) -> list[set[str]]:
+    """The class names of each image, if it has several."""
+    assert source.label_sets is not None
+    return [{source.classes[k] for k in np.flatnonzero(source.label_sets[label])} for label in source.labels]
+
+
 def expected(samples: Sequence[Sample]) -> list[tuple[bytes, str]]:
     return [(sample.data, CLASSES[sample.label]) for sample in samples]
 

@@ -253,6 +253,9 @@ def test_packed_splits_that_are_damaged(tmp_path: Path) -> None:
     for change, more in (
         ({"table": wrong}, {}),
         ({"table": arrays["table"][1:]}, {}),
+        ({"sets": np.eye(len(about["classes"]) + 1, dtype=bool)}, {}),
+        ({"sets": np.eye(len(about["classes"]), dtype=np.uint8)}, {}),
+        ({"sets": np.eye(len(about["classes"]), dtype=bool)[:1]}, {}),
         ({}, {"version": 7}),
         ({}, {"classes": 1}),
     ):

@@ -5,22 +5,31 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
+import torch
+import webdataset
+from torch.utils.data import TensorDataset
 
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
+from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.given import DatasetImages
 from pycls_fast.data.transforms import TrainTransform
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
     expected,
     make_content,
+    mistake,
     open_layout,
     opened,
+    said,
     samples_of,
     write_cifar10,
 )
@@ -52,6 +61,51 @@ def test_the_same_content_gives_the_same_samples(layouts: dict[str, dict[str, Im
         names = {source.name(index) for index in range(len(source))}
         assert len(names) == len(source)
         assert f"{len(source)}" in source.describe()
+
+
+# All sets of three classes.
+SETS = [[k for k in range(3) if number >> k & 1] for number in range(8)]
+NAMES = [[CLASSES[k] for k in own] for own in SETS]
+JPEGS = [sample.data for sample in make_content((8,), ())["train"]]
+
+
+def write_several(kind: str, root: Path) -> str:
+    """A training split whose images have several labels, as numbers or names; the kind of source."""
+    root.mkdir()
+    (root / "classes.txt").write_text("\n".join(CLASSES))
+    if kind == "manifest":
+        for number, data in enumerate(JPEGS):
+            (root / f"{number}.jpg").write_bytes(data)
+        rows = [f"{number}.jpg,{';'.join(own)}" for number, own in enumerate(NAMES)]
+        (root / "train.csv").write_text("\n".join(["path,label", *rows]))
+    elif kind == "hub":
+        labels = datasets.Sequence(datasets.ClassLabel(names=list(CLASSES)))
+        kinds = datasets.Features({"image": datasets.Value("binary"), "label": labels})
+        made = datasets.Dataset.from_dict({"image": JPEGS, "label": SETS}, features=kinds)
+        datasets.DatasetDict(train=made).save_to_disk(str(root))
+    elif kind.startswith("parquet"):
+        said = SETS if kind == "parquet numbers" else [";".join(own) for own in NAMES]
+        pyarrow.parquet.write_table(pyarrow.table({"image": JPEGS, "label": said}), root / "train.parquet")
+    else:
+        where = str(root / "train-%06d.tar")
+        with webdataset.ShardWriter(where, maxcount=5, verbose=0) as sink:
+            for number, (data, own) in enumerate(zip(JPEGS, SETS, strict=True)):
+                label = {"json": {"label": NAMES[number]}} if kind == "tar names" else {"cls": own}
+                sink.write({"__key__": str(number), "jpg": data, **label})
+    return str(root)
+
+
+@pytest.mark.parametrize("kind", ["manifest", "hub", "parquet numbers", "parquet names", "tar numbers", "tar names"])
+def test_images_with_several_labels_in_every_source_and_packed(tmp_path: Path, kind: str) -> None:
+    root, name = write_several(kind, tmp_path / "root"), kind.split()[0]
+    source = opened(name, root, whole=True, label_separator=";")["all"]
+    pack(source, tmp_path / "packed" / "all", PackSettings(), workers=0, title="")
+    packed = opened("auto", tmp_path / "packed", whole=True, label_separator=";")["all"]
+    for each in (source, packed):
+        assert each.classes == CLASSES
+        assert said(each) == [set(own) for own in NAMES]
+        assert [each.read(index) for index in range(8)] == JPEGS
+    assert "have several labels each; use data.label_separator=;" in mistake("packed", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,3 +144,15 @@ def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, 
     assert len(set(epoch)) == len(epoch) == count // 4 * 4
     labels = dict(enumerate(source.labels))
     assert all(labels[i] == label for indices, own, _ in alone for i, label in zip(indices, own, strict=True))
+
+
+def test_a_dataset_of_torch_with_several_labels() -> None:
+    marks_NK = torch.tensor([[k in own for k in range(3)] for own in SETS])
+    source = DatasetImages(TensorDataset(torch.zeros(8, 4, 4, 3, dtype=torch.uint8), marks_NK.float()))
+    assert source.classes == ("0", "1", "2")
+    assert said(source) == [{str(k) for k in own} for own in SETS]
+
+
+def test_a_source_of_one_label_has_no_several(tmp_path: Path) -> None:
+    folder = LAYOUTS["folder"](tmp_path / "folder", CONTENT)
+    assert "one label each; use data.label_separator=null" in mistake("folder", folder, label_separator=";")
