@@ -83,8 +83,13 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
         elif row["images"]:
             row["average_precision"] = 100 * float(average_precision_score(true_NK[:, k], scores_NK[:, k]))
     names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
-    error = probability_error(1 / (1 + np.exp(-scores_NK.astype(np.float64))), true_NK) if finite else None
+    error = probability_error(sigmoid(scores_NK), true_NK) if finite else None
     return {name: _mean(rows, key) for name, key in names.items()} | {"calibration_error": error, "classes": rows}
+
+
+def sigmoid(scores_NK: np.ndarray) -> np.ndarray:
+    """Each class's own probability, float64."""
+    return np.exp(-np.logaddexp(0, -scores_NK.astype(np.float64)))
 
 
 def _rows(
@@ -127,17 +132,26 @@ def calibration_error(predictions: Predictions) -> float | None:
     """Expected calibration error of the predicted class's probability, from 0 to 1, over bins of equal width (Guo et
     al., On Calibration of Modern Neural Networks, 2017); None without images.
     """
-    counted_N = (predictions.labels_N >= 0) & (predictions.predicted_N >= 0)
-    right_N = predictions.labels_N == predictions.predicted_N
-    return probability_error(predictions.probabilities_N[counted_N], right_N[counted_N])
+    _, probabilities_M, right_M = judged(predictions)
+    return probability_error(probabilities_M, right_M)
 
 
-def probability_error(probabilities: np.ndarray, right: np.ndarray, bins: int = 15) -> float | None:
+def judged(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of the images that count for `calibration_error`, their class's probability, and if it is right."""
+    rows_M = np.flatnonzero((predictions.labels_N >= 0) & (predictions.predicted_N >= 0))
+    return rows_M, predictions.probabilities_N[rows_M], (predictions.labels_N == predictions.predicted_N)[rows_M]
+
+
+def probability_error(probabilities: np.ndarray, right: np.ndarray) -> float | None:
     """How far probabilities are from the share that is right, as of `calibration_error`; arrays of one shape."""
-    probabilities_M, right_M = probabilities.ravel().astype(np.float64), right.ravel()
-    bins_M = np.minimum((probabilities_M * bins).astype(np.int64), bins - 1)
-    gaps = np.bincount(bins_M, probabilities_M - right_M, minlength=bins)
-    return float(np.abs(gaps).sum() / len(right_M)) if len(right_M) else None
+    bins_M, gaps_M = probability_gaps(probabilities, right)
+    return float(np.abs(np.bincount(bins_M, gaps_M)).sum() / len(gaps_M)) if len(gaps_M) else None
+
+
+def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 15) -> tuple[np.ndarray, np.ndarray]:
+    """The bin of each probability, and its difference from 1, if it is right, else from 0."""
+    probabilities_M = probabilities.ravel().astype(np.float64)
+    return np.minimum((probabilities_M * bins).astype(np.int64), bins - 1), probabilities_M - right.ravel()
 
 
 def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -84,14 +84,6 @@ class Evaluation:
     """float32, the logarithm of each class's probability, or what its sigmoid is taken of; if they were asked for.
     Images as in `predictions`."""
 
-    def interval(self) -> tuple[float, float]:
-        """The 95% interval of `top1` in percent, for images drawn like these (Wilson's)."""
-        # It takes half a second to import.
-        from scipy import stats
-
-        found = stats.binomtest(round(self.top1 * self.count / 100), self.count).proportion_ci(method="wilson")
-        return 100 * found.low, 100 * found.high
-
     def record(self) -> dict[str, Any]:
         """The four numbers under the names that `metrics.jsonl` uses."""
         return {"top1": self.top1, "top5": self.top5, "loss": self.loss, "count": self.count}

@@ -28,6 +28,7 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score
+from pycls_fast.train.intervals import intervals
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
@@ -40,7 +41,6 @@ _ROWS = {
     "split": ("split", "{}"),
     "map": ("mAP", "{:.2f}%"),
     "top1": ("top-1", "{:.2f}%"),
-    "top1_interval": ("top-1 of other images like these", "{0[0]:.2f} to {0[1]:.2f}%"),
     "top5": ("top-5", "{:.2f}%"),
     "class_top1": ("balanced accuracy", "{:.2f}%"),
     "f1": ("F1, mean of the classes", "{:.2f}%"),
@@ -111,11 +111,13 @@ class Setup:
         self.display.note(f"{origin.path} ({origin.kind} weights{step}{whose})")
         if origin.fitted.adapted or origin.fitted.left_out:
             self.display.table("weights", origin.fitted.table())
-        rows = [
-            (name, "none" if record[key] is None else text.format(record[key]))
-            for key, (name, text) in _ROWS.items()
-            if key in record
-        ]
+        rows, known = [], record.get("intervals", {})
+        for key, (name, text) in _ROWS.items():
+            if key in record:
+                ends = f" ({' to '.join(map(text.format, known[key]))})" if key in known else ""
+                rows.append((name, "none" if record[key] is None else text.format(record[key]) + ends))
+        if known:
+            rows.append(("in brackets", "95% intervals, for other images like these"))
         self.display.table(title, rows)
         return rows
 
@@ -251,9 +253,9 @@ def score(
             record = {
                 "split": split,
                 **result.record(),
-                "top1_interval": list(result.interval()),
                 "rule": scored.rule,
                 **by_class,
+                "intervals": intervals(result, source, by_class),
                 "damaged": [list(item) for item in setup.damaged.reported.items()],
                 "tta": tta,
                 **_published(setup, split, origin.path, result.top1),

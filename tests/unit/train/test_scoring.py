@@ -132,11 +132,16 @@ def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
     ]
 
 
-def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path) -> None:
+def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "scores.json"
     assert score(config, "val", str(output), report=str(tmp_path / "report")) == 0
     record = json.loads(output.read_text())
     html = (tmp_path / "report" / "index.html").read_text()
+    assert set(record["intervals"]) == {"top1", "top5", "class_top1", "f1", "auc", "calibration_error"}
+    low, high = record["intervals"]["f1"]
+    shown = f"{record['f1']:.2f}% ({low:.2f}% to {high:.2f}%)"
+    assert shown in html
+    assert shown in capsys.readouterr().out
     wrong = sum(row["images"] - row["right"] for row in record["classes"])
     assert wrong > 0
     assert f"<p>{wrong} images" in html
