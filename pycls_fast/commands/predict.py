@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pycls_fast.config import ModuleNames, Section, Verb
-from pycls_fast.values import NonNegativeInt, PositiveInt, Probability, Several, Text
+from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Several, Text
 
 Which = Literal["auto", "model", "ema"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -18,7 +18,8 @@ class _ImagesOptions(Section):
     pycls-fast export; each includes class names and preprocessing."""
     images: tuple[str, ...]
     """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), addresses
-    (https://..., and what fsspec reads: s3://...), or - for a list of files on standard input."""
+    (https://..., and what fsspec reads: s3://...), videos (pip install -e '.[video]'), or - for a list of files on
+    standard input."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     device: Device = "auto"
@@ -38,6 +39,8 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
     topk: PositiveInt = 5
     """The number of classes per image."""
+    every: PositiveFloat = 1.0
+    """Seconds from one frame of a video to the next; each is an image, called clip.mp4@12.0s."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
     """The format of the computation."""
     batch_size: PositiveInt | None = None

@@ -155,23 +155,26 @@ class Classifier:
         topk: int = 5,
         batch_size: int | None = None,
         num_workers: int | None = None,
+        every: float = 1.0,
         skip: Skip | None = None,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Prediction]:
         """Yield the likeliest classes of each image, in the order of the images, as soon as a batch is done.
 
         Args:
-            images: what `given_images` takes: paths, folders, patterns, Pillow images, uint8 arrays, or a list of them.
+            images: what `given_images` takes: paths, folders, patterns, videos, Pillow images, uint8 arrays, or a list
+                of them.
             topk: number of classes to return, or all if there are fewer.
             batch_size: images at a time.
             num_workers: processes that read and decode; None: none for few images, else one per core.
+            every: seconds from one frame of a video to the next.
             skip: called for each unreadable image, which is then left out. None: an unreadable image is an error.
             advance: called with the number of images done since the last call.
 
         Raises:
             UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
-        source = images if isinstance(images, GivenImages) else self.given(images)
+        source = images if isinstance(images, GivenImages) else self.given(images, every)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch).double()
             if not torch.isfinite(scores_BK).all():
@@ -204,9 +207,9 @@ class Classifier:
             self.logits(images, batch_size=batch_size, num_workers=num_workers)
         return torch.cat(seen)
 
-    def given(self, images: Any) -> GivenImages:
+    def given(self, images: Any, every: float = 1.0) -> GivenImages:
         """Images in any form as one source; see `given_images`."""
-        return given_images(images, upright=self.config.data.exif_orientation)
+        return given_images(images, upright=self.config.data.exif_orientation, every=every)
 
     def batches(
         self,

@@ -1,4 +1,4 @@
-"""Images given by the user (paths, folders, patterns, addresses, Pillow images, arrays) as one `Images`."""
+"""Images given by the user (paths, folders, patterns, addresses, videos, Pillow images, arrays) as one `Images`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pycls_fast.data.sources.files import EXTENSIONS, files_below
 from pycls_fast.data.sources.remote import is_remote, list_files, open_whole
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
+from pycls_fast.inference.video import VIDEOS, Frame, find_frames
 from pycls_fast.reading import IMAGE_BYTES, read_bytes
 
 _KINDS = "a path, an address, a Pillow image, or a uint8 array or tensor (height, width, 3)"
@@ -44,7 +45,9 @@ class GivenImages(Images):
         UserError: there are none.
     """
 
-    def __init__(self, items: Sequence[Path | Address | Image.Image | np.ndarray], *, upright: bool = False) -> None:
+    def __init__(
+        self, items: Sequence[Path | Address | Frame | Image.Image | np.ndarray], *, upright: bool = False
+    ) -> None:
         if not items:
             raise UserError("images: none were given; give files, folders or patterns")
         self.classes = ()
@@ -55,7 +58,7 @@ class GivenImages(Images):
     @property
     def in_memory(self) -> bool:
         """Whether all images are in memory, so that no file is read."""
-        return not any(isinstance(item, Path | Address) for item in self._items)
+        return not any(isinstance(item, Path | Address | Frame) for item in self._items)
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The file's bytes or the pixels."""
@@ -67,16 +70,19 @@ class GivenImages(Images):
             is_page = item.startswith(("http://", "https://"))
             with urlopen(item, timeout=_SECONDS) if is_page else open_whole(item) as file:
                 return file.read(IMAGE_BYTES)
+        if isinstance(item, Frame):
+            return item.read()
         if isinstance(item, Image.Image):
             return np.asarray(decode(item, upright=self._upright))
         return item
 
     def name(self, index: int) -> str:
-        """The path as printable text, or "image 3"."""
+        """The path as printable text, that of a frame as "clip.mp4@12.0s", or "image 3"."""
         item = self._items[index]
+        name = f"{item.path}@{item.seconds}s" if isinstance(item, Frame) else item
         # Bytes of a name that are not UTF-8 become backslash escapes.
-        if isinstance(item, Path | Address):
-            return os.fsencode(item).decode("utf-8", "backslashreplace")
+        if isinstance(name, str | Path):
+            return os.fsencode(name).decode("utf-8", "backslashreplace")
         return f"image {index}"
 
     def describe(self) -> str:
@@ -84,30 +90,31 @@ class GivenImages(Images):
         return f"{len(self):,} images"
 
 
-def given_images(images: Any, *, upright: bool = False) -> GivenImages:
+def given_images(images: Any, *, upright: bool = False, every: float = 1.0) -> GivenImages:
     """Turn any kind of input into one source.
 
     Args:
-        images: a path, a folder, a pattern or an address; a Pillow image; a uint8 array or tensor (H, W, 3), (H, W) or,
-            for several, (B, H, W, 3); a sequence of these.
+        images: a path, a folder, a pattern, an address or a video; a Pillow image; a uint8 array or tensor (H, W, 3),
+            (H, W) or, for several, (B, H, W, 3); a sequence of these.
         upright: see `GivenImages`.
+        every: seconds from one frame of a video to the next.
 
     Raises:
         UserError: nothing was given, an unsupported type, or a path that does not exist.
     """
-    return GivenImages(list(_flat(images)), upright=upright)
+    return GivenImages(list(_flat(images, every)), upright=upright)
 
 
-def _flat(images: Any) -> Iterator[Path | Address | Image.Image | np.ndarray]:
+def _flat(images: Any, every: float) -> Iterator[Path | Address | Frame | Image.Image | np.ndarray]:
     if isinstance(images, str | os.PathLike):
-        yield from find_images([os.fspath(images)])
+        yield from find_images([os.fspath(images)], every)
     elif isinstance(images, Image.Image):
         yield images
     elif isinstance(images, np.ndarray | torch.Tensor):
         yield from _pixels(images)
     elif isinstance(images, Iterable) and not isinstance(images, bytes | dict):
         for item in images:
-            yield from _flat(item)
+            yield from _flat(item, every)
     else:
         raise UserError(f"images: must be {_KINDS}; got {type(images).__name__}")
 
@@ -123,18 +130,19 @@ def _pixels(images: np.ndarray | torch.Tensor) -> Iterator[np.ndarray]:
     yield from array if array.ndim == 4 else [array]
 
 
-def find_images(words: Iterable[str]) -> list[Path | Address]:
+def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address | Frame]:
     """The files that arguments name, in the order of the arguments.
 
     Args:
         words: files with any name; folders, whose images at any depth are taken in the order of their paths, without
             hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]` and `**`;
-            addresses of files, with `*` of several.
+            addresses of files, with `*` of several. A file that is called like a video stands for its frames.
+        every: seconds from one frame of a video to the next.
 
     Raises:
         UserError: a line for each argument that matches nothing.
     """
-    found: list[Path | Address] = []
+    found: list[Path | Address | Frame] = []
     mistakes: list[str] = []
     for word in words:
         # A name that begins with "~" but is not a user's home is an ordinary name.
@@ -153,12 +161,21 @@ def find_images(words: Iterable[str]) -> list[Path | Address]:
                 here = sorted(match for match in matches if match.is_file() and _is_image(match.name))
         except OSError as error:
             here, problem = [], f"{problem} ({error.strerror})"
-        found += here
+        found += frames_of(here, every)
         if not here:
             mistakes.append(f"images: {word} {problem}")
     refuse(mistakes)
     return found
 
 
+def frames_of(files: Iterable[Path | Address], every: float) -> Iterator[Path | Address | Frame]:
+    """The files, with frames in place of videos; see `find_frames`."""
+    for file in files:
+        if isinstance(file, Path) and file.name.lower().endswith(VIDEOS):
+            yield from find_frames(file, every)
+        else:
+            yield file
+
+
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    return name.lower().endswith((*EXTENSIONS, *VIDEOS)) and not name.startswith(".")

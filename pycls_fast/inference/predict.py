@@ -18,7 +18,8 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
-from pycls_fast.inference.images import Address, GivenImages, find_images
+from pycls_fast.inference.images import Address, GivenImages, find_images, frames_of
+from pycls_fast.inference.video import Frame
 from pycls_fast.reading import cell
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file
@@ -33,6 +34,7 @@ def predict(
     run: str,
     images: Sequence[str],
     *,
+    every: float = 1.0,
     format: str,  # noqa: A002  # the key that the user types
     output: str | None,
     topk: int,
@@ -46,7 +48,7 @@ def predict(
     `PredictVerb`.
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
-    source = GivenImages(collect(images))
+    source = GivenImages(collect(images, every))
     output = output or ("predictions.png" if format == "sheet" else None)
     path = None if output is None else output_file(output)
     classifier = load(run, which=which, device=device, precision=precision)
@@ -83,7 +85,7 @@ def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None
         print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 
 
-def collect(images: Sequence[str]) -> list[Path | Address]:
+def collect(images: Sequence[str], every: float = 1.0) -> list[Path | Address | Frame]:
     """The files that the command line names; those listed on standard input need not exist."""
     listed: list[Path] = []
     if "-" in images:
@@ -92,7 +94,7 @@ def collect(images: Sequence[str]) -> list[Path | Address]:
             sys.stdin.reconfigure(errors="surrogateescape")
         # NUL ends the names of `find -print0`.
         listed = [Path(line) for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
-    return [*find_images(word for word in images if word != "-"), *listed]
+    return [*find_images((word for word in images if word != "-"), every), *frames_of(listed, every)]
 
 
 def _opened(path: Path | None) -> AbstractContextManager[TextIO]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from pycls_fast.errors import UserError
-from pycls_fast.inference.images import find_images, given_images
+from pycls_fast.inference import video
+from pycls_fast.inference.images import GivenImages, find_images, frames_of, given_images
 
 
 @pytest.fixture
@@ -124,3 +129,89 @@ def test_addresses_are_read(folder: Path) -> None:
         with pytest.raises(OSError, match="404"):
             given_images(f"{address}x").read(0)
         server.shutdown()
+
+
+def write_clip(path: Path, seconds: int, *, turned: int = 0, group: int = 12, paused: int = 0, **options: str) -> None:
+    """Ten frames a second, of which each is brighter by one and dark below; the last ten come seconds later."""
+    with av.open(path, "w", options=options) as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt, stream.codec_context.gop_size = 64, 32, "yuv420p", group
+        stream.bit_rate, stream.options = 4_000_000, {"sc_threshold": "1000000000"}
+        stream.set_display_rotation(turned)
+        for number in range(10 * seconds):
+            pixels = np.zeros((32, 64, 3), np.uint8)
+            pixels[:16] = 50 + number
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
+            frame.pts = number + 10 * paused * (number >= 10 * (seconds - 1))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def brightness(pixels: Any) -> float:
+    """That of the brighter half."""
+    return float(np.asarray(pixels, np.float64)[:10].mean())
+
+
+def test_frames_of_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_clip(Path("clip.MP4"), 8)
+    source = given_images("clip.MP4")
+    assert [source.name(index) for index in range(len(source))] == [f"clip.MP4@{n}.0s" for n in range(8)]
+    assert not source.in_memory
+    # Each is the frame of its time, in whatever order they are read.
+    for index in (0, 1, 2, 5, 3, 7, 7):
+        pixels = source.read(index)
+        assert isinstance(pixels, np.ndarray)
+        assert pixels.shape == (32, 64, 3)
+        assert brightness(pixels) == pytest.approx(50 + 10 * index, abs=1.5)
+    assert [found.seconds for found in video.find_frames(Path("clip.MP4"), 2.5)] == [0.0, 2.5, 5.0, 7.5]
+    write_clip(Path("paused.mp4"), 2, paused=5)
+    assert [found.seconds for found in video.find_frames(Path("paused.mp4"), 1)] == [0.0, 6.0]
+    # As often as there are frames.
+    assert len(video.find_frames(Path("clip.MP4"), 0.01)) == 80
+    assert [frame for frame in find_images(["*.MP4"], 4) if not isinstance(frame, video.Frame)] == []
+
+
+def test_a_video_is_decoded_on_from_where_it_was(tmp_path: Path) -> None:
+    write_clip(tmp_path / "clip.mp4", 6, group=20)
+    frames = video.find_frames(tmp_path / "clip.mp4", 0.5)
+    assert [frame.start for frame in frames[::4]] == [frame.time for frame in frames[::4]]
+    decoding = []
+    for index in (0, 1, 3, 8, 9, 8):
+        frames[index].read()
+        decoding.append(video._reader(tmp_path / "clip.mp4", os.getpid())._frames)
+    assert [one is other for one, other in pairwise(decoding)] == [True, True, False, True, False]
+
+
+def test_videos_of_phones_are_turned(tmp_path: Path) -> None:
+    write_clip(tmp_path / "clip.mov", 1, turned=90)
+    pixels = given_images(tmp_path / "clip.mov").read(0)
+    # Turned counterclockwise, what was above is at the left.
+    assert np.asarray(pixels).shape == (64, 32, 3)
+    assert np.asarray(pixels)[:, :10].mean() > 40 > np.asarray(pixels)[:, -10:].mean()
+
+
+@pytest.mark.parametrize("kind", ["junk", "cut", "no index", "gone"])
+def test_a_damaged_video_is_one_line(tmp_path: Path, kind: str) -> None:
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, 12, **({"movflags": "+faststart"} if kind == "cut" else {}))
+    whole = clip.read_bytes()
+    clip.write_bytes(b"junk" if kind == "junk" else whole[: len(whole) * 6 // 10])
+    if kind == "gone":
+        clip.unlink()
+    source, mistakes = GivenImages(list(frames_of([clip], 1.0))), []
+    for index in range(len(source)):
+        try:
+            source.read(index)
+        except OSError as error:
+            mistakes.append(f"{source.name(index)}: {error}")
+    assert len(mistakes) == 1
+    assert mistakes[0].startswith(f"{clip}@{12.0 if kind == 'cut' else 0.0}s: ")
+    assert (len(source) > 3) == (kind == "cut")
+
+
+def test_without_pyav_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clip.mp4").touch()
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(UserError, match=r"clip.mp4: videos need PyAV .*; pip install -e '.\[video\]'$"):
+        find_images([str(tmp_path / "clip.mp4")])

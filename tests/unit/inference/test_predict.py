@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
 from pycls_fast.inference.contact_sheet import Cell
+from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predict import percent
 from pycls_fast.models import VisionTransformer
 from tests.unit.inference.conftest import make_run
+from tests.unit.inference.test_images import write_clip
 
 TOOLS = Path(__file__).parents[3] / "tools"
 
@@ -52,6 +55,20 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
     assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
     assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
+
+
+def test_frames_of_videos_and_damaged_ones(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_clip(folder / "clip.mp4", 3)
+    (folder / "cut.mkv").write_bytes((folder / "clip.mp4").read_bytes()[:300])
+    where = [folder / "clip.mp4", folder / "cut.mkv", folder / "0.png"]
+    assert run_tool("predict", run_dir, *where, "format=csv", "every=1.5", "num_workers=2", "batch_size=1") == 0
+    said = capsys.readouterr()
+    rows = list(csv.DictReader(io.StringIO(said.out)))
+    assert [row["image"] for row in rows] == [f"{where[0]}@0.0s", f"{where[0]}@1.5s", str(where[2])]
+    frames = [GivenImages(find_images([str(where[0])], 1.5)).read(index) for index in range(2)]
+    assert [row["class"] for row in rows[:2]] == [each.class_name for each in pycls_fast.load(run_dir).predict(frames)]
+    assert re.search(r"unreadable: .*cut.mkv@0.0s: cannot be read: no video that can be read", said.err)
+    assert said.err.splitlines()[-1] == "1 of 4 images could not be read"
 
 
 def test_memory_that_does_not_suffice(run_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
