@@ -265,7 +265,7 @@ ALIASES = {
 """Short names of keys, on the command line and from Python."""
 
 
-def _long_name(override: str, folders: Sequence[Path]) -> str:
+def long_name(override: str, folders: Sequence[Path]) -> str:
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
     # No option has a slash: a folder that is not there is told as one.
     key, separator, value = override.partition("=")
@@ -283,7 +283,7 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
         UserError: an argument is no override.
     """
     names = groups(folders)
-    overrides = [_long_name(override, folders) for override in overrides]
+    overrides = [long_name(override, folders) for override in overrides]
     written_out = [part for override in overrides for part in timm_written_out(override, folders)]
     written_out = [part for override in written_out for part in _class_written_out(override, folders)]
     return [_as_hydra_override(override, names, folders) for override in written_out]

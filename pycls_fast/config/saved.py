@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.choice import FAMILIES
-from pycls_fast.config.compose import import_modules_of, validate
+from pycls_fast.config.compose import import_modules_of, long_name, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.presets import groups
 from pycls_fast.config.run import RunConfig
@@ -160,6 +160,7 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
+    overrides = [long_name(override, [CONFIGS]) for override in overrides]
     _refuse_places(saved, {key_of(override) for override in overrides})
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")

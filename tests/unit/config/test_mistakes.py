@@ -46,6 +46,9 @@ ONE_MISTAKE = [
     ("data.image_size=[16,30]", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
+    ("data=insects", 'data.source: must be one of auto, ...; got "insects", and there is no folder insects here; '
+     f"give its path as data=PATH {HERE}"),
+    ("data=foldr", "data=foldr: no such option; did you mean folder?"),
     ("data=folder", "data.root: not set; give ... (data=folder or the command line)"),
     ("speed={compile: off, gelu: polynomial}", f"speed.gelu: polynomial conflicts with speed.compile=off: ... {HERE}"),
     ("speed.convolution=products", f"speed.convolution: products is for model.kind=resnet ... {HERE}"),

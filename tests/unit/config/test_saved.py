@@ -14,6 +14,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.run import Parallel
 from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed, resolve
+from pycls_fast.values import Size
 from tests.factories import load_run_config
 
 
@@ -33,6 +34,19 @@ def test_a_saved_configuration_comes_back_equal(run_dir: Path, config: RunConfig
     read = load_run_config(run_dir)
     assert read.speed == Speed(preset=config.speed.preset)
     assert read == config.model_copy(update={"speed": read.speed})
+
+
+@pytest.mark.parametrize("kind", ["digits", "packed"])
+def test_other_images_are_seen_as_the_saved_ones(run_dir: Path, config: RunConfig, tmp_path: Path, kind: str) -> None:
+    """A folder, and another kind of source, for which only the old kind's own keys go."""
+    values = yaml.safe_load((run_dir / "config.yaml").read_text())
+    values["data"] |= {"source": "manifest", "label_column": "kind"}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
+    overrides = [f"data={tmp_path}", f"data.source={kind}"]
+    read = load_run_config(run_dir, overrides).data
+    assert (read.root, read.source) == (str(tmp_path), kind)
+    assert (read.image_size, read.mean, read.val_fraction) == (Size(16, 16), config.data.mean, config.data.val_fraction)
+    assert load_run_config(run_dir, overrides[:1]).data.own()["label_column"] == "kind"
 
 
 def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
