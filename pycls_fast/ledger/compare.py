@@ -256,10 +256,10 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
         place = next((i for i, name in enumerate(names) if name != others[i]), None)
         if place is not None:
             return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
-    at_one, at_two = _shared(one, two)
-    if not len(at_one):
+    one, two = one.shared(two)
+    if not len(one.indices_N):
         return "they have no image in common"
-    wrong = int((one.labels_N[at_one] != two.labels_N[at_two]).sum())
+    wrong = int((one.labels_N != two.labels_N).sum())
     return f"they were evaluated on different images: the true class differs for {wrong:,}" if wrong else None
 
 
@@ -268,13 +268,13 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
     Images that one of the two could not read are left out of both.
     """
-    one, two = a.predictions, b.predictions
-    assert one is not None
-    assert two is not None
-    at_one, at_two = _shared(one, two)
-    labels_N, first_N, second_N = one.labels_N[at_one], one.predicted_N[at_one], two.predicted_N[at_two]
-    losses_N2 = np.stack([one.losses_N[at_one], two.losses_N[at_two]], axis=1)
-    right_N2 = np.stack([first_N == labels_N, second_N == labels_N], axis=1)
+    mine, others = a.predictions, b.predictions
+    assert mine is not None
+    assert others is not None
+    one, two = mine.shared(others)
+    labels_N, first_N, second_N = one.labels_N, one.predicted_N, two.predicted_N
+    losses_N2 = np.stack([one.losses_N, two.losses_N], axis=1)
+    right_N2 = np.stack([one.right, two.right], axis=1)
     classes = a.classes or b.classes or ()
     source = a.source or b.source
 
@@ -284,7 +284,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
         gap = losses_N2[chosen, 1 - winner] - losses_N2[chosen, winner]
         return [
             {
-                "index": (index := int(one.indices_N[at_one[i]])),
+                "index": (index := int(one.indices_N[i])),
                 "name": source.name(index) if source is not None else None,
                 "class": class_name(classes, labels_N[i]),
                 "a": class_name(classes, first_N[i]),
@@ -297,7 +297,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
     return {
         "pair": asdict(pair_images(labels_N, first_N, second_N)),
-        "left_out": len(one.indices_N) + len(two.indices_N) - 2 * len(at_one),
+        "left_out": len(mine.indices_N) + len(others.indices_N) - 2 * len(labels_N),
         "both_wrong": int((~right_N2.any(axis=1)).sum()),
         "both_wrong_otherwise": int((~right_N2.any(axis=1) & (first_N != second_N)).sum()),
         "classes": _by_class(classes, labels_N, right_N2),
@@ -331,13 +331,6 @@ def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray
             | {"difference": b - a, "only_a": lost, "only_b": won}
         )
     return sorted(found, key=lambda row: -abs(row["difference"]))
-
-
-def _shared(one: Predictions, two: Predictions) -> tuple[np.ndarray, np.ndarray]:
-    """Positions in each run of the images that both have, without those that have no true class in either."""
-    _, at_one, at_two = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)
-    counted = (one.labels_N[at_one] >= 0) | (two.labels_N[at_two] >= 0)
-    return at_one[counted], at_two[counted]
 
 
 def _names(source: Images) -> list[str]:

@@ -139,7 +139,7 @@ def calibration_error(predictions: Predictions) -> float | None:
 def judged(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The places of the images that count for `calibration_error`, their class's probability, and if it is right."""
     rows_M = np.flatnonzero((predictions.labels_N >= 0) & (predictions.predicted_N >= 0))
-    return rows_M, predictions.probabilities_N[rows_M], (predictions.labels_N == predictions.predicted_N)[rows_M]
+    return rows_M, predictions.probabilities_N[rows_M], predictions.right[rows_M]
 
 
 def probability_error(probabilities: np.ndarray, right: np.ndarray) -> float | None:

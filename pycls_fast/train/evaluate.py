@@ -46,6 +46,21 @@ class Predictions:
     probabilities_N: np.ndarray
     """float32, the predicted class's probability, NaN if any score is not finite."""
 
+    @property
+    def right(self) -> np.ndarray:
+        """bool (N,), whether the predicted class is the true one."""
+        return (self.labels_N >= 0) & (self.predicted_N == self.labels_N)
+
+    def of(self, rows: np.ndarray | slice) -> Predictions:
+        """Those of some of the images."""
+        return Predictions(*(values_N[rows] for values_N in vars(self).values()))
+
+    def shared(self, other: Predictions) -> tuple[Predictions, Predictions]:
+        """These and others, both of the images that both have, without those that have no true class in either."""
+        _, mine, others = np.intersect1d(self.indices_N, other.indices_N, assume_unique=True, return_indices=True)
+        counted = (self.labels_N[mine] >= 0) | (other.labels_N[others] >= 0)
+        return self.of(mine[counted]), other.of(others[counted])
+
     def save(self, file: Path) -> None:
         """Write an `.npz` file atomically."""
         with atomic_write(file) as temporary, temporary.open("wb") as stream:

@@ -272,10 +272,7 @@ class CrossedTrainings:
             return None
         one, two = found
         # Images that one of the two could not read are left out of both.
-        at = np.intersect1d(one.indices_N, two.indices_N, assume_unique=True, return_indices=True)[1:]
-        right, other = (
-            each.predicted_N[rows] == each.labels_N[rows] for each, rows in zip((one, two), at, strict=True)
-        )
+        right, other = (each.right for each in one.shared(two))
         difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
         return Pair(planned.on, difference, int((right != other).sum()), len(right))
 

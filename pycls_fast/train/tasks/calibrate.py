@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from scipy import optimize
@@ -15,7 +14,6 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error
-from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.export import checked, write_weights
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
 from pycls_fast.train.weights import find_weights, open_weights
@@ -83,7 +81,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
                 return scores_NK, true_NK, probability_error(scores_NK[1::2].sigmoid().numpy(), true_NK[1::2].numpy())
             several = setup.config.loss.criterion().sigmoid
             targets = one_hot(labels_N, scores_NK.shape[1]) if several else labels_N
-            return scores_NK, targets, calibration_error(_every_second(found.predictions))
+            return scores_NK, targets, calibration_error(found.predictions.of(slice(1, None, 2)))
 
         scores_NK, targets, before = scores()
         temperature = best_temperature(scores_NK[::2], targets[::2])
@@ -114,7 +112,3 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
             ]
             setup.display.table(scored.source.describe(), facts)
     return DONE
-
-
-def _every_second(found: Predictions) -> Predictions:
-    return replace(found, **{name: values_N[1::2] for name, values_N in vars(found).items()})

@@ -228,6 +228,19 @@ def predictions(labels: list[int], predicted: list[int]) -> Predictions:
     return Predictions(*whole, zeros, zeros)
 
 
+def test_two_runs_are_paired_by_the_images_that_both_have() -> None:
+    one, two = (
+        predictions([3, -1, 2, 1, -1, 0], [3, -1, 1, 1, 2, -1]),
+        predictions([3, -1, 2, 1, -1, 0], [3, 2, 2, 0, -1, 0]),
+    )
+    # The second could not read the first image, and no one knows the second's and the fifth's class.
+    mine, others = one.shared(two.of(np.array([5, 1, 3, 2, 4])))
+    assert mine.indices_N.tolist() == others.indices_N.tolist() == [2, 3, 5]
+    assert (mine.right.tolist(), others.right.tolist()) == ([False, True, False], [True, False, True])
+    # Scores that are not finite of an image without a class.
+    assert one.right.tolist() == [True, False, False, True, False, False]
+
+
 def dense(counts: Confusion, classes: int) -> np.ndarray:
     counts_KK = np.zeros((classes, classes), dtype=np.int64)
     counts_KK[counts.right_C, counts.predicted_C] = counts.images_C
