@@ -2,7 +2,7 @@
 
 DATA is a folder of class folders (CIFAR-10's training images), WEIGHTS timm's tf_efficientnet_lite0 as safetensors. A
 tenth of one class's images get other labels. Each fold's images are predicted by a logistic head on the features of the
-others, as `finetune` begins, and put in the order in which `pycls-fast test report=` shows them. `images=2000` of each
+others, as `finetune` begins, and put in the order in which `pycls-fast test report=` shows them. `images=5000` of each
 class, `size=128` pixels, `class=3`.
 """
 
@@ -17,14 +17,16 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from torchvision import transforms
 
 from pycls_fast.train.by_class import mistakes
 from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.features import fit_logistic
 
 FIRST, FOLDS = 100, 5
+# Per image, of features with a variance of 1: what `fit_logistic` chooses, which would take hours for all folds.
+PENALTY = 0.03
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def features(files: list[Path], weights: Path, size: int) -> Tensor:
     net: Any = timm.create_model("tf_efficientnet_lite0", num_classes=1000)
     net.load_state_dict(load_file(weights))
     net.reset_classifier(0)
-    net.eval()
+    net.eval().to(memory_format=torch.channels_last)
     prepare = transforms.Compose([
         transforms.Resize((size, size), transforms.InterpolationMode.BICUBIC),
         transforms.ToTensor(),
@@ -42,17 +44,20 @@ def features(files: list[Path], weights: Path, size: int) -> Tensor:
     parts = []
     for first in range(0, len(files), 64):
         images = [prepare(Image.open(file).convert("RGB")) for file in files[first : first + 64]]
-        parts.append(net(torch.stack(images)))
+        with torch.autocast("cpu", torch.bfloat16):
+            parts.append(net(torch.stack(images).contiguous(memory_format=torch.channels_last)).float())
     return torch.cat(parts)
 
 
 def predicted(features_ND: Tensor, labels_N: Tensor, classes: int) -> Predictions:
     """Each image by a head that was fitted to the other folds."""
-    fold_N = torch.arange(len(labels_N)) % FOLDS
-    logits_NK = torch.empty(len(labels_N), classes)
-    for fold in range(FOLDS):
-        head = fit_logistic(features_ND[fold_N != fold], labels_N[fold_N != fold], classes)
-        logits_NK[fold_N == fold] = features_ND[fold_N == fold] @ head.weight_KD.T + head.bias_K
+    scaled = ((features_ND - features_ND.mean(0)) / features_ND.std()).numpy()
+    labels, fold = labels_N.numpy(), np.arange(len(labels_N)) % FOLDS
+    logits_NK = torch.empty(len(labels), classes)
+    for held_out in (fold == number for number in range(FOLDS)):
+        head = LogisticRegression(C=1 / (PENALTY * (~held_out).sum()), tol=1e-3)
+        head.fit(scaled[~held_out], labels[~held_out])
+        logits_NK[held_out] = torch.from_numpy(head.decision_function(scaled[held_out])).float()
     losses_N = torch.nn.functional.cross_entropy(logits_NK, labels_N, reduction="none")
     probability_N, predicted_N = logits_NK.softmax(1).max(1)
     return Predictions(
@@ -63,7 +68,7 @@ def predicted(features_ND: Tensor, labels_N: Tensor, classes: int) -> Prediction
 def main() -> None:
     """Plant, predict, count."""
     root, weights = map(Path, sys.argv[1:3])
-    options = {"images": 2000, "size": 128, "class": 3}
+    options = {"images": 5000, "size": 128, "class": 3}
     options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[3:])}
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     items = [
@@ -78,11 +83,10 @@ def main() -> None:
     labels_N[planted] = (true_N[planted] + draw.integers(1, len(folders), len(planted))) % len(folders)
     predictions = predicted(features(files, weights, options["size"]), torch.from_numpy(labels_N), len(folders))
     right = 100 * (predictions.predicted_N == true_N).mean()
-    wrong_M, doubted_M = mistakes(predictions, len(folders))
-    found = np.isin(wrong_M, planted)
+    found = np.isin(mistakes(predictions, len(folders))[:FIRST], planted)
     name = folders[options["class"]].name
     print(f"{len(items):,} images, {len(planted)} of {name} with other labels; top-1 {right:.1f}")
-    print(f"{found[:FIRST].sum()} of the first {FIRST} of the page are planted; {int(doubted_M.sum())} are doubted")
+    print(f"{found.sum()} of the first {FIRST} of the page are planted")
 
 
 if __name__ == "__main__":

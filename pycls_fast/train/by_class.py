@@ -1,4 +1,4 @@
-"""Scores of each class, for images with one label and with several; which predictions may be wrong labels."""
+"""Scores of each class, for images with one label and with several; which labels may be wrong."""
 
 from __future__ import annotations
 
@@ -154,24 +154,14 @@ def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 1
     return np.minimum((probabilities_M * bins).astype(np.int64), bins - 1), probabilities_M - right.ravel()
 
 
-def mistakes(predictions: Predictions, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The wrong predictions, likely errors of the labels first.
+def mistakes(predictions: Predictions, classes: int) -> np.ndarray:
+    """Places of the wrong predictions in `predictions`, int64, likely errors of the labels first.
 
-    Confident learning (Northcutt, Jiang and Chuang 2021, section 3.1), from the predicted class alone: a label is
-    doubted if the predicted class is at least as probable as it is on average where it is the label. Within both kinds
-    the label of the lowest probability comes first (by the difference to the predicted class's a third as many planted
-    errors came first; LOG.md). The images must not have been trained on.
-
-    Returns:
-        int64, positions in `predictions`, and bool, whether the label is doubted.
+    These are the labels of the lowest probability (self-confidence, cleanlab's order; Northcutt, Jiang and Chuang,
+    Confident Learning, 2021), if the images were not trained on. Other orders are worse or fit one dataset (LOG.md).
     """
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
-    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
-    own_N = np.exp(-predictions.losses_N.astype(np.float64))
-    images_K = np.bincount(labels_N[counted_N], minlength=classes)
-    usual_K = np.bincount(labels_N[counted_N], own_N[counted_N], minlength=classes) / np.maximum(images_K, 1)
-    wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
-    guess_M = predictions.probabilities_N[wrong_M]
-    doubted_M = (guess_M >= usual_K[predicted_N[wrong_M]]) & (images_K[predicted_N[wrong_M]] > 0)
-    order_M = np.lexsort((own_N[wrong_M], ~doubted_M))
-    return wrong_M[order_M], doubted_M[order_M]
+    wrong_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes) & (labels_N != predicted_N)
+    wrong_M = np.flatnonzero(wrong_N)
+    # With one label the loss is the logarithm of its probability.
+    return wrong_M[np.argsort(-predictions.losses_N[wrong_M], kind="stable")]

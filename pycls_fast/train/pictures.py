@@ -191,7 +191,7 @@ def write_report(
     """Write the page, which needs no other file, and `confusion.png` beside it."""
     picture = index.with_name("confusion.png")
     draw_confusion(confusion(predictions, len(source.classes)), source.classes, picture, title)
-    wrong_M, doubted_M = mistakes(predictions, len(source.classes))
+    wrong_M = mistakes(predictions, len(source.classes))
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     html = environment.from_string(template).render(
@@ -200,15 +200,14 @@ def write_report(
         confusion=_data_url(picture.read_bytes(), "png"),
         classes=class_scores(predictions, source.classes)["classes"],
         wrong=len(wrong_M),
-        doubted=int(doubted_M.sum()),
-        tiles=list(_tiles(predictions, source, zip(wrong_M.tolist(), doubted_M.tolist(), strict=True))),
+        tiles=list(_tiles(predictions, source, wrong_M)),
     )
     write_text(index, html, key="report")
 
 
-def _tiles(predictions: Predictions, source: Images, places: Iterator[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
+def _tiles(predictions: Predictions, source: Images, wrong_M: np.ndarray) -> Iterator[dict[str, Any]]:
     """What the page shows of each of the first images that can be read."""
-    for place, doubted in list(places)[:_MOST_TILES]:
+    for place in wrong_M[:_MOST_TILES].tolist():
         index = int(predictions.indices_N[place])
         try:
             image = decode(source.read(index))
@@ -223,7 +222,6 @@ def _tiles(predictions: Predictions, source: Images, places: Iterator[tuple[int,
             "label": source.classes[predictions.labels_N[place]],
             "predicted": source.classes[predictions.predicted_N[place]],
             "probability": float(predictions.probabilities_N[place]),
-            "doubted": doubted,
         }
 
 

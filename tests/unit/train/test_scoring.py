@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
 
 def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "scores.json"
-    assert score(config, "val", str(output), report=str(tmp_path / "report")) == 0
+    table = tmp_path / "worst.csv"
+    assert score(config, "val", str(output), predictions=str(table), report=str(tmp_path / "report")) == 0
     record = json.loads(output.read_text())
     html = (tmp_path / "report" / "index.html").read_text()
     assert set(record["intervals"]) == {"top1", "top5", "class_top1", "f1", "auc", "calibration_error"}
@@ -146,6 +148,8 @@ def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, caps
     assert wrong > 0
     assert f"<p>{wrong} images" in html
     assert html.count("<figure") == html.count("data:image/jpeg") == wrong
+    names = re.findall("<small>(.*)</small>", html)
+    assert names == [row["image"] for row in read_table(table) if row["label"] != row["predicted"]]
     assert (tmp_path / "report" / "confusion.png").is_file()
 
 
