@@ -35,7 +35,9 @@ def _openvino(path: Path) -> Run:
 
 
 def _program(path: Path) -> Run:
-    return torch.export.load(path).module()
+    # The function alone: a program is no module that can be set to evaluation.
+    forward: Run = torch.export.load(path).module().forward
+    return forward
 
 
 _RUNNERS: dict[str, Callable[[Path], Run]] = {".onnx": _onnx, ".xml": _openvino, ".pt2": _program}
