@@ -52,8 +52,8 @@ class Source(Choice, key="data", tag="source", default="auto"):
     (off)."""
     label_separator: Text | None = None
     """Images have several labels: in text separated by this, so that with ; an image of cat;dog is of both classes, and
-    one whose label is empty of none; or in lists. A table without a column of labels has one of zeros and ones for each
-    class. null: one label each."""
+    one whose label is empty of none; or in lists; a file in several class folders (linked) is of all of them. A table
+    without a column of labels has one of zeros and ones for each class. null: one label each."""
     shuffle: Literal["auto", "full", "blocks"] = "auto"
     """The order of training images: a permutation of all, or shard by shard (blocks); auto: blocks for remote data."""
     shuffle_buffer: PositiveInt = 16384

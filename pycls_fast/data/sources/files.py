@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -296,12 +296,17 @@ def _several(labels: Sequence[object], names: Sequence[str] | None, where: str, 
     if np.all(numbers < 0):
         return Labels(classes, np.full(len(labels), -1, dtype=np.int32))
     ends = np.cumsum([len(each) for each in parts])
-    own = [tuple(sorted(set(found.tolist()))) for found in np.split(numbers, ends[:-1])]
-    position = {each: place for place, each in enumerate(dict.fromkeys(own))}
-    sets = np.zeros((len(position), len(classes)), dtype=bool)
-    for each, place in position.items():
-        sets[place, list(each)] = True
-    return Labels(classes, np.array([position[each] for each in own], dtype=np.int32), sets)
+    return labels_of([found.tolist() for found in np.split(numbers, ends[:-1])], classes)
+
+
+def labels_of(own: Iterable[Iterable[int]], classes: tuple[str, ...]) -> Labels:
+    """The labels of images that are each of any number of classes."""
+    place: dict[tuple[int, ...], int] = {}
+    numbers = [place.setdefault(tuple(sorted(set(each))), len(place)) for each in own]
+    sets = np.zeros((len(place), len(classes)), dtype=bool)
+    for each, row in place.items():
+        sets[row, list(each)] = True
+    return Labels(classes, np.array(numbers, dtype=np.int32), sets)
 
 
 def _parts(said: object, separator: str) -> list[object]:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder
+from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder, labels_of
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError, first_few, is_first_of_node
@@ -49,13 +49,19 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/` or `test/` (in any case, `Training/` and
     `Testing/`, too); with both a validation and a test folder there is "test" too. A `dev/` or `test/` without class
     folders (a development kit, images without labels) is left out. ImageNet's validation images may lie in `val/`
-    without class folders, if their labels are there. Class folders directly in `root` are "all".
+    without class folders, if their labels are there. Class folders directly in `root` are "all". With
+    `data.label_separator` an image is of all classes whose folders hold it or a link to it.
 
     Raises:
         OSError: there is no such folder.
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
     root, cache = Path(root), CachePolicy.of(data, how)
+
+    def scan(folder: Path) -> Images:
+        found = scan_classes(folder, cache)
+        return found if data.label_separator is None else _joined(found)
+
     # Kaggle's archive.
     inner = root / "ILSVRC/Data/CLS-LOC"
     root = inner if (inner / "train").is_dir() else root
@@ -70,13 +76,13 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     if "train" not in parts or not (parts["train"] in nested or len(names) == len(folders)):
         if nested or (len(folders) == 1 and subfolders(root / folders[0])):
             raise UserError(f"{root} holds {first_few(folders)}, with folders in them but no train/; {_LAYOUT}")
-        return {"all": scan_classes(root, cache)}
-    train = scan_classes(root / parts["train"], cache)
+        return {"all": scan(root)}
+    train = scan(root / parts["train"])
     opened: dict[str, Images] = {"train": train}
     for split, name in parts.items():
         if split != "train":
             flat = None if name in nested else _flat_validation(root / name, train.classes)
-            opened[split] = flat or scan_classes(root / name, cache)
+            opened[split] = flat or scan(root / name)
     return opened
 
 
@@ -111,6 +117,24 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
     )
     names = Texts(index.arrays["names"], index.arrays["name_ends"])
     return FileImages(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)
+
+
+def _joined(source: FileImages) -> Images:
+    """Each file once, by its first name, with the classes of all its names."""
+    names: dict[tuple[int, int], list[int]] = {}
+    for index in range(len(source)):
+        try:
+            status = Path(source.name(index)).stat()
+            file = (status.st_dev, status.st_ino)
+        except OSError:
+            # A broken link is a damaged image.
+            file = (-1, index)
+        names.setdefault(file, []).append(index)
+    found = Subset(source, np.array([own[0] for own in names.values()]))
+    _, found.labels, found.label_sets = labels_of(
+        (source.labels[own].tolist() for own in names.values()), source.classes
+    )
+    return found
 
 
 def _scan(root: Path) -> Index:

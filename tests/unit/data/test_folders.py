@@ -24,6 +24,7 @@ from tests.unit.data.layouts import (
     make_content,
     mistake,
     opened,
+    said,
     samples_of,
     write_folder,
 )
@@ -64,6 +65,21 @@ def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTre
     val = open_plain(tmp_path)["val"]
     assert val.classes == ("a", "b", "c")
     assert val.labels.tolist() == [1, 2, 2]
+
+
+def test_links_from_several_class_folders_are_one_image(tmp_path: Path, write_tree: WriteTree) -> None:
+    root = write_tree(tmp_path, {"train/a": 3, "train/b": 1, "val/a": 1, "val/c": 1})
+    (root / "train" / "c").mkdir()
+    (root / "train" / "c" / "soft.png").symlink_to("../a/1.png")
+    (root / "train" / "b" / "hard.png").hardlink_to(root / "train" / "a" / "1.png")
+    (root / "train" / "b" / "soft.png").symlink_to("../a/2.png")
+    (root / "train" / "b" / "broken.png").symlink_to("nowhere")
+    splits = opened("folder", tmp_path, label_separator=";")
+    train = splits["train"]
+    assert below(train, root / "train") == ["a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/broken.png"]
+    assert said(train) == [{"a"}, {"a", "b", "c"}, {"a", "b"}, {"b"}, {"b"}]
+    assert said(splits["val"]) == [{"a"}, {"c"}]
+    assert len(opened("folder", tmp_path)["train"]) == 8
 
 
 @pytest.mark.parametrize("name", ["train", "Training", "dev", "TEST"])

@@ -154,5 +154,4 @@ def test_a_dataset_of_torch_with_several_labels() -> None:
 
 
 def test_a_source_of_one_label_has_no_several(tmp_path: Path) -> None:
-    folder = LAYOUTS["folder"](tmp_path / "folder", CONTENT)
-    assert "one label each; use data.label_separator=null" in mistake("folder", folder, label_separator=";")
+    assert "one label each; use data.label_separator=null" in mistake("digits", tmp_path / "x", label_separator=";")
