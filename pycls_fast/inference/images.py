@@ -27,6 +27,7 @@ _KINDS = "a path, an address, a Pillow image, or a uint8 array or tensor (height
 
 # The longest wait for a server.
 _SECONDS = 30
+_PAGES = ("http://", "https://")
 
 
 class Address(str):
@@ -67,8 +68,7 @@ class GivenImages(Images):
             return read_bytes(item, IMAGE_BYTES)
         if isinstance(item, Address):
             # For these fsspec would need aiohttp.
-            is_page = item.startswith(("http://", "https://"))
-            with urlopen(item, timeout=_SECONDS) if is_page else open_whole(item) as file:
+            with urlopen(item, timeout=_SECONDS) if item.startswith(_PAGES) else open_whole(item) as file:
                 return file.read(IMAGE_BYTES)
         if isinstance(item, Frame):
             return item.read()
@@ -171,7 +171,9 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
 def frames_of(files: Iterable[Path | Address], every: float) -> Iterator[Path | Address | Frame]:
     """The files, with frames in place of videos; see `find_frames`."""
     for file in files:
-        if isinstance(file, Path) and file.name.lower().endswith(VIDEOS):
+        # What else fsspec knows FFmpeg does not.
+        readable = isinstance(file, Path) or file.startswith(_PAGES)
+        if readable and str(file).lower().endswith(VIDEOS):
             yield from find_frames(file, every)
         else:
             yield file

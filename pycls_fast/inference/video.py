@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv")
 """Extensions of videos, in any case."""
+# The longest wait for a server.
+_SECONDS = 30.0
 # Each process keeps so many open.
 _MOST_OPEN = 4
 
@@ -24,7 +26,8 @@ _MOST_OPEN = 4
 class Frame(NamedTuple):
     """One frame, not decoded yet."""
 
-    path: Path
+    path: Path | str
+    """Or an address."""
     seconds: float
     """Since the first one."""
     time: int
@@ -49,7 +52,7 @@ class Frame(NamedTuple):
             raise OSError(f"no video that can be read ({reason})") from error
 
 
-def find_frames(path: Path, every: float) -> list[Frame]:
+def find_frames(path: Path | str, every: float) -> list[Frame]:
     """The first frame in each `every` seconds of a video, and, where it is damaged, one that cannot be read.
 
     Raises:
@@ -83,7 +86,7 @@ def find_frames(path: Path, every: float) -> list[Frame]:
 class _Reader:
     """An open video, and the frames from where it is decoded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._container = _opened(path)
         self._stream = self._container.streams.video[0]
         self._frames: Iterator = iter(())
@@ -101,12 +104,13 @@ class _Reader:
 
 
 @lru_cache(_MOST_OPEN)
-def _reader(path: Path, process: int) -> _Reader:
+def _reader(path: Path | str, process: int) -> _Reader:
     return _Reader(path)
 
 
-def _opened(path: Path) -> InputContainer:
+def _opened(path: Path | str) -> InputContainer:
     import av
 
-    # As a playlist the file could name addresses.
-    return av.open(path, options={"protocol_whitelist": "file"})
+    # As a playlist a file could name addresses, and an address files.
+    allowed = "file" if isinstance(path, Path) else "http,https,tcp,tls"
+    return av.open(path, options={"protocol_whitelist": allowed}, timeout=_SECONDS)
