@@ -157,11 +157,15 @@ def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 1
 def mistakes(predictions: Predictions, classes: int) -> np.ndarray:
     """Places of the wrong predictions in `predictions`, int64, likely errors of the labels first.
 
-    These are the labels of the lowest probability (self-confidence, cleanlab's order; Northcutt, Jiang and Chuang,
-    Confident Learning, 2021), if the images were not trained on. Other orders are worse or fit one dataset (LOG.md).
+    These are the labels whose probability is the lowest part of what it is on average for images with that label: the
+    self-confidence of Confident Learning (Northcutt, Jiang and Chuang, 2021), beside each class's own threshold. The
+    images must not have been trained on. Other orders: LOG.md.
     """
-    labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
-    wrong_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes) & (labels_N != predicted_N)
-    wrong_M = np.flatnonzero(wrong_N)
-    # With one label the loss is the logarithm of its probability.
-    return wrong_M[np.argsort(-predictions.losses_N[wrong_M], kind="stable")]
+    labels_N, predicted_N, losses_N = predictions.labels_N, predictions.predicted_N, predictions.losses_N
+    counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
+    # With one label the loss is the negative logarithm of its probability.
+    labels_C, own_C = labels_N[counted_N], np.exp(-losses_N[counted_N].astype(np.float64))
+    images_K, own_K = (np.bincount(labels_C, each, minlength=classes) for each in (None, own_C))
+    usual_K = np.maximum(own_K, np.finfo(np.float64).tiny) / np.maximum(images_K, 1)
+    wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
+    return wrong_M[np.argsort(-losses_N[wrong_M] - np.log(usual_K[labels_N[wrong_M]]), kind="stable")]

@@ -43,7 +43,7 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
         return found
     again = resampled(result, source)
     parts = [again(drawn_NR) for drawn_NR in draws(len(result.predictions.labels_N), _RESAMPLES)]
-    for name in parts[0].keys() & known:
+    for name in (name for name in parts[0] if name in known):
         low, high = np.quantile(np.concatenate([part[name] for part in parts]), (0.025, 0.975)).tolist()
         if name == "calibration_error":
             low, high = max(2 * known[name] - high, 0.0), 2 * known[name] - low

@@ -148,8 +148,14 @@ def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, caps
     assert wrong > 0
     assert f"<p>{wrong} images" in html
     assert html.count("<figure") == html.count("data:image/jpeg") == wrong
-    names = re.findall("<small>(.*)</small>", html)
-    assert names == [row["image"] for row in read_table(table) if row["label"] != row["predicted"]]
+    rows = read_table(table)
+    own = {row["image"]: math.exp(-float(row["loss"])) for row in rows}
+    usual = {
+        row["class"]: np.mean([own[each["image"]] for each in rows if each["class"] == row["class"]]) for row in rows
+    }
+    wrongs = [row for row in rows if row["label"] != row["predicted"]]
+    expected = sorted(wrongs, key=lambda row: own[row["image"]] / usual[row["class"]])
+    assert re.findall("<small>(.*)</small>", html) == [row["image"] for row in expected]
     assert (tmp_path / "report" / "confusion.png").is_file()
 
 
