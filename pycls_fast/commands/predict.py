@@ -67,13 +67,13 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     Draws one row per image: the crop that the network sees with its prediction, and maps over it.
     """
 
-    kind: Literal["attention", "rollout", "features", "class"] = "attention"
+    kind: Literal["attention", "rollout", "features", "class"] | None = None
     """attention: of the class token (else the mean over the patches, or the pooling's own query) in the last block;
     rollout: through all blocks (Abnar and Zuidema 2020); features: the last ones of each patch, their first three
     principal components over all given images as red, green and blue; class: evidence for the predicted class
-    (Grad-CAM), for ResNets."""
+    (Grad-CAM), for convolutional networks, also timm's; null: attention, or class for a network without it."""
     output: str | None = None
-    """A PNG file; null: attention.png, ..."""
+    """A PNG file; null: attention.png, ..., or maps.png without kind."""
     heads: bool = True
     """attention: each head's; false: only their mean."""
     opacity: Probability = 0.7

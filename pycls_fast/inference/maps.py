@@ -17,7 +17,7 @@ from pycls_fast.inference.classifier import Classifier, float32_convolutions, lo
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
-from pycls_fast.models import maps
+from pycls_fast.models import VisionTransformer, maps
 from pycls_fast.train.folder import output_file
 
 MOST_IMAGES = 200
@@ -33,7 +33,7 @@ def draw_maps(
     run: str,
     images: Sequence[str],
     *,
-    kind: str,
+    kind: str | None,
     output: str | None,
     heads: bool,
     opacity: float,
@@ -47,9 +47,10 @@ def draw_maps(
     source = GivenImages(collect(images))
     if len(source) > MOST_IMAGES:
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at once; give fewer")
-    path = output_file(output or f"{kind}.png")
+    path = output_file(output or f"{kind or 'maps'}.png")
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
     classifier = load(run, which=which, device=device)
+    kind = kind or ("attention" if isinstance(classifier.network, VisionTransformer) else "class")
     unreadable: list[tuple[str, str]] = []
     batches = classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
     found = [_mapped(classifier, batch, kind) for batch in batches]

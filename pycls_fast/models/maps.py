@@ -17,6 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.attention import attention_probabilities
 from pycls_fast.models.layers import Attention
 from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import Block, VisionTransformer
 
 Visit = Callable[[Tensor], None]
@@ -108,10 +109,11 @@ def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """Evidence for a class at each place of a ResNet's last stage, (B, h, w), not negative.
+    """Evidence for a class at each place of the last maps of a ResNet or timm's convolutional network, (B, h, w), not
+    negative.
 
-    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). After the last stage come a mean and a linear layer, so the
-    gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
+    Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). After a ResNet's last stage come a mean and a linear layer, so
+    the gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
 
     Args:
         labels_B: int64, the classes.
@@ -119,12 +121,24 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
     Raises:
         UserError: another model.
     """
-    if not isinstance(model, ResNet):
-        raise UserError("kind: class is for ResNets of this package; a vision transformer has attention and rollout")
-    features_BhwD = patch_features(model, images_BCHW)
-    weights_BD = model.head.weight[labels_B].to(features_BhwD.dtype)
-    places = features_BhwD.shape[1] * features_BhwD.shape[2]
-    return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD)) / places
+    if isinstance(model, ResNet):
+        features_BhwD = patch_features(model, images_BCHW)
+        weights_BD = model.head.weight[labels_B].to(features_BhwD.dtype) / features_BhwD[0, ..., 0].numel()
+    elif isinstance(model, TimmNetwork) and (maps := model.network.forward_features(images_BCHW)).ndim == 4:
+        with torch.enable_grad():
+            maps = maps.detach().requires_grad_()
+            evidence = model.network.forward_head(maps).gather(1, labels_B[:, None]).sum()
+            gradient = torch.autograd.grad(evidence, maps)[0]
+        is_last = getattr(model.network, "output_fmt", None) == "NHWC"
+        features_BhwD, gradient_BhwD = (
+            x.detach() if is_last else x.detach().permute(0, 2, 3, 1) for x in (maps, gradient)
+        )
+        weights_BD = gradient_BhwD.mean(dim=(1, 2))
+    else:
+        raise UserError(
+            "kind: class is for convolutional networks; a vision transformer of this package has attention and rollout"
+        )
+    return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD))
 
 
 def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:

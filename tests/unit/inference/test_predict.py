@@ -178,7 +178,7 @@ def test_a_list_on_standard_input(
         ("predict", ["RUN"], "images: none were given; give files, folders or patterns"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.abc"], "output: x.abc cannot be written (unknown file"),
-        ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets of this package"),
+        ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for convolutional networks"),
         ("maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
@@ -243,6 +243,9 @@ def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: i
     sheet = np.asarray(Image.open(output)).astype(int)
     cells = sheet[:, 8:].shape[1] // 200
     assert cells == columns
+    if kind in ("attention", "class"):
+        assert run_tool("maps", run, bad, f"output={output}") == 0
+        assert np.array_equal(np.asarray(Image.open(output)), sheet)
     first = np.asarray(Image.open(bad / "0.png"))
     assert np.array_equal(sheet[8:152:24, 8:200:24], first[:6])
     for column in range(1, columns):

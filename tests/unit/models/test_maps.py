@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer, maps
+from pycls_fast.models.timm_network import TimmNetwork
 from tests.factories import randomise
 
 SIZES = {"image_size": 12, "patch_size": 4, "width": 12, "depth": 3, "heads": 3, "mlp_width": 20, "num_classes": 4}
@@ -130,18 +131,33 @@ def test_kernels_come_back_after_an_error() -> None:
     assert [block.attention.kernel for block in model.blocks] == kernels
 
 
-def test_class_maps_are_grad_cam() -> None:
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("ours", "stages.3"),
+        ("resnet18", "network.layer4"),
+        ("convnext_atto", "network.norm_pre"),
+        # Channels come last.
+        ("swin_tiny_patch4_window7_224", "network.norm"),
+    ],
+)
+def test_class_maps_are_grad_cam(name: str, last: str) -> None:
     """Selvaraju et al. 2017, equations 1 and 2, with the gradients of autograd."""
-    model: nn.Module = randomise(ResNet(depth=18, num_classes=4)).double().eval()
+    own = {"embed_dim": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)} if "swin" in name else {}
+    made: Any = {"name": name, "num_classes": 4, "image_size": 64, "options": own}
+    model: nn.Module = randomise(ResNet(depth=18, num_classes=4) if name == "ours" else TimmNetwork(**made))
+    model = model.double().eval()
     batch, labels = torch.randn(2, 3, 64, 64, dtype=torch.float64), torch.tensor([3, 1])
     kept: list[Tensor] = []
-    handle = model.stages[-1].register_forward_hook(lambda m, a, output: (output.retain_grad(), kept.append(output))[0])  # type: ignore[index]
+    module = model.get_submodule(last)
+    handle = module.register_forward_hook(lambda m, a, output: (output.retain_grad(), kept.append(output))[0])
     logits = model(batch)
     logits[torch.arange(2), labels].sum().backward()
     handle.remove()
     assert kept[0].grad is not None
-    alpha = kept[0].grad.mean(dim=(2, 3), keepdim=True)
-    wanted = F.relu((alpha * kept[0]).sum(dim=1)).detach()
+    channels = 3 if "swin" in name else 1
+    alpha = kept[0].grad.mean(dim=(1, 2) if channels == 3 else (2, 3), keepdim=True)
+    wanted = F.relu((alpha * kept[0]).sum(dim=channels)).detach()
     with torch.no_grad():
         found = maps.class_maps(model, batch, labels)
     assert wanted.max() > 0
@@ -169,7 +185,7 @@ def test_what_a_model_does_not_have(compute: Any) -> None:
     network = ResNet(depth=18, num_classes=4)
     with pytest.raises(UserError, match="is for vision transformers of this package; a ResNet has features and class"):
         compute(network, images())
-    with pytest.raises(UserError, match="kind: class is for ResNets"):
+    with pytest.raises(UserError, match="kind: class is for convolutional networks"):
         maps.class_maps(vit(), images(), torch.tensor([0, 1]))
     with pytest.raises(UserError, match="kind: features is for vision transformers and ResNets of this package"):
         maps.patch_features(nn.Identity(), images())
