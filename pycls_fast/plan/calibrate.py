@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor, nn
 
 from pycls_fast.build.device import cores
-from pycls_fast.plan.time import Accelerator, Kernels, fitted
+from pycls_fast.plan.time import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.work import CountWork
 
 # Bytes of the exchanges that are timed, and how often each is.
@@ -47,7 +47,8 @@ def _examples(images: int) -> Iterator[tuple[nn.Module, Tensor]]:
         small = torch.randn(images, channels, 28, 28)
         yield nn.Conv2d(channels, channels, 3, padding=1), small
         yield nn.Conv2d(channels, channels, 3, padding=1, groups=8), small
-        yield nn.Conv2d(channels, channels, 3, padding=1, groups=channels), small
+        for side in (3, 9):
+            yield nn.Conv2d(channels, channels, side, padding=side // 2, groups=channels), small
         yield nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), small
         yield _Attention(), torch.randn(images, 6, 196, width // 6)
 
@@ -70,7 +71,7 @@ def measured(device: torch.device) -> Accelerator:
             flops[size] = 2.0 * side**3 / seconds(partial(torch.matmul, square, square), device)
         source, target = torch.zeros(many, device=device), torch.zeros(many, device=device)
         bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source), device)
-        kinds = ("product", "convolution", "grouped", "depthwise", "pass", "attention")
+        kinds = ("product", "convolution", "grouped", "depthwise", "taps", "pass", "attention")
         start = Accelerator(
             memory=float(_memory(device)),
             flops=flops,
@@ -88,7 +89,7 @@ def measured(device: torch.device) -> Accelerator:
         torch.set_num_threads(threads)
 
 
-def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> tuple[Kernels, float]:
+def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured:
     layer, features = layer.to(device), features.to(device).requires_grad_()
     gradient = torch.ones_like(layer(features))
 
@@ -98,7 +99,7 @@ def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> tuple[Ke
     run()
     with CountWork() as found:
         run()
-    return Kernels.of(found.found), seconds(run, device)
+    return partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device)
 
 
 def _memory(device: torch.device) -> int:

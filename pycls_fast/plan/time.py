@@ -6,7 +6,7 @@ takes its bytes. The constants are in `clusters.yaml`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,8 +64,8 @@ class Accelerator:
         flops: FLOP/s of dense products, by bytes of an element.
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
-        efficiency: the share of `flops` that each kind of product reaches with full tiles, and of `bandwidth` that
-            "pass" and "depthwise" reach.
+        efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
+            and "depthwise" reach, and of float32's `flops` that depthwise convolutions reach with their "taps".
         kernel: seconds that every kernel takes besides.
         launch: seconds of the host for each kernel; eager code takes at least their sum.
         fused: the share of a pass's bytes that compiled code moves.
@@ -90,15 +90,17 @@ class Accelerator:
             compiled: passes are fused, and the host is never late.
         """
         kinds, (moved, count, m, n, k) = kernels.kinds, kernels.numbers
-        is_product = np.isin(kinds, PRODUCTS)
+        is_product, is_depthwise = np.isin(kinds, PRODUCTS), kinds == "depthwise"
         share = np.array([self.efficiency.get(kind, 1.0) for kind in kinds])
-        through = np.where(kinds == "depthwise", share, self.efficiency.get("pass", 1.0))
+        through = np.where(is_depthwise, share, self.efficiency.get("pass", 1.0))
         moved = moved * np.where((kinds == "pass") & compiled, self.fused, 1.0)
         least = moved / (self.bandwidth * through)
         rate = np.array([self.flops[min(max(int(size), 2), 4)] for size in kernels.itemsize])
         with np.errstate(invalid="ignore", divide="ignore"):
-            full = np.where(kinds == "grouped", 1.0, self._used(count, m, n, k))
-            arithmetic = np.where(is_product, 2.0 * count * m * n * k / (rate * share * full), 0.0)
+            rate *= share * np.where(kinds == "grouped", 1.0, self._used(count, m, n, k))
+            # Depthwise convolutions do not run on the units for products.
+            rate = np.where(is_depthwise, self.flops[4] * self.efficiency.get("taps", 1.0), rate)
+            arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
         each = np.fmax(arithmetic, least) + self.kernel
         launched = 0.0 if compiled else float(self.launch * kernels.times.sum())
         return max(float((each * kernels.times).sum()), launched)
@@ -115,12 +117,15 @@ class Accelerator:
         return used
 
 
-def fitted(accelerator: Accelerator, rows: Sequence[tuple[Kernels, float]], *, compiled: bool = False) -> Accelerator:
+# A measurement: what says its seconds by the accelerator, and the seconds that it took.
+Measured = tuple[Callable[[Accelerator], float], float]
+
+
+def fitted(accelerator: Accelerator, rows: Sequence[Measured]) -> Accelerator:
     """The accelerator whose efficiencies and seconds for a kernel explain measurements best.
 
     Args:
         accelerator: where the search begins; what its `efficiency` does not name is not fitted.
-        rows: kernels and the seconds that they took.
 
     Returns:
         the same with other constants; logarithms of the ratios have a robust loss, and the start has some weight.
@@ -135,10 +140,8 @@ def fitted(accelerator: Accelerator, rows: Sequence[tuple[Kernels, float]], *, c
         return replace(accelerator, efficiency=dict(zip(names, map(float, shares), strict=True)), kernel=float(kernel))
 
     def misses(logs: _Numbers) -> _Numbers:
-        tried = made(logs)
-        ratios = [tried.seconds(kernels, compiled=compiled) / measured for kernels, measured in rows]
         stays = 0.15 * np.sqrt(len(rows) / 20) * (logs - start)
-        return np.concatenate([np.log(ratios), stays])
+        return np.concatenate([np.log1p(errors(made(logs), rows)), stays])
 
     start = np.log([*accelerator.efficiency.values(), max(accelerator.kernel, 1e-7)])
     low = np.log([*(least.get(name, 0.05) for name in names), 1e-7])
@@ -147,6 +150,6 @@ def fitted(accelerator: Accelerator, rows: Sequence[tuple[Kernels, float]], *, c
     return made(found.x)
 
 
-def errors(accelerator: Accelerator, rows: Iterable[tuple[Kernels, float]], *, compiled: bool = False) -> _Numbers:
+def errors(accelerator: Accelerator, rows: Iterable[Measured]) -> _Numbers:
     """Predicted over measured seconds, minus 1."""
-    return np.array([accelerator.seconds(kernels, compiled=compiled) / measured - 1.0 for kernels, measured in rows])
+    return np.array([predicted(accelerator) / measured - 1.0 for predicted, measured in rows])

@@ -16,6 +16,7 @@ import torch
 from pycls_fast import plan
 from pycls_fast.config import command_line, load_config
 from pycls_fast.plan.search import Layout, Search
+from tests.factories import script
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
 
@@ -115,6 +116,19 @@ def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) 
     for each in {str(outcome.layout): outcome.layout for outcome in found}.values():
         config = load_config("vit_digits", [*VIT, *each.overrides])
         assert config.parallel.tensor_degree == each.tensor
+
+
+@pytest.mark.slow
+def test_published_speeds_are_predicted() -> None:
+    for run in script("plan").PUBLISHED:
+        for ranks, (predicted, seconds) in run.measured().items():
+            assert predicted(plan.accelerator(run.device)) == pytest.approx(seconds, rel=0.15), (run.name, ranks)
+
+
+def test_intervals_are_those_of_the_comparison() -> None:
+    page = Path(__file__).parents[3] / "docs" / "results" / "plan.md"
+    low, high = plan.interval("seconds")
+    assert f"took {low:.2f} to {high:.2f} times the predicted seconds" in page.read_text()
 
 
 def test_nothing_beats_the_frontier_in_both(search: Search) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def test_compiled_code_moves_less_and_does_not_wait_for_the_host() -> None:
     assert device.seconds(Kernels.of([Work("pass", 8.0)] * 4)) == pytest.approx(4e-3)
 
 
+def test_depthwise_convolutions_take_their_bytes_or_the_taps_of_large_kernels() -> None:
+    device = replace(DEVICE, efficiency={"depthwise": 0.5, "taps": 0.1}, kernel=0.0)
+
+    def seconds(side: int) -> float:
+        return device.seconds(Kernels.of([Work("depthwise", 1e6, 64, 1024, 1, side * side, 2)]))
+
+    assert seconds(1) == seconds(2) == pytest.approx(1e6 / 5e10)
+    assert seconds(9) == pytest.approx(2.0 * 64 * 1024 * 81 / 5e10)
+
+
 def test_fitting_finds_the_constants_that_made_the_rows() -> None:
     true = replace(DEVICE, efficiency={"product": 0.5, "pass": 0.7}, kernel=5e-6)
     tables = [
@@ -105,7 +116,7 @@ def test_fitting_finds_the_constants_that_made_the_rows() -> None:
         for m in range(8, 14)
         for size in range(4, 9)
     ]
-    rows = [(table, true.seconds(table)) for table in tables]
+    rows = [(partial(Accelerator.seconds, kernels=table), true.seconds(table)) for table in tables]
     started = replace(true, efficiency={"product": 0.8, "pass": 0.5}, kernel=1e-6)
     assert abs(errors(started, rows)).max() > 0.3
     # The start has some weight.
