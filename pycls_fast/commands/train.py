@@ -128,7 +128,7 @@ def _summary(name: str, source: "Images", seen: "np.ndarray") -> dict[str, objec
 
 def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) -> list[list[str]]:
     """Print how many groups of copies there are and the first five, those across splits first; the names of all."""
-    labels = [{splits[name].labels[index] for name, index in group} for group in groups]
+    labels = [{splits[name].classes_of(index) for name, index in group} for group in groups]
     apart = [len({name for name, _ in group}) for group in groups]
     order = sorted(range(len(groups)), key=lambda number: -apart[number])
     said = f"{sum(n > 1 for n in apart):,} across splits, {sum(len(each) > 1 for each in labels):,} across labels"

@@ -202,6 +202,22 @@ def test_verify_lists_the_damaged(
     prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
 
 
+def test_copies_with_several_labels_are_compared_by_their_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables list the same sets of classes in another order, and one image has others."""
+    images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    rows: dict[str, list[str]] = {"train": ["a;b", "b", ""], "val": ["b", "b;a", "a"]}
+    for split, order in (("train", [0, 1, 2]), ("val", [1, 0, 2])):
+        for number, own in enumerate(order):
+            Image.fromarray(images[own]).save(tmp_path / f"{split}{number}.png")
+        lines = [f"{split}{number}.png,{label}" for number, label in enumerate(rows[split])]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *lines]))
+    where = ("data.source=manifest", f"data.root={tmp_path}", "data.label_separator=;")
+    printed = prepare("verify", *where, capsys=capsys)
+    assert "groups of identical images: 3, 3 across splits, 1 across labels" in printed
+
+
 @pytest.mark.slow
 def test_further_evaluation_sets(tmp_path: Path) -> None:
     """Scored as published, and written down with the preprocessing; ReaL from the validation images."""

@@ -49,6 +49,12 @@ class Images:
             return np.bincount(self.labels, minlength=len(self.label_sets)) @ self.label_sets
         return np.bincount(self.labels, minlength=len(self.classes))
 
+    def classes_of(self, index: int) -> frozenset[str]:
+        """The names of the image's classes, any number if it has several labels."""
+        label = int(self.labels[index])
+        own = [label] if self.label_sets is None else np.flatnonzero(self.label_sets[label]).tolist()
+        return frozenset(self.classes[k] for k in own)
+
     def read(self, index: int) -> bytes | np.ndarray:
         """The encoded image, or a decoded `uint8` array (height, width, 3).
 

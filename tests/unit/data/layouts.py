@@ -215,10 +215,10 @@ def samples_of(source: Images) -> list[tuple[Any, str]]:
     return [(data, source.classes[label]) for data, label in zip(images, source.labels, strict=True)]
 
 
-def said(source: Images) -> list[set[str]]:
+def said(source: Images) -> list[frozenset[str]]:
     """The class names of each image, if it has several."""
     assert source.label_sets is not None
-    return [{source.classes[k] for k in np.flatnonzero(source.label_sets[label])} for label in source.labels]
+    return [source.classes_of(index) for index in range(len(source))]
 
 
 def expected(samples: Sequence[Sample]) -> list[tuple[bytes, str]]:
