@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -92,8 +93,8 @@ class ImageLoader(DataLoader[Any]):
                 if isinstance(batch, UserError):
                     raise batch
                 yield batch
-        except (RuntimeError, OSError) as error:
-            told = _told(str(error), getattr(iterator, "_workers", []))
+        except (RuntimeError, OSError, EOFError) as error:
+            told = _told(error, getattr(iterator, "_workers", []))
             if told is None:
                 raise
             raise UserError(told) from error
@@ -126,15 +127,23 @@ def _limit_waiting(iterator: Any, seconds: float) -> None:
 _SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")
 
 
-def _told(message: str, workers: Sequence[BaseProcess]) -> str | None:
-    """What to say of torch's `message` about a dead worker or what the machine lacks; None if it is something else."""
+def _told(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
+    """What to say of an error about a dead worker or what the machine lacks; None if it is something else."""
+    message, is_cut_off = str(error), isinstance(error, ConnectionError | EOFError)
+    if is_cut_off:
+        # While a batch came from it: its end is a moment later, and its status a moment after that.
+        ended = connection.wait([worker.sentinel for worker in workers], timeout=5)
+        for worker in workers:
+            if worker.sentinel in ended:
+                worker.join(5)
     if shortage := _SHORTAGE.search(message):
         is_files = "Too many open files" in message
         way_out = "raise the limit (ulimit -n), or lower data.num_workers or data.prefetch_factor"
         return f"data workers: {shortage[0]}; {way_out if is_files else MORE_SHARED_MEMORY}"
     signals = [-worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
     # The pinning thread ends if a worker dies while it receives that worker's batch.
-    if not message.startswith("DataLoader worker") and not (message.startswith("Pin memory thread") and signals):
+    is_cut_off = is_cut_off or message.startswith("Pin memory thread")
+    if not message.startswith("DataLoader worker") and not (is_cut_off and signals):
         return None
     if signal.SIGBUS in signals:
         return f"a data worker exited unexpectedly: shared memory ({SHARED_MEMORY}) is full; {MORE_SHARED_MEMORY}"

@@ -283,9 +283,13 @@ def in_processes(
     arguments = (function, source)
     pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("forkserver"), _start, arguments)
     died = "a process that reads images died, most likely because memory ran out"
+    dead = partial(refusing, died, BrokenProcessPool, use="lower data.num_workers")
     try:
-        with refusing(died, BrokenProcessPool, use="lower data.num_workers"):
-            for future in [pool.submit(_run, job) for job in jobs]:
+        # The other two: as it began.
+        with dead(EOFError, ConnectionError):
+            results = [pool.submit(_run, job) for job in jobs]
+        with dead():
+            for future in results:
                 yield future.result()
     finally:
         # If this is interrupted, nobody waits for the shards in progress.

@@ -81,6 +81,11 @@ class Child:
         """Send a signal to the process."""
         os.kill(self.pid, number)
 
+    def largest(self) -> int | None:
+        """Of the processes that it has started, the one that the kernel would kill for want of memory."""
+        pages = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _living(self.pid) - {self.pid}}
+        return max(pages, key=pages.__getitem__, default=None)
+
     def runs_for(self, seconds: float) -> bool:
         """Wait; whether the process still runs then."""
         until = time.monotonic() + seconds
@@ -120,12 +125,21 @@ def attempt(action: Action, folder: Path, **how: object) -> Outcome:
     return Child(action, folder, **how).end()  # type: ignore[arg-type]
 
 
-def _lives(group: int) -> bool:
-    """Whether processes of a group still run a second later: those that a pipe's end tells to end need a moment."""
+def _living(session: int) -> set[int]:
+    """The processes of a session that still run; a dead one may wait long for the system's first process."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, its_session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in "ZX":
+                found.add(int(process.name))
+    return found
+
+
+def _lives(session: int) -> bool:
+    """Whether processes still run two seconds later: those that a pipe's end tells to end need a moment."""
     for _ in range(20):
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
+        if not _living(session):
             return False
         time.sleep(0.1)
     return True

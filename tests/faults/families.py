@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -104,6 +105,28 @@ def ranks(this: Try) -> None:
     for child in this.lab.two_ranks(this.folder):
         this.judge(child.end(), 0)
     this.same_bits("ranks")
+
+
+def helpers(this: Try) -> None:
+    """A process that a command has started is killed, as by the kernel: a line or nothing, and no wait."""
+    shards = ("data.source=tar", f"data.root=file://{this.lab.folder}/tar", "data.shard_cache=copies")
+    workers = f"data.num_workers={this.draw.randint(0, 2)}"
+    commands = {
+        "loader": (*this.lab.train, "run_dir=run", "data.num_workers=2"),
+        "shards": (*this.lab.train, "run_dir=run", *shards, "data.global_batch_size=4", workers),
+        "pack": ("prepare", "pack", f"data.root={this.lab.digits}", "data.num_workers=2", "output=packed"),
+    }
+    name, delay = this.draw.choice(sorted(commands)), this.draw.uniform(0.0, 2.0)
+    this.about = f"{name}, after {delay:.2f} s"
+    child = Child(tool(*commands[name]), this.folder)
+    if child.runs_for(delay) and (started := child.largest()) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(started, signal.SIGKILL)
+            this.tried = 1
+    this.judge(child.end())
+    this.judge(attempt(tool(*commands[name]), this.folder), 0)
+    if name == "loader":
+        this.same_bits()
 
 
 def _train(*overrides: str) -> Callable[[Try], Outcome]:
@@ -253,10 +276,11 @@ def _write_jpegs(folder: Path) -> None:
 
 # Name -> a try, and its share of the time.
 FAMILIES: Mapping[str, tuple[Callable[[Try], None], float]] = {
-    "kills": (kills, 0.3),
+    "kills": (kills, 0.25),
     "full disks": (full_disks, 0.05),
     "ranks": (ranks, 0.1),
-    "mutants": (mutants, 0.3),
+    "helpers": (helpers, 0.1),
+    "mutants": (mutants, 0.25),
     "values": (values, 0.12),
     "surroundings": (surroundings, 0.08),
     "jpegs": (jpegs, 0.05),

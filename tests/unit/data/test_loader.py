@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from pycls_fast.data import dataset
 from pycls_fast.data.choices import Augment
@@ -222,6 +223,20 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
     time.sleep(0.1)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(batches)
+
+
+def cut_off(*_: object) -> None:
+    """Takes the place of what opens the memory of a worker's batch."""
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    raise ConnectionResetError
+
+
+def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reductions, "rebuild_storage_fd", cut_off)
+    with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
+        list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:
