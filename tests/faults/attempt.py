@@ -84,7 +84,8 @@ class Child:
     def largest(self) -> int | None:
         """Of the processes that it has started, the one that the kernel would kill for want of memory."""
         pages = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _living(self.pid) - {self.pid}}
-        return max(pages, key=pages.__getitem__, default=None)
+        # Not Python's own small helpers, of 10 MB.
+        return max((pid for pid in pages if pages[pid] > 10_000), key=pages.__getitem__, default=None)
 
     def runs_for(self, seconds: float) -> bool:
         """Wait; whether the process still runs then."""
