@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from pycls_fast.errors import first_line
 
 _FOR_OTHERS = ", waiting for other ranks"
+_LEFT = "has left the run"
 # Connections that are tried after one is lost: the store's host may have been slow once.
 _ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
@@ -83,6 +85,7 @@ class Monitor:
         self._not_waiting = time.monotonic()
         self._beat = 0
         self._stop = threading.Event()
+        self._left = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
 
     def at(self, doing: str) -> None:
@@ -98,7 +101,8 @@ class Monitor:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._left = error is None
         self._stop.set()
         # The thread may be waiting for a store that is gone.
         self._thread.join(timeout=2 * self._interval)
@@ -121,6 +125,10 @@ class Monitor:
                     only = "if ranks hang, only the timeouts of NCCL and gloo end them"
                     print(f"note: {said} ({first_line(error)}); {only}", file=sys.stderr, flush=True)
                     return
+        if self._left:
+            # Those who still write what was computed do not hang. If the store is gone, so are they.
+            with suppress(RuntimeError):
+                self._store.set(f"place/{self._rank}", json.dumps(asdict(Place(_LEFT, 0, 0, "", self._beat))))
 
     def _say(self) -> Place:
         doing, since = self._doing
@@ -140,20 +148,20 @@ class Monitor:
     def _hangs(self) -> bool:
         """Whether none makes progress, and they are at different places, some wait for the others, or one is silent."""
         places = self._places()
-        stuck = [place for place in places if place is not None and place.seconds >= self._timeout]
+        stuck = [place for place in places if place and (place.doing == _LEFT or place.seconds >= self._timeout)]
         if len(stuck) == self._size:
             waited = [place.waited for place in stuck]
             waits_for_others = max(waited) >= self._timeout and min(waited) == 0
-            if waits_for_others or len({place.doing for place in stuck}) > 1:
+            if waits_for_others or len({place.doing for place in stuck} - {_LEFT}) > 1:
                 return True
         # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
         return None in places or bool(self._silent(places))
 
     def _silent(self, before: Sequence[Place | None]) -> list[int]:
-        """Ranks whose heartbeat has stopped."""
+        """Ranks whose heartbeat has stopped, though they have not left."""
         self._pause(4)
-        beats = [[place and place.beat for place in places] for places in (before, self._places())]
-        return [rank for rank in range(self._size) if beats[0][rank] == beats[1][rank]]
+        pairs = enumerate(zip(before, self._places(), strict=True))
+        return [rank for rank, (a, b) in pairs if a is b is None or (a and b and a.beat == b.beat and b.doing != _LEFT)]
 
     def _report(self) -> None:
         # One rank prints; the others wait until it has.
@@ -176,6 +184,8 @@ def report(places: Sequence[Place | None], silent: Sequence[int], timeout_second
     for rank, place in enumerate(places):
         if place is None:
             said = "has not reported yet"
+        elif place.doing == _LEFT:
+            said = _LEFT
         elif rank in silent:
             said = f"no sign of life; last seen at: {place.doing}"
         else:

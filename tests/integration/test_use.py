@@ -102,6 +102,6 @@ def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Pa
 
     # And to look closer.
     assert "Their settings are the same." in verb("compare", "run", "run", "output=compared")
-    assert "data:image/png" in (tmp_path / "compared" / "index.html").read_text()
+    assert "Accuracy by class" in (tmp_path / "compared" / "index.html").read_text()
     verb("maps", "run", picture, "output=maps.png")
     assert np.asarray(Image.open(tmp_path / "maps.png")).ndim == 3

@@ -109,6 +109,23 @@ def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_rank_that_has_left_is_missed_only_by_those_who_wait(
+    waiting: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ranks(2, timeout=0.4) as (first, second):
+        first.monitor.at("writing scores")
+        second.monitor.__exit__(None)
+        if waiting:
+            wait_for_others(first, 60)
+            assert first.ended.wait(20)
+            assert "rank 1: has left the run" in capsys.readouterr().err
+        else:
+            time.sleep(3.0)
+            assert not first.ended.is_set()
+
+
+@pytest.mark.slow
 def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with ranks(2, timeout=0.4) as (first, second):
         # Stopped as a whole (SIGSTOP, a machine that is gone): its monitor beats no more.
