@@ -13,7 +13,10 @@ from PIL import Image, ImageOps
 
 def prepared(image: Image.Image, how: dict) -> np.ndarray:
     """The part of an image that the network sees, at its size: uint8 (3, H, W)."""
-    image = (ImageOps.exif_transpose(image) if how["exif_orientation"] else image).convert("RGB")
+    image = ImageOps.exif_transpose(image) if how["exif_orientation"] else image
+    if how["transparent"] == "white" and image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    image = image.convert("RGB")
     size = how["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     to_height, to_width = (round(side / how["crop_ratio"]) for side in (height, width))

@@ -147,7 +147,7 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
             "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
         )
     decoder = open_scaled_region if training and chosen.decode_scale == "dct" else DECODERS[name]
-    return replace(decoder, upright=config.data.exif_orientation)
+    return replace(decoder, convert=config.data.conversion)
 
 
 def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
@@ -230,7 +230,8 @@ def preprocessing(config: RunConfig) -> str:
     resized, size = (" x ".join(map(str, sides)) for sides in (whole, data.image_size))
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (data.mean, data.std))
     turned = "EXIF orientation, " if data.exif_orientation else ""
-    return f"{turned}{how} {resized} ({augment.interpolation}), centre {size}, mean {mean}, std {std}"
+    white = "transparent on white, " if data.transparent == "white" else ""
+    return f"{turned}{white}{how} {resized} ({augment.interpolation}), centre {size}, mean {mean}, std {std}"
 
 
 def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:

@@ -71,8 +71,8 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
 
         assert self.output is not None
         # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
-        upright = config.data.exif_orientation and self.store == "raw"
-        settings = PackSettings(self.short_side, self.quality, self.store, self.filter, upright=upright)
+        convert = config.data.conversion._replace(upright=config.data.exif_orientation and self.store == "raw")
+        settings = PackSettings(self.short_side, self.quality, self.store, self.filter, convert)
         root = user_path(self.output)
         for name, source in splits.items():
             packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")

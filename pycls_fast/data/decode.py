@@ -6,7 +6,8 @@ How images that are not 8-bit RGB are converted:
 |-----------------------------------|------------------------------------------------------------------|
 | grayscale, 1 bit                  | three equal channels                                             |
 | palette, with or without alpha    | the palette's colours                                            |
-| alpha channel                     | dropped, the stored colours stay, as in torchvision and timm     |
+| alpha channel                     | dropped, the stored colours stay, as in torchvision and timm;    |
+|                                   | with `on_white` (`data.transparent=white`) white shows through   |
 | CMYK, YCCK                        | RGB; Adobe's inverted JPEGs are recognised by Pillow             |
 | 16 bits                           | scaled to 8 bits (Pillow's own `convert` clips gray ones at 255) |
 | 32-bit integers                   | as 16 bits if they fit, else damaged: there is no agreed scale   |
@@ -53,6 +54,18 @@ class Crop(NamedTuple):
     """Whether to flip left to right at the end."""
 
 
+class Conversion(NamedTuple):
+    """What of an image is followed: `data.exif_orientation` and `data.transparent`."""
+
+    upright: bool = False
+    """Turn the image as its EXIF orientation says."""
+    on_white: bool = False
+    """Let white show through transparent pixels."""
+
+
+AS_STORED = Conversion()
+
+
 class DamagedImage(Exception):
     """An image that cannot be used. `reason` is one readable line that does not name the file."""
 
@@ -61,13 +74,12 @@ class DamagedImage(Exception):
         self.reason = reason
 
 
-def decode(data: bytes | np.ndarray | Image.Image, *, upright: bool = False) -> Image.Image:
+def decode(data: bytes | np.ndarray | Image.Image, convert: Conversion = AS_STORED) -> Image.Image:
     """Decode one image to mode "RGB".
 
     Args:
         data: the encoded file, what Pillow has opened, or a decoded `uint8` array of shape (height, width, 3), which is
             never turned.
-        upright: turn the image as its EXIF orientation says.
 
     Raises:
         DamagedImage: not a complete, valid image; gives the reason.
@@ -77,12 +89,12 @@ def decode(data: bytes | np.ndarray | Image.Image, *, upright: bool = False) -> 
     with _named_damage():
         image = _open(data) if isinstance(data, bytes) else data
         image.load()
-        converted = _to_rgb(image)
-        turn = _TURNS.get(orientation(image)) if upright else None
+        converted = _to_rgb(image, on_white=convert.on_white)
+        turn = _TURNS.get(orientation(image)) if convert.upright else None
         return converted if turn is None else converted.transpose(turn)
 
 
-def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
+def decode_as_stored(data: bytes, *, on_white: bool = False) -> tuple[Image.Image, int]:
     """Decode one file to mode "RGB" without turning it; with its EXIF orientation, 1 to 8.
 
     Raises:
@@ -91,7 +103,7 @@ def decode_as_stored(data: bytes) -> tuple[Image.Image, int]:
     with _named_damage():
         image = _open(data)
         image.load()
-        return _to_rgb(image), orientation(image)
+        return _to_rgb(image, on_white=on_white), orientation(image)
 
 
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
@@ -135,8 +147,12 @@ def _named_damage() -> Iterator[None]:
             raise DamagedImage(f"{text} ({type(error).__name__})") from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, *, on_white: bool) -> Image.Image:
     mode = image.mode
+    if on_white and image.has_transparency_data and not mode.startswith("I"):
+        white = Image.new("RGBA", image.size, "white")
+        white.alpha_composite(image.convert("RGBA"))
+        return white.convert("RGB")
     if mode == "RGB":
         return image
     if mode == "I" or mode.startswith("I;"):

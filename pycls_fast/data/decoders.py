@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import MAX_PIXELS, Crop, checked_array, decode, jpeg_orientation
+from pycls_fast.data.decode import AS_STORED, MAX_PIXELS, Conversion, Crop, checked_array, decode, jpeg_orientation
 
 _JPEG = b"\xff\xd8"
 PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -136,12 +136,12 @@ class Decoder:
     Attributes:
         open_jpeg: opens a JPEG; None for one that is damaged or unusual, which Pillow decodes or refuses.
         hold: holds an image that is decoded: Pillow's, or pixels of a source.
-        upright: turn images as their EXIF orientation says; arrays have none. Pillow decodes those that are turned.
+        convert: of images in files; Pillow decodes those that are turned.
     """
 
     open_jpeg: Callable[[bytes], Picture | None]
     hold: Callable[[Image.Image | np.ndarray], Picture]
-    upright: bool = False
+    convert: Conversion = AS_STORED
 
     def __call__(self, data: bytes | np.ndarray) -> Picture:
         """Open an encoded file or a decoded `uint8` array (height, width, 3).
@@ -151,9 +151,9 @@ class Decoder:
         """
         if isinstance(data, np.ndarray):
             return self.hold(checked_array(data))
-        as_stored = data.startswith(_JPEG) and not (self.upright and jpeg_orientation(data) != 1)
+        as_stored = data.startswith(_JPEG) and not (self.convert.upright and jpeg_orientation(data) != 1)
         picture = self.open_jpeg(data) if as_stored else None
-        return self.hold(decode(data, upright=self.upright)) if picture is None else picture
+        return self.hold(decode(data, self.convert)) if picture is None else picture
 
 
 def _no_picture(data: bytes) -> Picture | None:

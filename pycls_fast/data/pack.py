@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from PIL import ExifTags, Image
 
-from pycls_fast.data.decode import DamagedImage, decode, decode_as_stored
+from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, decode_as_stored
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
@@ -53,20 +53,20 @@ class PackSettings:
         quality: JPEG quality of the scaled images, 1 to 100.
         store: "encoded", or "raw" for decoded pixels.
         filter: the resampling filter.
-        upright: turn raw pixels, which have no EXIF, as the file's orientation says. Encoded images keep the tag.
+        convert: of images whose pixels are stored or scaled; encoded ones keep their EXIF orientation.
     """
 
     short_side: int | None = None
     quality: int = 95
     store: Literal["encoded", "raw"] = "encoded"
     filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
-    upright: bool = False
+    convert: Conversion = AS_STORED
 
     def describe(self) -> str:
         """A short description."""
         size = f"short side at most {self.short_side}" if self.short_side else "as they are"
         if self.store == RAW:
-            return f"raw pixels{', turned by EXIF' if self.upright else ''}, {size}"
+            return f"raw pixels{', turned by EXIF' if self.convert.upright else ''}, {size}"
         return f"{size}, JPEG quality {self.quality}" if self.short_side else f"encoded, {size}"
 
 
@@ -190,7 +190,7 @@ def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, in
             raise DamagedImage("the file is empty (0 bytes)")
         return data, 0, 0
     if settings.store == RAW:
-        small = _shrink(decode(data, upright=settings.upright), settings)
+        small = _shrink(decode(data, settings.convert), settings)
         if max(small.size) > _LARGEST_SIDE:
             raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
         return small.tobytes(), small.height, small.width
@@ -199,7 +199,7 @@ def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, in
         # Arrays had no loss before, and are small.
         _shrink(decode(data), settings).save(buffer, "PNG")
         return buffer.getvalue(), 0, 0
-    image, orientation = decode_as_stored(data)
+    image, orientation = decode_as_stored(data, on_white=settings.convert.on_white)
     small = _shrink(image, settings)
     if small is image:
         # Encoding it again would only lose quality.

@@ -23,6 +23,7 @@ from pycls_fast.values import (
 )
 
 if TYPE_CHECKING:
+    from pycls_fast.data.decode import Conversion
     from pycls_fast.data.sources.base import Images
 
 
@@ -70,6 +71,9 @@ class Source(Choice, key="data", tag="source", default="auto"):
     exif_orientation: bool = False
     """Turn images as their EXIF orientation says, as viewers do. torchvision, timm and published numbers ignore it;
     photographs of phones need it. Saved and exported weights carry the setting."""
+    transparent: Literal["drop", "white"] = "drop"
+    """What transparent pixels become: the colours stored there, as in torchvision and timm, or white, as in viewers.
+    Saved and exported weights carry the setting."""
     image_size: ImageSize = Field(default=224, validate_default=True)
     """The size of the images that the network gets, in pixels: the side of squares, or [height,width]."""
     image_size_schedule: tuple[tuple[NonNegativeInt, ImageSize], ...] = ()
@@ -134,6 +138,13 @@ class Source(Choice, key="data", tag="source", default="auto"):
             known = f"data.folds={folds}" if folds else "data.folds, which is not set (data.folds=5, say)"
             raise ValueError(f"chooses one of {known}, counted from 0")
         return value
+
+    @property
+    def conversion(self) -> Conversion:
+        """How images in files become the pixels that transforms see."""
+        from pycls_fast.data.decode import Conversion
+
+        return Conversion(self.exif_orientation, on_white=self.transparent == "white")
 
     @property
     def training_image_sizes(self) -> dict[int, Size]:

@@ -209,7 +209,7 @@ class Classifier:
 
     def given(self, images: Any, every: float = 1.0) -> GivenImages:
         """Images in any form as one source; see `given_images`."""
-        return given_images(images, upright=self.config.data.exif_orientation, every=every)
+        return given_images(images, self.config.data.conversion, every)
 
     def batches(
         self,

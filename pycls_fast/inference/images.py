@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pycls_fast.data.decode import decode
+from pycls_fast.data.decode import AS_STORED, Conversion, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
 from pycls_fast.data.sources.remote import is_remote, list_files, open_whole
@@ -40,21 +40,21 @@ class GivenImages(Images):
     """Images without labels (a `data.Images`); files are read on access.
 
     Args:
-        upright: turn Pillow images as their EXIF orientation says; files are turned by whoever decodes them.
+        convert: of Pillow images; files are converted by whoever decodes them.
 
     Raises:
         UserError: there are none.
     """
 
     def __init__(
-        self, items: Sequence[Path | Address | Frame | Image.Image | np.ndarray], *, upright: bool = False
+        self, items: Sequence[Path | Address | Frame | Image.Image | np.ndarray], convert: Conversion = AS_STORED
     ) -> None:
         if not items:
             raise UserError("images: none were given; give files, folders or patterns")
         self.classes = ()
         self.labels = np.zeros(len(items), dtype=np.int32)
         self._items = list(items)
-        self._upright = upright
+        self._convert = convert
 
     @property
     def in_memory(self) -> bool:
@@ -73,7 +73,7 @@ class GivenImages(Images):
         if isinstance(item, Frame):
             return item.read()
         if isinstance(item, Image.Image):
-            return np.asarray(decode(item, upright=self._upright))
+            return np.asarray(decode(item, self._convert))
         return item
 
     def name(self, index: int) -> str:
@@ -90,19 +90,19 @@ class GivenImages(Images):
         return f"{len(self):,} images"
 
 
-def given_images(images: Any, *, upright: bool = False, every: float = 1.0) -> GivenImages:
+def given_images(images: Any, convert: Conversion = AS_STORED, every: float = 1.0) -> GivenImages:
     """Turn any kind of input into one source.
 
     Args:
         images: a path, a folder, a pattern, an address or a video; a Pillow image; a uint8 array or tensor (H, W, 3),
             (H, W) or, for several, (B, H, W, 3); a sequence of these.
-        upright: see `GivenImages`.
+        convert: see `GivenImages`.
         every: seconds from one frame of a video to the next.
 
     Raises:
         UserError: nothing was given, an unsupported type, or a path that does not exist.
     """
-    return GivenImages(list(_flat(images, every)), upright=upright)
+    return GivenImages(list(_flat(images, every)), convert)
 
 
 def _flat(images: Any, every: float) -> Iterator[Path | Address | Frame | Image.Image | np.ndarray]:

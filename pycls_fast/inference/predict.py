@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from pycls_fast.data.decode import decode
+from pycls_fast.data.decode import Conversion, decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
@@ -66,7 +66,7 @@ def predict(
         else:
             found += predictions
     if format == "sheet" and path is not None:
-        _write_sheets(path, source, found, upright=classifier.config.data.exif_orientation)
+        _write_sheets(path, source, found, classifier.config.data.conversion)
     elif format != "csv":
         with _opened(path) as stream:
             if format == "json":
@@ -177,13 +177,13 @@ def percent(probability: float) -> str:
     return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
 
 
-def _write_sheets(path: Path, source: GivenImages, found: Sequence[Prediction], *, upright: bool) -> None:
-    for file in write_sheets([_cell(source, each, upright) for each in found], path) if found else ():
+def _write_sheets(path: Path, source: GivenImages, found: Sequence[Prediction], convert: Conversion) -> None:
+    for file in write_sheets([_cell(source, each, convert) for each in found], path) if found else ():
         print(file)
 
 
-def _cell(source: GivenImages, each: Prediction, upright: bool) -> Cell:
-    picture = decode(source.read(each.position), upright=upright)
+def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:
+    picture = decode(source.read(each.position), convert)
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"

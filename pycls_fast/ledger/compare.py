@@ -19,7 +19,7 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.saved import saved_in_run, validate_saved
-from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import checkpoints, user_path
@@ -227,10 +227,11 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
     run = a if a.source is not None else b
     if run.source is None:
         return found
-    upright = run.config["data"]["exif_orientation"]
+    data = run.config["data"]
+    convert = Conversion(data["exif_orientation"], data["transparent"] == "white")
     for each in (*shown_images(record, "only_a"), *shown_images(record, "only_b")):
         try:
-            picture = decode(run.source.read(each["index"]), upright=upright)
+            picture = decode(run.source.read(each["index"]), convert)
         except (OSError, DamagedImage):
             continue
         # No larger than it is shown.

@@ -36,6 +36,7 @@ class About:
         crop: "center": resized to cover that size, "squash": to be it, "border": to fit into it (timm's `crop_mode`).
         interpolation: that of the resizing.
         exif_orientation: whether images are turned first as their EXIF orientation says.
+        transparent: whether the colours of transparent pixels count ("drop") or "white" shows through.
         step: the run's step at which the weights were saved.
         weights: "model" or "ema".
     """
@@ -48,6 +49,7 @@ class About:
     crop: str = "center"
     interpolation: str = "bilinear"
     exif_orientation: bool = False
+    transparent: str = "drop"
     step: int | None = None
     weights: str = "model"
 

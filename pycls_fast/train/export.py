@@ -134,4 +134,5 @@ def preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
         "crop": augment["eval_crop"],
         "interpolation": augment["interpolation"],
         "exif_orientation": data["exif_orientation"],
+        "transparent": data["transparent"],
     }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.decode import Conversion, DamagedImage, decode, decode_as_stored
 from tests.unit.data.conftest import LimitPixels, encode
 
 
@@ -73,6 +73,22 @@ def test_what_the_formats_can_hold(kind: str) -> None:
     for name in formats:
         options = {"lossless": True} if name == "WEBP" else {}
         np.testing.assert_array_equal(pixels(encode(image, name, **options)), expected, err_msg=name)
+
+
+def test_white_shows_through_where_it_is_asked_for() -> None:
+    shares_HW1 = RGBA[:, :, 3:] / 255
+    wanted_HWC = RGBA[:, :, :3] * shares_HW1 + 255 * (1 - shares_HW1)
+    for kind in ("PNG", "TIFF", "WEBP"):
+        data = encode(Image.fromarray(RGBA), kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
+        found = np.asarray(decode(data, Conversion(on_white=True)))
+        assert np.abs(found - wanted_HWC).max() <= 1
+        assert np.array_equal(np.asarray(decode_as_stored(data, on_white=True)[0]), found)
+    palette = np.asarray(
+        decode(encode(with_palette(INDICES, COLOURS), "PNG", transparency=3), Conversion(on_white=True))
+    )
+    assert np.array_equal(palette, np.where((INDICES == 3)[:, :, None], 255, COLOURS[INDICES]))
+    opaque = encode(Image.fromarray(PLAIN), "PNG")
+    assert np.array_equal(decode(opaque, Conversion(on_white=True)), PLAIN)
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(50))], ids=["one entry", "every entry"])

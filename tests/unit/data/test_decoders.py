@@ -15,7 +15,7 @@ from PIL import Image
 
 from pycls_fast.data import native
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decode import Crop, DamagedImage
+from pycls_fast.data.decode import Conversion, Crop, DamagedImage
 from pycls_fast.data.decoders import (
     DECODERS,
     Picture,
@@ -157,7 +157,9 @@ def test_what_is_no_plain_jpeg_gives_the_pixels_of_an_array(photo: Image.Image) 
             for crop in random_cuts((40, 60), 20, seed=2):
                 expected = decoder(pixels).crop(crop)
                 np.testing.assert_array_equal(decoder(data).crop(crop), expected)
-                np.testing.assert_array_equal(replace(decoder, upright=True)(data).crop(crop), expected)
+                np.testing.assert_array_equal(
+                    replace(decoder, convert=Conversion(upright=True))(data).crop(crop), expected
+                )
 
 
 def test_decoded_arrays(photo: Image.Image) -> None:

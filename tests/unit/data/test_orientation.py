@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decode import decode, jpeg_orientation
+from pycls_fast.data.decode import Conversion, decode, jpeg_orientation
 from pycls_fast.data.decoders import DECODERS, open_scaled_region
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
@@ -44,7 +44,7 @@ def as_seen(data: bytes) -> Image.Image:
 def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
     for orientation in EIGHT:
         data = encode(photo, orientation, kind)
-        seen, found = as_seen(data), decode(data, upright=True)
+        seen, found = as_seen(data), decode(data, Conversion(upright=True))
         assert found.size == seen.size == (photo.size if orientation <= 4 else photo.size[::-1])
         np.testing.assert_array_equal(found, seen)
         stored = decode(data)
@@ -53,7 +53,7 @@ def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
         # Pillow turns TIFF files when it reads the pixels; nothing is turned twice.
         tiff = encode(photo, orientation, "TIFF")
         for upright in (False, True):
-            np.testing.assert_array_equal(decode(tiff, upright=upright), as_seen(tiff))
+            np.testing.assert_array_equal(decode(tiff, Conversion(upright)), as_seen(tiff))
 
 
 @pytest.mark.parametrize("name", ALL_DECODERS)
@@ -68,11 +68,14 @@ def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Im
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1
         before = data if is_fast else encode(as_seen(data), kind="PNG")
-        picture = replace(decoder, upright=True)(data)
+        picture = replace(decoder, convert=Conversion(upright=True))(data)
         assert type(picture) is type(decoder(before))
         assert picture.size == as_seen(data).size[::-1]
         for seed in range(2):
-            ours, wanted = training(replace(decoder, upright=True)(data), seed), training(decoder(before), seed)
+            ours, wanted = (
+                training(replace(decoder, convert=Conversion(upright=True))(data), seed),
+                training(decoder(before), seed),
+            )
             np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
             assert ours.erase == wanted.erase
         np.testing.assert_array_equal(scoring(picture, 0).image_HWC, scoring(decoder(before), 0).image_HWC)
@@ -93,13 +96,13 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     tags = [encode(photo, number) for number in (0, 9, 65535)]
     for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
         assert jpeg_orientation(data) == 1
-        picture = replace(decoder, upright=True)(data)
+        picture = replace(decoder, convert=Conversion(upright=True))(data)
         assert type(picture) is type(decoder(data))
         np.testing.assert_array_equal(transform(picture, 0).image_HWC, transform(decoder(data), 0).image_HWC)
-        np.testing.assert_array_equal(decode(data, upright=True), decode(data))
+        np.testing.assert_array_equal(decode(data, Conversion(upright=True)), decode(data))
     for kind in ("PNG", "WEBP"):
         data = encode(photo, exif=b"Exif\0\0garbage", kind=kind)
-        np.testing.assert_array_equal(decode(data, upright=True), decode(data))
+        np.testing.assert_array_equal(decode(data, Conversion(upright=True)), decode(data))
 
 
 def segment(marker: int, content: bytes) -> bytes:
@@ -139,7 +142,7 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
     for orientation, data in zip(EIGHT, packed(photo, tmp_path, PackSettings(64), kind), strict=True):
         assert isinstance(data, bytes)
         assert jpeg_orientation(data) == (1 if kind == "TIFF" else orientation)
-        seen = decode(data, upright=True)
+        seen = decode(data, Conversion(upright=True))
         wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
         assert min(seen.size) == 64
         assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
@@ -147,7 +150,11 @@ def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Ima
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_key_chooses(name: str) -> None:
-    for keys in ([], ["data.exif_orientation=true"]):
-        config = load_config("vit_digits", [f"speed.decode={name}", *keys])
+    for key, convert in (
+        ("data.exif_orientation=false", Conversion()),
+        ("data.exif_orientation=true", Conversion(upright=True)),
+        ("data.transparent=white", Conversion(on_white=True)),
+    ):
+        config = load_config("vit_digits", [f"speed.decode={name}", key])
         found = build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
-        assert found == replace(DECODERS[name], upright=bool(keys))
+        assert found == replace(DECODERS[name], convert=convert)

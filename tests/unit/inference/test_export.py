@@ -92,6 +92,7 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
         "interpolation": CONFIG.augment.interpolation,
         "mean": list(CONFIG.data.mean),
         "std": list(CONFIG.data.std),
+        "transparent": "drop",
     }
     assert about["weights"] == "ema"
     assert about["step"] == "7"
@@ -319,20 +320,22 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
         export(str(drawn), str(tmp_path / "net.pt2"), format="program", dtype="int8")
 
 
+@pytest.mark.parametrize("transparent", ["drop", "white"])
 @pytest.mark.parametrize("size", ["12", "[8,12]"])
 @pytest.mark.parametrize("crop", ["center", "squash", "border"])
-def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str) -> None:
+def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str, transparent: str) -> None:
     found = importlib.util.spec_from_file_location("run_onnx", ROOT / "docs/run_onnx.py")
     assert found is not None
     assert found.loader is not None
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
-    settings = [f"data.image_size={size}", f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8"]
-    classifier = pycls_fast.load(make_run(tmp_path / "run", *settings, "model.patch_size=4"))
+    settings = [f"data.image_size={size}", f"data.transparent={transparent}", "model.patch_size=4"]
+    settings += [f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8"]
+    classifier = pycls_fast.load(make_run(tmp_path / "run", *settings))
     how = preprocessing(classifier.config.model_dump(mode="json"))
     draw = np.random.default_rng(0)
     for height, width in ((30, 40), (41, 23), (9, 9), (64, 15)):
-        image = Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        image = Image.fromarray(draw.integers(0, 256, (height, width, 4), dtype=np.uint8))
         (batch,) = classifier.batches(classifier.given(image))
         assert np.array_equal(script.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
 
