@@ -98,8 +98,8 @@ class Accuracy(_Part):
     """What crossed trainings say.
 
     `effects` have words if every training of a look has ended. `looks` has each group's looks, `total` the sum of the
-    effects of a group with its standard error, `broken` what makes trainings fail, `runs_at_most` the plan of each
-    group, and `deviation` that of a run within its pair, from the first pairs.
+    effects of a group with its standard error, `broken` what makes trainings fail, and `deviation` that of a run within
+    its pair, from the first pairs.
     """
 
     runs: list[TrainedRun]
@@ -107,7 +107,6 @@ class Accuracy(_Part):
     looks: list[Look]
     total: list[tuple[float, float] | None]
     broken: dict[str, str]
-    runs_at_most: list[int]
     deviation: float | None
 
 

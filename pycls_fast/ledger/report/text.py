@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from pycls_fast.ledger.report.effects import CHANCE, Effect, more_runs, resolution
+from pycls_fast.ledger.report.effects import CHANCE, LOOKS, Effect, more_runs, resolution
 from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.train.display import human, plain_table, wide_console
@@ -135,12 +135,12 @@ def sentence(effect: Effect, found: Accuracy, margin: float) -> str:
 
 
 def _way_out(effect: Effect, found: Accuracy, margin: float) -> str:
-    runs = sum(run.failed is None for run in found.runs)
+    look = next(look for look in reversed(found.looks) if effect in look.effects)
     # The error of an effect is twice a run's deviation over the root of the runs.
     finest = resolution(effect.error / 2, 1)
-    more = more_runs(effect, runs, margin, len(found.effects))
-    if more is None or runs >= sum(found.runs_at_most):
-        way = "" if more is None else f"; in a new folder, runs_at_most={runs + more} would probably decide"
+    more = more_runs(effect, look.runs, margin, len(look.effects))
+    if more is None or look.place == len(LOOKS) - 1:
+        way = "" if more is None else f"; in a new folder, runs_at_most={look.runs + more} would probably decide"
         return f"this workload resolves {finest:.2f} points, not {margin:g}{way}"
     seconds = [run.seconds for run in found.runs if run.seconds is not None]
     minutes = more * sum(seconds) / len(seconds) / 60 if seconds else 0.0

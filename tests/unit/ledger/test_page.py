@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.lines import Line2D
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.charts import Chart, charts
+from pycls_fast.ledger.report.effects import more_runs
 from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
@@ -184,7 +186,7 @@ def test_the_words_of_verdicts() -> None:
         effect("g", None, -0.1), broken={"h": "5 of 16 trainings failed with it, 0 of 16 without"}, count=48,
     )  # fmt: skip
     record = record_of(variant("plain", None), accuracy=found)
-    found_open = "undecided: 0.30 lost to 0.10 gained; about 74 more trainings (74 min) would decide with 90% chance"
+    found_open = "undecided: 0.30 lost to 0.10 gained; about 68 more trainings (68 min) would decide with 90% chance"
     assert {name: (kind, said) for name, (kind, said) in verdicts(record).items()} == {
         "a": ("good", "free: at most 0.20 points lost (95%)"),
         "b": ("bad", "costs 0.50 points (0.30 to 0.70)"),
@@ -202,8 +204,18 @@ def test_the_words_of_verdicts() -> None:
         "4 of 8 are free, 1 costs accuracy (b: 0.50 points), 1 breaks training (h), 2 undecided: a loss of 0.25 points "
         "matters, on vit."
     )
-    found.runs *= 2
-    assert "this workload resolves 0.30 points, not 0.25" in verdicts(record)["f"][1]
+    found.looks = [replace(found.looks[0], place=2)]
+    assert "this workload resolves 0.30 points, not 0.25; in a new" in verdicts(record)["f"][1]
+
+
+def test_a_variant_compared_alone_needs_trainings_of_its_own() -> None:
+    """Whose number does not depend on how many the other families have taken."""
+    crossed, alone = accuracy(effect("a", "free"), count=96), accuracy(effect("b", "undecided", -0.1), count=48)
+    for others in ([], crossed.looks):
+        alone.runs, alone.looks = crossed.runs * 2, [*others, alone.looks[-1]]
+        record = record_of(variant("plain", None), accuracy=alone)
+        more = more_runs(alone.effects[0], 48, record.settings.margin, 1)
+        assert f"about {more} more trainings" in verdicts(record)["b"][1]
 
 
 def drawn(record: Record, name: str) -> Chart:
