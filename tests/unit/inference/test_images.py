@@ -145,7 +145,7 @@ def test_addresses_are_read(folder: Path) -> None:
 
 def test_addresses_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = given_images([f"file://{folder}/1.png", "memory://nothing/1.png", "nosuchkind://bucket/1.png"])
-    with pytest.raises(OSError, match="No such file|nothing/1.png"):
+    with pytest.raises(OSError, match="nothing/1"):
         source.read(1)
     with pytest.raises(OSError, match="nosuchkind"):
         source.read(2)
