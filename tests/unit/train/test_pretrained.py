@@ -104,7 +104,7 @@ def test_weights_of_another_model_of_timm(
     with pytest.raises(UserError, match=line):
         load_weights(network(), folder, classes=AB)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="choose the model|of an unknown kind"):
+    with pytest.raises(UserError, match=r"choose the model|of an unknown kind"):
         load_weights(network(), folder, classes=AB)
 
 
