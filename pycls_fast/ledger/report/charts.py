@@ -241,7 +241,8 @@ def _rounding(record: Record) -> Chart | None:
     figure, axes = plain_axes(0.9 + 0.36 * len(found))
     shown: dict[tuple[str, str], str] = {}
     for place, (_, errors) in enumerate(found):
-        for error, sign, when in zip(errors, "o^", ("before training", "after training steps"), strict=False):
+        for error in errors:
+            sign, when = ("^", "after training steps") if error.step else ("o", "before training")
             for value, fill, what in (
                 (error.gradient_error, INK, "gradients"),
                 (error.logit_error, "white", "logits"),

@@ -85,7 +85,8 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
             quantity = "images/s" if first else "speed-up"
             changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old.timing and new.timing:
-            changes.append(Change(old.name, "images/s", "", "", False, "different machine: not compared"))
+            what = "machine" if _machine(before) != _machine(now) else "number of ranks"
+            changes.append(Change(old.name, "images/s", "", "", False, f"different {what}: not compared"))
     changes += _accuracy_changes(before, now)
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")

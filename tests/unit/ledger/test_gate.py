@@ -211,7 +211,7 @@ def test_a_different_machine_is_named_and_its_rate_not_compared() -> None:
         assert (first.variant, first.quantity, first.before, first.now) == ("all", *row)
         assert texts(ledger(), now, "base")["images/s"] == "different machine: not compared"
     more = changed(all_slower, lambda record: setattr(record.variants[0], "ranks", 2))
-    assert texts(ledger(), more, "base")["images/s"] == "different machine: not compared"
+    assert texts(ledger(), more, "base")["images/s"] == "different number of ranks: not compared"
     torch = changed(all_slower, lambda record: record.versions.update(torch="3"))
     assert compare_ledgers(ledger(), torch, tolerance=0.05)[0].quantity == "torch"
     assert texts(ledger(), torch, "base")["images/s"] == "LOST: -20.0%"

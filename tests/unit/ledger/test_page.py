@@ -252,7 +252,10 @@ def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
     def look(line: Line2D) -> tuple[object, object]:
         return line.get_marker(), line.get_markerfacecolor()
 
+    assert record.variants[0].numerics is not None
+    record.variants[0].numerics *= 2
     figure = drawn(record, "errors").figure
+    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 2 * 3 + 3
     (legend,) = figure.legends
     explained = {look(line): text.get_text() for line, text in zip(legend.get_lines(), legend.get_texts(), strict=True)}
     assert explained["^", "white"] == "logits, after training steps"
