@@ -96,14 +96,14 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
     assert len(parser.ids) == len(set(parser.ids))
     assert parser.references
     assert set(parser.references) <= set(parser.ids)
-    assert parser.seen.count("svg") == 6
+    assert parser.seen.count("svg") == 5
     for words in (
         "vit <digits>", "a & b", "someone, 2022", "1.87x", "1.68 to 2.06", "costs 0.52 points (0.32 to 0.72)",
         "1 of 2 is free", "it needs CUDA", "2 ranks",
         "2027-01-15", "python tools/ledger.py", "quick=1",
     ):  # fmt: skip
         assert words in parser.text, words
-    assert len(list((tmp_path / "charts").glob("*.png"))) == 6
+    assert len(list((tmp_path / "charts").glob("*.png"))) == 5
     # The same record gives the same page.
     (tmp_path / "again").mkdir()
     write_page(record, tmp_path / "again")
@@ -233,9 +233,7 @@ def test_names_are_shown_as_they_are(record: Record) -> None:
     for chart in charts(record):
         parser = Tags()
         parser.feed(chart.svg())
-        # With one rank it is only the beginning of a line.
-        shown = ("two",) if chart.name == "ranks" else names
-        assert chart.name == "decision" or all(name in parser.text for name in shown), chart.name
+        assert chart.name == "decision" or all(name in parser.text for name in names), chart.name
         assert set(parser.references) <= set(parser.ids)
         assert all(identifier.startswith(f"{chart.name}-") for identifier in parser.ids)
 
@@ -276,13 +274,8 @@ def test_what_float16_rounds_up_is_kept(record: Record) -> None:
 
 
 def test_a_speedup_names_its_ranks(record: Record) -> None:
-    per_rank = [text.get_text() for text in drawn(record, "throughput").figure.axes[0].texts]
-    assert per_rank == ["1.00x", "1.87x", "0.75x", "needs CUDA"]
-    (axes,) = drawn(record, "ranks").figure.axes
-    lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-    # It begins with one rank, which is no variant of its family.
-    assert lines["two"] == [1, 2]
-    assert "ideal" in lines
+    ends = [text.get_text() for text in drawn(record, "throughput").figure.axes[0].texts]
+    assert ends == ["1.00x", "1.87x", "1.50x (2 ranks)", "needs CUDA"]
 
 
 def test_rates_agree_with_the_speedups() -> None:
