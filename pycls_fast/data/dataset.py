@@ -137,8 +137,10 @@ class ImageDataset(Dataset[Sample]):
                 if error.errno not in _PASSING_ERRORS:
                     raise
                 time.sleep(pause)
-        # Until a read succeeds again, the next images are not waited for, too.
-        self._is_away = True
-        found = self.source.read(index)
         self._is_away = False
-        return found
+        try:
+            return self.source.read(index)
+        except OSError as error:
+            # Until the disk answers again, the next images are not waited for, too.
+            self._is_away = error.errno in _PASSING_ERRORS
+            raise

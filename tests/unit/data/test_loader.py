@@ -187,6 +187,20 @@ def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch, trai
     assert paused == [0.5, 2.0, 8.0]
 
 
+def test_a_disk_that_answers_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [errno.EIO, errno.EIO, errno.EIO, errno.ENOENT, errno.EIO]
+    paused: list[float] = []
+
+    def away(index: int) -> None:
+        if failures:
+            raise OSError(failures.pop(0), "it is away")
+
+    monkeypatch.setattr(dataset.time, "sleep", paused.append)
+    images = ImageDataset(HookedImages(20, away), EVAL, training=False)
+    assert [len(images[(0, index)].damaged) for index in (0, 1)] == [1, 0]
+    assert paused == [0.5, 2.0, 8.0, 0.5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "advice"),
