@@ -186,7 +186,9 @@ class _Eval(_Record):
     loss: float | None
     top1: float | None
     class_top1: float | None = None
+    class_top1_standard_error: float | None = None
     map: float | None = None
+    map_standard_error: float | None = None
 
 
 class _Event(_Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,27 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
     names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
     error = probability_error(sigmoid(scores_NK), true_NK) if finite else None
     return {name: _mean(rows, key) for name, key in names.items()} | {"calibration_error": error, "classes": rows}
+
+
+def share_error(percent: float, images: int) -> float:
+    """The standard error of the share of some images that are right, both in percent."""
+    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
+    share = (percent / 100 * images + 1) / (images + 2)
+    return 100 * math.sqrt(share * (1 - share) / images)
+
+
+def mean_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The standard errors of `class_top1` and `map`, in percent, from the rows of `classes.json`.
+
+    That of an average precision is taken for that of a share of the class's images (Boyd, Eng and Page, Area under the
+    Precision-Recall Curve: Point Estimates and Confidence Intervals, 2013).
+    """
+    errors = {}
+    for mean, name in (("class_top1", "top1"), ("map", "average_precision")):
+        of_classes = [share_error(row[name], row["images"]) for row in rows if row.get(name) is not None]
+        if of_classes:
+            errors[f"{mean}_standard_error"] = math.hypot(*of_classes) / len(of_classes)
+    return errors
 
 
 def sigmoid(scores_NK: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, checkpoints, step_of
 from pycls_fast.reading import read_json
 from pycls_fast.train import saving
-from pycls_fast.train.by_class import class_scores, confusion, set_scores
+from pycls_fast.train.by_class import class_scores, confusion, mean_errors, set_scores, share_error
 from pycls_fast.train.display import epochs, told
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
@@ -47,10 +47,9 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
     best = scores.index(min(scores))
     if tolerance == 0.0 or metric == "loss" or math.isinf(scores[best]):
         return best
-    count = evaluations[best]["count"]
-    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
-    share = (-scores[best] / 100 * count + 1) / (count + 2)
-    error = 100 * math.sqrt(share * (1 - share) / count)
+    record = evaluations[best]
+    of_classes = record.get(f"{metric}_standard_error") or 0.0
+    error = share_error(-scores[best], record["count"]) if metric == "top1" else of_classes
     worst = scores[best] + tolerance * error
     return max(index for index, score in enumerate(scores) if score <= worst)
 
@@ -145,7 +144,7 @@ class Evaluations:
         by_class = set_scores(result, source) if several else class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
         names = ("class_top1", "map", "f1") if several else ("class_top1",)
-        numbers = {**result.record(), **{name: by_class[name] for name in names}}
+        numbers = {**result.record(), **{name: by_class[name] for name in names}, **mean_errors(by_class["classes"])}
         record = run.add_record("eval", done, split="val", weights=weights, **numbers)
         run.display.evaluation(record)
         self.board.add(record)

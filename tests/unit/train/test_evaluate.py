@@ -29,7 +29,7 @@ from pycls_fast.losses import Criterion
 from pycls_fast.parallel import ALONE, ParallelModel
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
-from pycls_fast.train.by_class import Confusion, class_scores, confusion, mistakes, roc_auc, set_scores
+from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, mistakes, roc_auc, set_scores
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Predictions, Scorer, evaluate
@@ -440,6 +440,17 @@ def test_the_last_within_a_standard_error() -> None:
     assert best_evaluation(records, "top1", 1.2) == 5
     assert best_evaluation(records, "loss", 1.0) == 0
     assert best_evaluation([{**records[0], "count": 10**9}, *records[1:]], "top1", 0.5) == 2
+
+
+def test_the_standard_error_of_a_mean_over_classes() -> None:
+    """Not that of a share of all images: rare classes count as much as frequent ones."""
+    random, images_K, share_K = np.random.default_rng(0), np.array([3, 400, 60]), np.array([0.5, 0.9, 0.7])
+    means = (random.binomial(images_K, share_K, size=(20_000, 3)) / images_K).mean(1)
+    rows = [{"images": n, "top1": 100 * share} for n, share in zip(images_K.tolist(), share_K.tolist(), strict=True)]
+    error = mean_errors([*rows, {"images": 0, "top1": None}])["class_top1_standard_error"]
+    assert error == pytest.approx(100 * means.std(), rel=0.02)
+    records = [{"class_top1": 70.0 - step, "count": 463, "class_top1_standard_error": error} for step in range(20)]
+    assert best_evaluation(records, "class_top1", 1.0) == int(error)
 
 
 @pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
