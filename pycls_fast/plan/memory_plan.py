@@ -39,7 +39,7 @@ from pycls_fast.strategies import STRATEGIES, ScheduleName
 from pycls_fast.values import AUTO, Size
 
 _CPU = torch.device("cpu")
-# Of the device's memory: libraries and communication take some, the allocator wastes some. timm's largest batches agree
+# Of the device's memory: libraries and communication take some, the allocator wastes some.
 USABLE = 0.92
 # What a CPU cannot run, or fake tensors cannot, and what keeps as much or (skipped samples) a little more.
 _INSTEAD = {
@@ -173,7 +173,7 @@ class MemoryPlan:
         """
         world = self.world
         key = (self.config.model_dump_json(exclude=_NOT_MEASURED), world.device.type, world.size, self.classes)
-        if (key, accumulation) not in _peaks:
+        if (key, accumulation) not in _peaks or self.config.model.kind == "given":
             _peaks[key, accumulation] = self._peak(accumulation)
         return _peaks[key, accumulation]
 

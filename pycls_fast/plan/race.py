@@ -78,7 +78,8 @@ class _Product:
 def race(config: RunConfig) -> Race:
     """Multiply in both formats for a fraction of a second; once in a process for each model and image size."""
     key = (config.model.model_dump_json(), config.data.image_size)
-    if key not in _races:
+    # A network that was given from Python may be another one next time.
+    if key not in _races or config.model.kind == "given":
         _races[key] = _run(config)
     return _races[key]
 

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build, plan
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
+from pycls_fast.given import give
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.plan import race
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
@@ -224,6 +227,20 @@ def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given() -> None:
 def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
     with pytest.raises(UserError, match=r"^optim.accumulation_steps: auto finds .* 10 MB: .*; fits with parallel=fsdp"):
         resolved("runtime.device_memory=10MB")
+
+
+def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have one name in a configuration."""
+    monkeypatch.setattr(race, "_run", lambda config: race.Race("fp32", len(raced), None, 1.0))
+    peaks, raced = [], []
+    for width in (8, 800):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, width), nn.Linear(width, 10))
+        keys = ["model=given", f"model.module={give(module)}", "precision=fp32", "data.global_batch_size=8"]
+        config = load_config("vit_digits", keys)
+        peaks.append(plan.MemoryPlan(config, ALONE, 10).peak(1))
+        raced.append(race.race(config).ratio)
+    assert peaks[1] > 10 * peaks[0]
+    assert raced == [0, 1]
 
 
 def test_mixing_gets_two_images() -> None:
