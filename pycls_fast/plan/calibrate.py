@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 import yaml
 from torch import Tensor, nn
 
-from pycls_fast.build.device import cores
+from pycls_fast.build.device import cores, device_kind
 from pycls_fast.plan.time import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.work import CountWork
 
@@ -81,7 +81,7 @@ def measured(device: torch.device) -> Accelerator:
             kernel=5e-6,
             launch=0.0 if is_cpu else 6e-6,
             fused=0.54,
-            device=device.type,
+            device=device_kind(device),
         )
         examples = (example for images in (2, 8) for example in _examples(images))
         return fitted(start, [_timed(layer, features, device) for layer, features in examples])

@@ -7,12 +7,16 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import yaml
+from pydantic import Field
 
-from pycls_fast.errors import UserError, one_of
+from pycls_fast.choice import Section
+from pycls_fast.config.compose import validate
+from pycls_fast.errors import UserError, one_of, refusing
+from pycls_fast.files import user_path
 from pycls_fast.plan.time import Accelerator
+from pycls_fast.reading import read_yaml
+from pycls_fast.values import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, Text
 
 _FILE = Path(__file__).with_name("clusters.yaml")
 
@@ -90,15 +94,50 @@ class Cluster:
         return 1.0 - self.jitter * math.log2(self.nodes)
 
 
+class _Links(Section):
+    """A cluster of a file, of any number of ranks; see `Cluster`."""
+
+    accelerator: Text
+    per_node: PositiveInt
+    inside: PositiveFloat
+    network: PositiveFloat
+    latency: tuple[NonNegativeFloat, NonNegativeFloat]
+    jitter: Rate
+    cores: PositiveInt
+    gathers: PositiveFloat = 1.0
+
+
+class Constants(Section):
+    """A file of accelerators and clusters, and ours of intervals."""
+
+    accelerators: dict[str, Accelerator]
+    clusters: dict[str, _Links]
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+
+
 @cache
-def constants(file: Path = _FILE) -> Any:
-    """A file of accelerators, clusters and intervals."""
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
+def constants(file: Path = _FILE) -> Constants:
+    """Those of a file.
+
+    Raises:
+        UserError: it cannot be read, or one line per mistake in it.
+    """
+    with refusing(f"cluster: {file} cannot be read", OSError, ValueError, use="`pycls-fast plan calibrate` writes one"):
+        values = read_yaml(file)
+    return validate(Constants, values, lambda key: str(file))
 
 
 def accelerator(name: str, file: Path = _FILE) -> Accelerator:
-    """An accelerator of a file."""
-    return Accelerator(**constants(file)["accelerators"][name])
+    """An accelerator of a file.
+
+    Raises:
+        UserError: there is none of this name, or it has not all of its `flops`.
+    """
+    known = constants(file).accelerators
+    one_of(f"cluster: {file}: accelerator", name, known)
+    if not {2, 4} <= known[name].flops.keys():
+        raise UserError(f"cluster: {file}: accelerators.{name}.flops: must have those of 2 and of 4 bytes")
+    return known[name]
 
 
 def cluster(text: str) -> Cluster:
@@ -108,20 +147,17 @@ def cluster(text: str) -> Cluster:
         UserError: there is no such cluster or file.
     """
     found = re.fullmatch(r"(?:(.+\.yaml):)?(\w+?)(?:x(\d+))?", text)
-    file = _FILE if found is None or found[1] is None else Path(found[1])
-    if not file.is_file():
-        raise UserError(f"cluster: {file}: no such file; `pycls-fast plan calibrate` writes one")
-    known = constants(file)["clusters"]
+    file = _FILE if found is None or found[1] is None else user_path(found[1])
+    known = constants(file).clusters
     one_of("cluster", text if found is None or found[3] == "0" else found[2], known, more=", with a number: h100x64")
     assert found is not None
     ranks, settings = int(found[3] or 1), known[found[2]]
-    if ranks > settings["per_node"] and ranks % settings["per_node"]:
-        raise UserError(f"cluster: {text}: nodes have {settings['per_node']} each; use a multiple of it")
-    device = accelerator(settings["accelerator"], file)
-    return Cluster(**{**settings, "accelerator": device, "ranks": ranks, "latency": tuple(settings["latency"])})
+    if ranks > settings.per_node and ranks % settings.per_node:
+        raise UserError(f"cluster: {text}: nodes have {settings.per_node} each; use a multiple of it")
+    device = accelerator(settings.accelerator, file)
+    return Cluster(**{**dict(settings), "accelerator": device, "ranks": ranks})
 
 
 def interval(what: str) -> tuple[float, float]:
     """The least and the most of measured over predicted "seconds" or "memory" in 90% of the cases."""
-    low, high = constants()["intervals"][what]
-    return low, high
+    return constants().intervals[what]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pycls_fast.plan.work import Work
+from pycls_fast.values import NonNegativeFloat, PositiveFloat, PositiveInt
 
 _Numbers = NDArray[np.float64]
 
@@ -72,16 +74,16 @@ class Accelerator:
         images_per_core: images/s that a core of the host decodes and augments.
     """
 
-    memory: float
-    flops: Mapping[int, float]
-    bandwidth: float
-    units: int = 1
-    efficiency: Mapping[str, float] = field(default_factory=dict)
-    kernel: float = 0.0
-    launch: float = 0.0
-    fused: float = 1.0
-    images_per_core: float = 500.0
-    device: str = "cuda"
+    memory: PositiveFloat
+    flops: Mapping[int, PositiveFloat]
+    bandwidth: PositiveFloat
+    units: PositiveInt = 1
+    efficiency: Mapping[str, PositiveFloat] = field(default_factory=dict)
+    kernel: NonNegativeFloat = 0.0
+    launch: NonNegativeFloat = 0.0
+    fused: PositiveFloat = 1.0
+    images_per_core: PositiveFloat = 500.0
+    device: Literal["cuda", "cpu"] = "cuda"
 
     def seconds(self, kernels: Kernels, *, compiled: bool = False) -> float:
         """How long kernels take one after the other.

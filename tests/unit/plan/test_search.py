@@ -176,7 +176,13 @@ def test_the_command_shows_writes_and_draws(
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
-        (["cluster=here.yaml:cpux2"], "error: cluster: here.yaml: no such file"),
+        (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
+        (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
+        (
+            ["cluster=wrong.yaml:cpux2"],
+            "error: accelerators.here.memory: must be greater than 0; got 0 (wrong.yaml)\n"
+            "error: clusters.here.jitter: missing; ",
+        ),
         (["cluster=h100x64", "data.global_batch_size=12"], "error: data.global_batch_size: 12 cannot be divided"),
     ],
 )
@@ -184,6 +190,12 @@ def test_a_mistake_is_one_line(
     arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "bomb.yaml").write_text("accelerators: &all {}\nclusters: *all\n")
+    (tmp_path / "wrong.yaml").write_text(
+        "accelerators: {here: {memory: 0, flops: {2: 1.0e+12, 4: 1.0e+12}, bandwidth: 1.0e+9}}\n"
+        "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], cores: 2}}\n"
+    )
     assert run([*VIT, *arguments], monkeypatch) == 2
-    assert capsys.readouterr().err.startswith(line)
+    assert capsys.readouterr().err.startswith(line.replace("HERE", str(tmp_path)))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pycls_fast import plan
 from pycls_fast.config import load_config
 from pycls_fast.parallel import ALONE
-from pycls_fast.plan.calibrate import links
+from pycls_fast.plan.calibrate import calibrate
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 
@@ -158,7 +158,8 @@ def test_statistics_are_read_for_in_training_only() -> None:
 
 @pytest.mark.slow
 def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
-    found = links(tmp_path)
-    here = replace(plan.cluster("h100x2"), **found)
+    calibrate(tmp_path / "here.yaml")
+    here = plan.cluster(f"{tmp_path / 'here.yaml'}:herex2")
+    assert here.accelerator.device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert 0 < here.gather(2**24, 2) < 10
     assert 0.05 < here.gathers < 5
