@@ -230,9 +230,14 @@ def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order
         repeats: that of the sampler.
 
     Raises:
-        UserError: blocks were requested of a source without them.
+        UserError: blocks were requested of a source without them, or images in any order of one that is slow at it.
     """
     if data.sampling != "uniform":
+        if data.shuffle == "auto" and source.prefers_blocks:
+            raise UserError(
+                f"data.sampling: {data.sampling} visits images in any order, which is slow for remote shards; use "
+                "data.shuffle=full to do it nevertheless, or loss.class_weights=balanced"
+            )
         power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
         return "classes", partial(class_order, labels=source.labels, power=power, repeats=repeats)
     ends = source.block_ends

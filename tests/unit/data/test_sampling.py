@@ -215,6 +215,11 @@ def test_the_configuration_chooses_and_refuses() -> None:
     assert name == "classes"
     assert order is not None
     assert np.bincount(source.labels[order(0, 0) % 4]).tolist() == [2, 2]
+    source.prefers_blocks = True
+    with pytest.raises(UserError, match=r"^data.sampling: balanced visits images in any order, which is slow"):
+        order_of(source, config.data)
+    assert order_of(source, config.with_values(data={"shuffle": "full"}).data)[0] == "classes"
+    source.prefers_blocks = False
     assert order_of(source, load_config("vit_digits").data) == ("full", None)
     with pytest.raises(UserError, match=r"data.sampling: visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])
