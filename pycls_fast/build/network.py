@@ -34,7 +34,7 @@ from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES
 
-# The random stream of the initial weights; those of synthetic images are in `sources.py`.
+# The random stream of the initial weights; those of synthetic images are in `sources/arrays.py`.
 _INITIALISATION, _ADAPTATION = 1, 2
 
 

@@ -81,8 +81,9 @@ def _compile(path: Path) -> None:
         made.replace(path)
 
 
+@functools.cache
 def available() -> bool:
-    """Whether the functions are compiled or can be."""
+    """Whether the functions are compiled or can be, which is tried once."""
     try:
         library()
     except UserError:

@@ -108,7 +108,7 @@ class LrSchedule:
     steps_per_epoch: int
 
     @property
-    def total_steps(self) -> int:
+    def curve_steps(self) -> int:
         """The length of the whole curve; the last step is one short of the final value."""
         return self.schedule.epochs * self.steps_per_epoch
 
@@ -122,4 +122,4 @@ class LrSchedule:
             start = self.schedule.warmup_start_factor
             return self.lr * (start + (1.0 - start) * step / self.warmup_steps)
         begin = 0 if self.schedule.curve_from == "start" else self.warmup_steps
-        return self.lr * self.schedule.curve(step - begin, self.total_steps - begin, self.steps_per_epoch)
+        return self.lr * self.schedule.curve(step - begin, self.curve_steps - begin, self.steps_per_epoch)

@@ -5,9 +5,9 @@
     checkpoints/best              a link to one of them
 
 A checkpoint holds everything that the next step depends on. Pure functions of the step (learning rate, sample order,
-augmentation, drop-path) are not stored: the step is. Each tensor is stored under its path (see `state.py`) in its full
-logical shape: each rank writes a part of them, and a reader with any number of ranks and any placement reads what it
-needs.
+augmentation, drop-path) are not stored: the step is. Each tensor is stored under its path (`model/head.weight`) in its
+full logical shape: each rank writes a part of them, and a reader with any number of ranks and any placement reads what
+it needs.
 
 Everything is written into `.step_*.tmp`, flushed to disk, and renamed when every rank is done. So a name without the
 leading dot is a complete checkpoint, whenever the processes are killed. A copy that was cut short is found by the sizes

@@ -253,7 +253,7 @@ class TestOptimizing:
     def test_the_schedule(self) -> None:
         made = build.schedule(vit("schedule.epochs=20", "schedule.warmup_epochs=2.5", "schedule.max_steps=3"), 10)
         # max_steps stops early and leaves the curve as it is.
-        assert (made.total_steps, made.warmup_steps) == (200, 25)
+        assert (made.curve_steps, made.warmup_steps) == (200, 25)
 
     def test_the_average(self) -> None:
         weights = ModelWeights(nn.Linear(2, 2))

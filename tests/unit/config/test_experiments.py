@@ -81,8 +81,8 @@ def test_an_experiment_builds(name: str) -> None:
         assert average.share(last) == 1 - average.decay**average.every
         assert average.decay**steps < 0.002
     schedule = build.schedule(config, steps_per_epoch=100)
-    assert schedule.total_steps == 100 * config.schedule.epochs
-    highest = max(map(schedule, range(schedule.total_steps)))
+    assert schedule.curve_steps == 100 * config.schedule.epochs
+    highest = max(map(schedule, range(schedule.curve_steps)))
     assert highest == pytest.approx(config.optim.scaled(config.data.global_batch_size).lr, rel=0.005)
     assert schedule(schedule.warmup_steps) == pytest.approx(highest, rel=0.005)
     assert 0 <= schedule(0) <= highest

@@ -233,9 +233,11 @@ class TestCompiling:
     def anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         native.library.cache_clear()
+        native.available.cache_clear()
         yield
         monkeypatch.undo()
         native.library.cache_clear()
+        native.available.cache_clear()
 
     def test_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photo: Image.Image) -> None:
         assert native.available()
@@ -250,4 +252,6 @@ class TestCompiling:
         monkeypatch.setenv("CC", "no-such-compiler")
         with pytest.raises(UserError, match=r"^speed\.decode: .*no-such-compiler.*; install .*simplejpeg$"):
             native.library()
+        assert not native.available()
+        monkeypatch.setattr(native, "_path", None)
         assert not native.available()

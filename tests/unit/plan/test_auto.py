@@ -67,7 +67,7 @@ def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -
     assert config.schedule.warmup_epochs == pytest.approx(warmup)
     rate = build.schedule(config, steps_per_epoch=100)
     # The last step's rate is far below the highest, which the warm-up reaches.
-    assert rate(rate.total_steps - 1) < 0.01 * rate.lr
+    assert rate(rate.curve_steps - 1) < 0.01 * rate.lr
     assert rate(rate.warmup_steps) == pytest.approx(rate.lr, rel=0.01)
 
 
