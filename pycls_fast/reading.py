@@ -161,7 +161,6 @@ class SavedState(SavedWeights):
     ema: dict[str, Any] | None
     optimizer: dict[str, Any]
     loss_scaler: dict[str, Any]
-    compression: dict[str, Any]
 
 
 class _Record(_Saved):

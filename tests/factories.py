@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +67,17 @@ def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int
     return saving.write(found, plain, folder, step, keep=keep, world=ALONE)
 
 
-def load_checkpoint(
-    path: Path, parts: Collection[str] = ("model", "ema", "optimizer", "compression")
-) -> dict[str, Any]:
+def load_checkpoint(path: Path) -> dict[str, Any]:
     """The complete state of a checkpoint, on the CPU, in one process.
 
     Args:
         path: the checkpoint's folder.
-        parts: the tensors to read.
 
     Raises:
         UserError: see `checkpoint.open_checkpoint`.
     """
     opened = checkpoint.open_checkpoint(path)
-    into = {
-        name: torch.empty(spec.shape, dtype=spec.dtype)
-        for name, spec in opened.specs.items()
-        if name.partition("/")[0] in parts
-    }
+    into = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in opened.specs.items()}
     opened.read(into)
     return opened.state(into)
 

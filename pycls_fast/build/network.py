@@ -198,8 +198,6 @@ def wrap(
         strategy=strategy(config, world.size),
         settings=StrategySettings(
             compression=settings.compression,
-            powersgd_rank=settings.powersgd_rank,
-            powersgd_start_step=settings.powersgd_start_step,
             static_graph=settings.static_graph,
             reshard_after_forward=settings.reshard_after_forward,
             prefetch_units=settings.prefetch_units,

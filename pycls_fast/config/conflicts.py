@@ -126,7 +126,6 @@ UNSCALED = Fact("precision.name", lambda now: not now.level.scaled)
 HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32")
 WHOLE_HALF = Fact("precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
 NO_MASTERS = Fact("precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none")
-SKIPS_OR_HALF = Fact("precision.name", lambda now: now.level.scaled or now.level.weights != "float32")
 WIDE_ON_CUDA = Fact("precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32")
 FLATTENED_HALF = Fact("precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32")
 NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise)
@@ -142,9 +141,6 @@ TRUST_RATIO = Fact(
     "optim.name",
     lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0
     and now.config.weights is None)
-POWERSGD_IN_PARTS = Fact(
-    "parallel.compression",
-    lambda now: now.config.parallel.compression == "powersgd" and now.config.optim.microbatches > 1)
 ERASED_BY_WORKERS = Fact(
     "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and now.config.augment.erase_probability > 0)
 ERASED_ON_DEVICE = Fact(
@@ -288,14 +284,9 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("parallel.reshard_after_forward=false", KEEPS_WEIGHTS,
      "it is for strategies that shard", "parallel.reshard_after_forward=true or parallel=fsdp"),
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
-    ("parallel.compression=powersgd", SKIPS_OR_HALF,
-     "its error travels from step to step, and an overflow or a half format would corrupt it",
-     "precision=amp_bf16 or parallel.compression=bf16"),
     ("parallel.compression=fp16", UNSCALED, "without a scaled loss small gradients become 0 and large ones infinite",
      "parallel.compression=bf16 or precision=amp_fp16"),
     ("parallel.static_graph=true", NOT_DDP, "it is for ddp", "parallel.static_graph=false"),
-    ("parallel.static_graph=true", POWERSGD_IN_PARTS,
-     "one more exchange is made than powersgd counts", "parallel.static_graph=false"),
     (_SYNCED, "model.kind=timm", "timm's batch norms may include an activation, which would be lost", _NOT_SYNCED),
     (_SYNCED, "model.stem=patch", "the network has no batch norm", _NOT_SYNCED),
     (_SYNCED, "optim.trainable!=[all]", "frozen statistics would be replaced", _NOT_SYNCED),

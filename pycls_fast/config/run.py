@@ -72,12 +72,8 @@ class Parallel(Section):
     """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
     timeout_seconds: PositiveInt = 600
     """How long a rank may make no progress before the run ends."""
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """ddp: exchange gradients in 16 bits, or as matrices of low rank (PowerSGD, Vogels et al., 2019)."""
-    powersgd_rank: PositiveInt = 1
-    """The rank of PowerSGD's matrices."""
-    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
-    """The first step that PowerSGD compresses."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """ddp: exchange gradients in 16 bits."""
     static_graph: bool = False
     """ddp: promise torch that every step uses the same parameters in the same order."""
     reshard_after_forward: bool = True

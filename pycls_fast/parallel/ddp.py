@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Evaluated
-from pycls_fast.parallel.powersgd import PowerSGD
 from pycls_fast.parallel.world import World
 
 # One layer's weights in a ViT-H have 26 MB, more than torch's bucket of 25. Larger ones have fewer messages; but there
@@ -51,12 +50,8 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         bucket_cap_mb=_bucket_megabytes(network),
         static_graph=settings.static_graph,
     )
-    compression = None
     if settings.compression in _CASTS:
         model.register_comm_hook(None, _CASTS[settings.compression])
-    elif settings.compression == "powersgd":
-        names = {id(parameter): name for name, parameter in network.named_parameters()}
-        compression = PowerSGD(model, names, rank=settings.powersgd_rank, start_step=settings.powersgd_start_step)
 
     # A static graph is learned from a backward pass with an exchange. Exchanging more than once per step changes
     # nothing: gradients that were averaged before are the same on all ranks.
@@ -73,7 +68,6 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=False,
-        compression=compression,
     )
 
 

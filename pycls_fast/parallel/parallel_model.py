@@ -15,7 +15,6 @@ from pycls_fast.optim.groups import Group
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.pipeline import Pipeline
-from pycls_fast.parallel.powersgd import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,6 @@ class StrategySettings:
     """The `parallel` keys and the parts of the precision level that strategies read; plain values."""
 
     compression: str = "none"
-    powersgd_rank: int = 1
-    powersgd_start_step: int = 1000
     static_graph: bool = False
     reshard_after_forward: bool = True
     prefetch_units: int = 1
@@ -72,7 +69,6 @@ class ParallelModel:
             ranks may have too; None if it counts all.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
             changes of the shards take effect.
-        compression: gradient compression that carries state from step to step (PowerSGD).
         weights: what the optimizer owns and checkpoints hold, if not the network's own parameters.
         optimizer: the optimizer, if it is a part of the strategy.
         pipeline: runs all microbatches of a step in place of `forward`, if the network is cut into stages.
@@ -87,7 +83,6 @@ class ParallelModel:
     shard_groups: Sequence[dist.ProcessGroup] = ()
     counted: Sequence[bool] | None = None
     free_gathered: Callable[[], None] = nothing
-    compression: PowerSGD | None = None
     weights: FlatShards | None = None
     optimizer: Optimizer | None = None
     pipeline: Pipeline | None = None

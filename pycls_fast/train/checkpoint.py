@@ -198,22 +198,20 @@ class Checkpoint:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
     def like(self, model: Tensors, *, host_optimizer: bool = False) -> Tensors:
-        """Empty tensors, by path, for the state saved per parameter (optimizer, compression).
+        """Empty tensors, by path, for the optimizer's state.
 
-        A tensor of the parameter's shape gets the parameter's placement, except on the CPU if it is of an optimizer
-        that keeps its state there (`host_optimizer`); any other is unsharded, on the CPU.
+        A tensor of the parameter's shape gets the parameter's placement, except on the CPU if the optimizer keeps its
+        state there (`host_optimizer`); any other is unsharded, on the CPU.
         """
         found: Tensors = {}
         for path, spec in self.specs.items():
             part, name, *_ = path.split("/")
-            if part not in ("optimizer", "compression"):
-                continue
             parameter = model.get(name)
-            if parameter is None and part == "optimizer":
-                # Of another stage of a pipeline.
+            if part != "optimizer" or parameter is None:
+                # Of the network, or of another stage of a pipeline.
                 continue
-            if parameter is not None and tuple(parameter.shape) == spec.shape:
-                elsewhere: dict[str, Any] = {"device": "cpu"} if host_optimizer and part == "optimizer" else {}
+            if tuple(parameter.shape) == spec.shape:
+                elsewhere: dict[str, Any] = {"device": "cpu"} if host_optimizer else {}
                 found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)
             else:
                 found[path] = torch.empty(spec.shape, dtype=spec.dtype)

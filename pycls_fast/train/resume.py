@@ -65,8 +65,6 @@ _FREE_ON_RESUME = (
 )
 _AFFECTS_RESULT = (
     "parallel.compression",
-    "parallel.powersgd_rank",
-    "parallel.powersgd_start_step",
     "parallel.sync_batchnorm",
     *(f"speed.{switch.name}" for switch in SWITCHES.values() if switch.numerics == "training"),
 )

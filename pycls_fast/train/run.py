@@ -127,16 +127,14 @@ class Run:
         """Everything that the next step depends on: tensors under the network's names in their logical shapes,
         replicated or as DTensors, sharing memory with the tensors that training changes where possible.
 
-        All ranks call this: the compression error is averaged over them.
+        All ranks call this.
         """
-        step = self.parts.step
-        compression, weights = step.wrapped.compression, step.weights
+        step, weights = self.parts.step, self.parts.step.weights
         return {
             "model": dict(weights.state_dict()),
             "ema": None if step.ema is None else weights.split(step.ema.values),
             "optimizer": weights.optimizer_state(step.optimizer),
             "loss_scaler": step.scaler.state_dict(),
-            "compression": compression.carried() if compression is not None else {},
         }
 
     def save(self, step: int) -> None:
@@ -181,7 +179,7 @@ class Run:
     def load_state(self, opened: checkpoint.Checkpoint) -> None:
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         step = self.parts.step
-        own = {**self.state(), "optimizer": {}, "compression": {}}
+        own = {**self.state(), "optimizer": {}}
         into, _ = split(own)
         # FairScale's OSS has the one that updates its share inside.
         optimizers = (step.optimizer, getattr(step.optimizer, "optim", None))
@@ -199,5 +197,3 @@ class Run:
         step.weights.load_optimizer_state(step.optimizer, here)
         if state["loss_scaler"] and step.scaler.is_enabled():
             step.scaler.load_state_dict(state["loss_scaler"])
-        if step.wrapped.compression is not None:
-            step.wrapped.compression.load(state["compression"], state["step"])

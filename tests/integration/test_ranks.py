@@ -10,7 +10,6 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import train
-from tests.factories import load_checkpoint
 from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
 COMMON = (*TINY, "schedule.max_steps=20", "schedule.epochs=1", "schedule.warmup_epochs=0.5", "optim.clip_norm=1.0")
@@ -103,35 +102,3 @@ def test_scoring_may_take_longer_than_the_timeout(tmp_path: Path, digits: Path) 
     scoring = command(f"weights={run}", *settings, tool="test_net", config_name=None)
     run_process(under_torchrun([scoring[0], str(tmp_path / "slow.py"), *scoring[1:]], 2), cwd=tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["count"] == 359
-
-
-KEYS = (
-    *TINY,
-    "parallel=ddp",
-    "parallel.compression=powersgd",
-    "parallel.powersgd_start_step=4",
-    "schedule.max_steps=12",
-    "schedule.epochs=1",
-    "optim.ema_decay=null",
-    "runtime.checkpoint_every_steps=8",
-)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_carries_on_what_was_left_out(tmp_path: Path, digits: Path) -> None:
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    run_process(under_torchrun(command(*KEYS, f"data.root={digits}", f"run_dir={first}"), 2), cwd=tmp_path)
-    saved = first / "checkpoints" / "step_000000008"
-    carried = load_checkpoint(saved, ("compression",))["compression"]
-    assert any(value.abs().max() > 0 for value in carried.values())
-    again = command(*KEYS, f"data.root={digits}", f"run_dir={second}", f"resume={saved}")
-    run_process(under_torchrun(again, 2), cwd=tmp_path)
-    ours, theirs = ([r["loss"] for r in records(run, "train") if r["step"] > 8] for run in (second, first))
-    assert len(ours) == 4
-    assert ours == pytest.approx(theirs, abs=1e-6)
-    ends = [load_checkpoint(run / "checkpoints" / "step_000000012", ("model",))["model"] for run in (second, first)]
-    for name, value in ends[0].items():
-        torch.testing.assert_close(value, ends[1][name], rtol=0, atol=1e-6)
-    # One process has nothing to exchange, and takes the checkpoint all the same.
-    run_process(command(*KEYS, f"data.root={digits}", f"run_dir={third}", f"resume={saved}"), cwd=tmp_path)
-    assert [r["step"] for r in records(third, "train")] == [9, 10, 11, 12]

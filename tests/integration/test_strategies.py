@@ -128,8 +128,6 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     "static graph": ("ddp", ["parallel.static_graph=true", "speed.recompute=full"], 1e-5),
     "fp16 exchange": ("ddp", ["parallel.compression=fp16", "precision=amp_fp16"], 2e-3),
     "bf16 exchange": ("ddp", ["parallel.compression=bf16"], 1e-2),
-    # Steps 0 to 7 are exchanged whole; a low rank is no rounding.
-    "powersgd": ("ddp", ["parallel.compression=powersgd", "parallel.powersgd_start_step=8"], 0.2),
     # All ranks see the same images: they draw what one process draws. Five tokens are padded to six.
     "everything drawn": (
         "tensor",
@@ -277,9 +275,6 @@ def test_parts_under_ranks_equal_one_process(name: str, two: Path, alone: Path) 
         assert math.isnan(ours["grad_norms"][0])
         assert not math.isnan(ours["grad_norms"][-1])
         assert ours["loss_scaler"] == theirs["loss_scaler"]
-    if name == "powersgd":
-        compressed = [abs(mine - other) for mine, other in zip(ours["losses"], theirs["losses"], strict=True)]
-        assert max(compressed[:9]) < 1e-5 < compressed[9]
 
 
 def test_divided_models_in_float64(tmp_path: Path, digits: Path) -> None:

@@ -197,7 +197,7 @@ def _die_with_parent() -> None:
 # Settings for several processes, which a variant may set and a single process refuses or ignores.
 _SEVERAL = (
     "compression", "static_graph", "reshard_after_forward", "shard_degree", "replicate_degree", "prefetch_units",
-    "powersgd_rank", "powersgd_start_step", "sync_batchnorm",
+    "sync_batchnorm",
 )  # fmt: skip
 _ONE_PROCESS = (
     "parallel=single",

@@ -34,7 +34,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
     """Rounding is measured by one process, whatever the variant, or the experiment, sets for several."""
     typed = [
         *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
-        *("parallel.prefetch_units=2", "parallel.powersgd_rank=4", "parallel.powersgd_start_step=8"),
+        *("parallel.prefetch_units=2"),
     ]
     modes: dict[str, tuple[Mode, ...]] = {"parallel": ("crossed", "cumulative"), "switches": ("crossed",)}
     for mode in modes.get(file.stem, ("cumulative",)):

@@ -124,8 +124,8 @@ def test_what_changes_the_result_is_told() -> None:
 
 
 def test_what_ranks_and_switches_change_is_told() -> None:
-    assert go_on("parallel.compression=powersgd", "speed.activation_compression=8bit", ranks=3) == [
-        "changed since the checkpoint: parallel.compression none -> powersgd",
+    assert go_on("parallel.compression=bf16", "speed.activation_compression=8bit", ranks=3) == [
+        "changed since the checkpoint: parallel.compression none -> bf16",
         "changed since the checkpoint: speed.activation_compression null -> 8bit",
         "changed since the checkpoint: ranks 2 -> 3",
     ]
