@@ -20,7 +20,7 @@ class Strategy:
         shards: what the ranks divide among themselves: "nothing", the optimizer's "state" (each parameter has one
             owner), or the "weights" with their gradients and state.
         flattens: weights lose their shapes.
-        replicates: torch's DDP exchanges the gradients, with its compression and its static graph.
+        replicates: torch's DDP exchanges the gradients, with its compression.
         has_groups: ranks are in groups (`parallel.shard_degree`, `parallel.replicate_degree`).
         freezes: a part of the network may be frozen (`optim.trainable`).
         needs_cuda: it does not run on a CPU.

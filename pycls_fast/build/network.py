@@ -160,7 +160,6 @@ def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -
         network,
         network.units(),
         recompute=chosen.recompute,
-        recompute_every=config.parallel.recompute_every,
         activation_offload=chosen.activation_offload,
         activation_compression=chosen.activation_compression,
     )
@@ -198,9 +197,7 @@ def wrap(
         strategy=strategy(config, world.size),
         settings=StrategySettings(
             compression=settings.compression,
-            static_graph=settings.static_graph,
             reshard_after_forward=settings.reshard_after_forward,
-            prefetch_units=settings.prefetch_units,
             sync_batchnorm=settings.sync_batchnorm,
             compute=None if precision.weights == "float32" else DTYPES[precision.weights],
             autocast=None if precision.autocast is None else DTYPES[precision.autocast],

@@ -238,8 +238,6 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     # The compiler then draws the masks of timm's drop-path again, and the gradients are those of others.
     ("speed.recompute=budget", DRAWS_ON_DEVICE,
      "what is computed again would be drawn anew", "speed.recompute=full or model.drop_path=0"),
-    ("parallel.recompute_every!=1", "speed.recompute=off|budget",
-     "it is for blocks that run again", "speed.recompute=full or parallel.recompute_every=1"),
     # Images: decoded, normalised, erased, mixed.
     ("speed.decode_scale=dct", "speed.decode=pillow|simplejpeg",
      "only region decodes at a smaller size", "speed.decode=region or speed.decode_scale=full"),
@@ -286,7 +284,6 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("parallel.compression!=none", NOT_DDP, "it is for ddp", "parallel.compression=none or parallel=ddp"),
     ("parallel.compression=fp16", UNSCALED, "without a scaled loss small gradients become 0 and large ones infinite",
      "parallel.compression=bf16 or precision=amp_fp16"),
-    ("parallel.static_graph=true", NOT_DDP, "it is for ddp", "parallel.static_graph=false"),
     (_SYNCED, "model.kind=timm", "timm's batch norms may include an activation, which would be lost", _NOT_SYNCED),
     (_SYNCED, "model.stem=patch", "the network has no batch norm", _NOT_SYNCED),
     (_SYNCED, "optim.trainable!=[all]", "frozen statistics would be replaced", _NOT_SYNCED),

@@ -23,7 +23,6 @@ from pycls_fast.values import (
     Bytes,
     LossScale,
     ModuleNames,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PositiveIntOrAuto,
@@ -74,12 +73,8 @@ class Parallel(Section):
     """How long a rank may make no progress before the run ends."""
     compression: Literal["none", "fp16", "bf16"] = "none"
     """ddp: exchange gradients in 16 bits."""
-    static_graph: bool = False
-    """ddp: promise torch that every step uses the same parameters in the same order."""
     reshard_after_forward: bool = True
     """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
-    prefetch_units: NonNegativeInt = 1
-    """fsdp and hsdp: the number of blocks whose weights are gathered ahead; 0: torch's default order."""
     shard_degree: PositiveInt | None = None
     """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by
     replicate_degree."""
@@ -98,8 +93,6 @@ class Parallel(Section):
     """The order in which a stage computes; the last three give each rank two stages."""
     sync_batchnorm: bool = False
     """Compute batch norm's statistics over all ranks."""
-    recompute_every: PositiveInt = 1
-    """With speed.recompute=full or selective: recompute only the first of every so many blocks."""
     recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
     """With speed.recompute=budget: the share of the activations that compiled code keeps."""
 

@@ -48,19 +48,12 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         bucket_cap_mb=_bucket_megabytes(network),
-        static_graph=settings.static_graph,
     )
     if settings.compression in _CASTS:
         model.register_comm_hook(None, _CASTS[settings.compression])
 
-    # A static graph is learned from a backward pass with an exchange. Exchanging more than once per step changes
-    # nothing: gradients that were averaged before are the same on all ranks.
-    learning = settings.static_graph
-
     def exchange(is_last: bool) -> AbstractContextManager[None]:
-        nonlocal learning
-        now, learning = is_last or learning, False
-        return nullcontext() if now else model.no_sync()
+        return nullcontext() if is_last else model.no_sync()
 
     return ParallelModel(
         forward=model,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
             gathers_again = settings.reshard_after_forward and unit is not units[-1]
             fully_shard(unit, reshard_after_forward=gathers_again, **common)
         fully_shard(whole, reshard_after_forward=False, **common)
-        _prefetch(whole, units, settings.prefetch_units)
+        _prefetch(whole, units)
     root: Any = network
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
@@ -133,15 +134,12 @@ def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPo
     )
 
 
-def _prefetch(network: Any, units: Sequence[Any], count: int) -> None:
-    """Prefetch the next `count` units while one computes, in forward and in backward order."""
-    if count == 0:
-        return
-    for index, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + count]))
-        unit.set_modules_to_backward_prefetch(list(units[max(index - count, 0) : index])[::-1])
-    network.set_modules_to_forward_prefetch(list(units[:count]))
-    network.set_modules_to_backward_prefetch(list(units)[::-1][:count])
+def _prefetch(network: Any, units: Sequence[Any]) -> None:
+    """Gather the next unit while one computes, in forward and in backward order."""
+    for before, unit in pairwise((network, *units)):
+        before.set_modules_to_forward_prefetch([unit])
+    for before, unit in pairwise((network, *reversed(units))):
+        before.set_modules_to_backward_prefetch([unit])
 
 
 def is_empty(module: nn.Module) -> bool:

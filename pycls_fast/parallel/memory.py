@@ -35,7 +35,6 @@ def save_activation_memory(
     units: Units,
     *,
     recompute: RecomputeName = "off",
-    recompute_every: int = 1,
     activation_offload: Literal["none", "cpu"] = "none",
     activation_compression: Literal["none", "8bit"] = "none",
 ) -> None:
@@ -49,27 +48,26 @@ def save_activation_memory(
     Args:
         model: the whole network.
         units: its repeated blocks in forward order (`model.units()`).
-        recompute, recompute_every: see `recompute_units`.
+        recompute: see `recompute_units`.
         activation_offload: "cpu" moves saved tensors to the host.
         activation_compression: "8bit" keeps saved tensors in 8 bits per number.
     """
-    recompute_units(units, recompute=recompute, every=recompute_every)
+    recompute_units(units, recompute=recompute)
     in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
     if in_8_bits or on_host:
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)
 
 
-def recompute_units(units: Units, *, recompute: RecomputeName, every: int = 1) -> None:
-    """Make each `every`-th unit, the first one among them, recompute its activations; in place, names unchanged.
+def recompute_units(units: Units, *, recompute: RecomputeName) -> None:
+    """Make the units recompute their activations; in place, names unchanged.
 
     Args:
         units: the model's repeated blocks in forward order.
         recompute: "off"; "full": only the unit's input is kept; "selective": what `KeepProducts` keeps, too;
             "budget": nothing here, for the compiler chooses (`compile_model`).
-        every: 1 for all units.
     """
     if recompute in ("full", "selective"):
-        for _, unit in list(units)[::every]:
+        for _, unit in units:
             unit.forward = Recomputed(unit, selective=recompute == "selective")
 
 

@@ -22,9 +22,7 @@ class StrategySettings:
     """The `parallel` keys and the parts of the precision level that strategies read; plain values."""
 
     compression: str = "none"
-    static_graph: bool = False
     reshard_after_forward: bool = True
-    prefetch_units: int = 1
     sync_batchnorm: bool = False
     # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32, and
     # the format of autocast.

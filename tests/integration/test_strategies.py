@@ -109,14 +109,10 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     "compiled update": ("zero3", [*ADAMW, "speed.optimizer=loop", "speed.optimizer_compile=on"], 1e-4),
     "loops": ("zero3", ["speed.optimizer=loop", "speed.clip=loop", "speed.ema=loop", "optim.ema_every_steps=3"], 1e-5),
     "recompute": ("zero3", ["speed.recompute=full", "precision=bf16_params"], 1e-2),
-    "recompute some": ("zero2", ["speed.recompute=selective", "parallel.prefetch_units=0"], 1e-5),
+    "recompute some": ("zero2", ["speed.recompute=selective"], 1e-5),
     "offload and watchdog": ("zero3", ["speed.activation_offload=cpu", "runtime.watchdog=true"], 1e-5),
     "activations in 8 bits": ("zero3", ["speed.activation_compression=8bit"], 1e-2),
-    "tables and far prefetch": (
-        "zero3",
-        ["model.classifier=pooled", "model.positions=sincos2d", "parallel.prefetch_units=2", "precision=bf16_params"],
-        1e-2,
-    ),
+    "tables": ("zero3", ["model.classifier=pooled", "model.positions=sincos2d", "precision=bf16_params"], 1e-2),
     "convolutional stem": (
         "zero3",
         ["model.stem=conv", "model.stem_widths=[8,16]", "model.stem_strides=[2,2]", "parallel.sync_batchnorm=true"],
@@ -125,7 +121,7 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     "overflow": ("zero3", OVERFLOW, 1e-2),
     "overflow on replicas": ("ddp", OVERFLOW, 1e-2),
     "float8": ("zero3", ["precision=fp8", "precision.fp8_emulate=true", "model.mlp_width=64"], 0.1),
-    "static graph": ("ddp", ["parallel.static_graph=true", "speed.recompute=full"], 1e-5),
+    "recompute on replicas": ("ddp", ["speed.recompute=full"], 1e-5),
     "fp16 exchange": ("ddp", ["parallel.compression=fp16", "precision=amp_fp16"], 2e-3),
     "bf16 exchange": ("ddp", ["parallel.compression=bf16"], 1e-2),
     # All ranks see the same images: they draw what one process draws. Five tokens are padded to six.

@@ -274,12 +274,11 @@ def test_the_switches_arrive_in_the_model() -> None:
     network = wrapped(
         "model.depth=3",
         "speed.recompute=full",
-        "parallel.recompute_every=2",
         recompute="full",
         activation_offload="cpu",
     )
     units = dict(network.units())  # type: ignore[operator]
-    assert [isinstance(unit.forward, Recomputed) for unit in units.values()] == [True, False, True]
+    assert [isinstance(unit.forward, Recomputed) for unit in units.values()] == [True, True, True]
     assert isinstance(network.forward, SavedTensors)
     assert (network.forward.on_host, network.forward.in_8_bits) == (True, False)
     compressed = wrapped(activation_compression="8bit").forward

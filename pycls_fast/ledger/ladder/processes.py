@@ -195,10 +195,7 @@ def _die_with_parent() -> None:
 
 
 # Settings for several processes, which a variant may set and a single process refuses or ignores.
-_SEVERAL = (
-    "compression", "static_graph", "reshard_after_forward", "shard_degree", "replicate_degree", "prefetch_units",
-    "sync_batchnorm",
-)  # fmt: skip
+_SEVERAL = ("compression", "reshard_after_forward", "shard_degree", "replicate_degree", "sync_batchnorm")
 _ONE_PROCESS = (
     "parallel=single",
     "parallel.name=single",

@@ -26,7 +26,6 @@ OTHER = {
     "model.width_per_group": "32",
     "optim.lora_rank": "2",
     "optim.trainable": "[head]",
-    "parallel.recompute_every": "2",
     "parallel.shard_degree": "2",
     "parallel.replicate_degree": "2",
     "parallel.compression": "bf16",

@@ -32,10 +32,7 @@ def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[s
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path, fake: type[FakeProcess]) -> None:
     """Rounding is measured by one process, whatever the variant, or the experiment, sets for several."""
-    typed = [
-        *("parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"),
-        *("parallel.prefetch_units=2"),
-    ]
+    typed = ["parallel=hsdp", "parallel.reshard_after_forward=false", "parallel.shard_degree=2"]
     modes: dict[str, tuple[Mode, ...]] = {"parallel": ("crossed", "cumulative"), "switches": ("crossed",)}
     for mode in modes.get(file.stem, ("cumulative",)):
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)

@@ -133,14 +133,11 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
     assert cut() == {True}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms that stay float32 among 16-bit weights included: one gather for a unit."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
-    config = load_config(
-        "vit_digits", [*TINY, "model.depth=4", "precision=fp16_master", f"parallel.prefetch_units={count}"]
-    )
+    config = load_config("vit_digits", [*TINY, "model.depth=4", "precision=fp16_master"])
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
     wrapped = build.wrap(config, network, world, build.switches(config, CPU))
     names = [name for name, _ in network.units()]
