@@ -31,7 +31,8 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
-from pycls_fast.ledger.report.statistics import Ratio, paired_ratio, spread
+from pycls_fast.ledger.report.statistics import Speedup, paired_ratio, spread
+from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.parallel import ALONE, place_model
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import environment, versions
@@ -257,7 +258,7 @@ def _step_and_about(
     return step, {"precision": config.precision.name, "speed": config.speed.preset}
 
 
-def ratio(record: Mapping[str, Any], faster: str, than: str) -> Ratio:
+def ratio(record: Mapping[str, Any], faster: str, than: str) -> Speedup:
     """How many times faster one contender is than another, in pairs within each round."""
     seconds = {result["name"]: result["seconds"] for result in record["results"]}
     return paired_ratio([1 / s for s in seconds[than]], [1 / s for s in seconds[faster]])
@@ -276,7 +277,7 @@ def tables(record: Mapping[str, Any], batch: int) -> list[str]:
     ]
     for result in record["results"]:
         times = spread([1e3 * s for s in result["seconds"]])
-        cells = [_cell(ratio(record, result["name"], than)) for than in (reference, *peers)]
+        cells = [speed_text(ratio(record, result["name"], than)) for than in (reference, *peers)]
         lines.append(
             f"| {result['name']} | {times.p50:.0f} ({times.p10:.0f} to {times.p90:.0f}) | "
             f"{batch / result['seconds_p50']:.1f} | {' | '.join(cells)} |"
@@ -285,11 +286,6 @@ def tables(record: Mapping[str, Any], batch: int) -> list[str]:
     lines += ["| setting | ms |", "|---|---|"]
     lines += [f"| {peer['name']} | {1e3 * statistics.median(peer['seconds']):.0f} |" for peer in record["tried"]]
     return [*lines, ""]
-
-
-def _cell(found: Ratio) -> str:
-    interval = "" if found.interval is None else f", 95% {found.interval[0]:.2f} to {found.interval[1]:.2f}"
-    return f"{found.spread.p50:.2f} ({found.spread.p10:.2f} to {found.spread.p90:.2f}{interval})"
 
 
 def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, machine: Mapping[str, Any]) -> str:
@@ -305,7 +301,7 @@ def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, mach
         f"Hardware: {machine['processor']}, {threads} thread{'s' if threads > 1 else ''}. "
         f"Versions: {', '.join(f'{key} {value}' for key, value in found.items())}.",
         f"{clock[0].upper()}{clock[1:]} of a step, {options.rounds} rounds in turns in one process. A cell is the "
-        "median of the ratios within a round (p10 to p90, and the 95% interval of the median); above 1 is faster.",
+        "geometric mean of the ratios within a round and its 95% interval; above 1 is faster.",
         "",
         "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
         "uint8 images, follows a schedule and computes the gradient norm.",

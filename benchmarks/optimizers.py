@@ -23,6 +23,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
+from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import LocalShards, ModelWeights
@@ -182,24 +183,19 @@ def timed(variant: Variant, clock: Callable[[], float], device: torch.device) ->
 
 
 def table(name: str, variants: Sequence[Variant]) -> str:
-    """A table of medians with tenth and ninetieth percentiles, and of ratios to the loop within each round."""
+    """A table of medians with tenth and ninetieth percentiles, and ratios to the loop within each round."""
     lines = [
         f"### {name}\n",
-        "| implementation | ms (p10 to p90) | times faster than loop (p10 to p90) | 95% interval of the median | first "
-        "two steps, s |",
-        "|---|---|---|---|---|",
+        "| implementation | ms (p10 to p90) | times faster than loop (95% interval) | first two steps, s |",
+        "|---|---|---|---|",
     ]
     loop = variants[0]
     for variant in variants:
         times = spread([1e3 * seconds for seconds in variant.seconds])
-        ratio = paired_ratio([1 / s for s in loop.seconds], [1 / s for s in variant.seconds])
-        interval = "" if ratio.interval is None else f"{ratio.interval[0]:.2f} to {ratio.interval[1]:.2f}"
-        rates = f"{ratio.spread.p50:.2f} ({ratio.spread.p10:.2f} to {ratio.spread.p90:.2f})"
-        if variant is loop:
-            rates, interval = "1", ""
+        ratio = speed_text(paired_ratio([1 / s for s in loop.seconds], [1 / s for s in variant.seconds]))
         lines.append(
-            f"| {variant.name} | {times.p50:.1f} ({times.p10:.1f} to {times.p90:.1f}) | {rates} | {interval} "
-            f"| {variant.first:.1f} |"
+            f"| {variant.name} | {times.p50:.1f} ({times.p10:.1f} to {times.p90:.1f}) "
+            f"| {'1' if variant is loop else ratio} | {variant.first:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from pycls_fast.ledger.measure.workloads import (
     slowest,
     synthetic_batch,
 )
-from pycls_fast.ledger.report.statistics import CONFIDENCE, paired_ratio, spread
+from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.models.complexity import Complexity, complexity
 from pycls_fast.parallel import World, place_model
 from pycls_fast.seeds import counter_seed
@@ -342,16 +342,14 @@ def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[s
         for record in (reference, variant)
     ]
     peaks = [record[part]["memory_peak_bytes"] for record in (reference, variant)]
-    ratio = paired_ratio(*rates)
-    low, high = ratio.interval or (None, None)
+    found = paired_ratio(*rates)
     return {
         "part": part,
         "variant": variant["name"],
         "reference": reference["name"],
-        **{f"speedup_{key}": value for key, value in asdict(ratio.spread).items() if key.startswith("p")},
-        "speedup_low": low,
-        "speedup_high": high,
-        "confidence": CONFIDENCE,
-        "pairs": list(ratio.pairs),
+        "speedup": found.ratio,
+        "speedup_low": found.low,
+        "speedup_high": found.high,
+        "pairs": found.rounds,
         "memory_ratio": None if None in peaks else peaks[1] / peaks[0],
     }

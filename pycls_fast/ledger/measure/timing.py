@@ -250,6 +250,6 @@ def _cells(part: Mapping[str, Any]) -> Row:
 def _speedup(comparison: Mapping[str, Any]) -> Row:
     low, high = comparison["speedup_low"], comparison["speedup_high"]
     return {
-        "speed-up": f"{comparison['speedup_p50']:.3f}",
-        "95% interval": "needs 6 pairs" if low is None else f"{low:.3f} - {high:.3f}",
+        "speed-up": f"{comparison['speedup']:.3f}",
+        "95% interval": "needs 2 pairs" if low is None else f"{low:.3f} - {high:.3f}",
     }

@@ -1,7 +1,7 @@
 """Statistics of speed, of paired images, and the tests of the gate; those of accuracy are in `effects.py`.
 
-Single timings have long tails and no known distribution, so only order statistics are used for them; for rounds, which
-are few, the mean with Student's interval.
+Single timings have long tails and no known distribution, so only order statistics are used for them; for rounds and
+pairs of turns, which are few, the mean with Student's interval.
 """
 
 from __future__ import annotations
@@ -41,45 +41,6 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(p10, p50, p90, float(values.mean()), values.size)
 
 
-def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The sign test's confidence interval of the median, which only assumes independent samples (Conover, Practical
-    Nonparametric Statistics, 1999, section 3.2).
-
-    Returns:
-        (low, high), or None if even the extremes do not reach the confidence (fewer than 6 samples at 0.95).
-    """
-    low, high = map(float, stats.quantile_test(samples, p=0.5).confidence_interval(confidence))
-    return None if math.isnan(low) else (low, high)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times faster a variant is than the reference, from pairs measured one right after the other.
-
-    Attributes:
-        spread: of the ratios of the pairs; above 1 is faster.
-        interval: 95% interval of their median, or None with fewer than 6 pairs.
-        pairs: the ratios, in the order of measurement.
-    """
-
-    spread: Spread
-    interval: tuple[float, float] | None
-    pairs: tuple[float, ...]
-
-
-def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Ratio:
-    """Ratios of two rates (images per second) that were measured in turns.
-
-    The ratio is taken within each pair, before any averaging: a drift of the machine's speed, which is far larger than
-    most differences of interest, affects both halves of a pair and cancels.
-
-    Raises:
-        ValueError: different numbers of samples, or none.
-    """
-    pairs = tuple(new / old for old, new in zip(reference, variant, strict=True))
-    return Ratio(spread(pairs), median_interval(pairs), pairs)
-
-
 def t_quantile(freedom: float) -> float:
     """Half the width of Student's interval at `CONFIDENCE`, in standard errors."""
     return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
@@ -95,7 +56,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """A rate over the reference's, from rounds in which both were measured.
+    """A rate over the reference's, from rounds (or pairs of turns) in which both were measured.
 
     Attributes:
         ratio: the geometric mean.
@@ -119,6 +80,18 @@ def geometric_mean(ratios: Sequence[float]) -> Speedup:
     mean, half = mean_interval([math.log(ratio) for ratio in ratios])
     low, high = (None, None) if half is None else (math.exp(mean - half), math.exp(mean + half))
     return Speedup(math.exp(mean), low, high, len(ratios))
+
+
+def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedup:
+    """How many times faster a variant is, from two rates (images per second) that were measured in turns.
+
+    The ratio is taken within each pair, before any averaging: a drift of the machine's speed, which is far larger than
+    most differences of interest, affects both halves of a pair and cancels.
+
+    Raises:
+        ValueError: different numbers of samples.
+    """
+    return geometric_mean([new / old for old, new in zip(reference, variant, strict=True)])
 
 
 @dataclass(frozen=True)
