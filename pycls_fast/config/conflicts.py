@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
@@ -68,7 +69,8 @@ class Fact(NamedTuple):
     holds: Callable[[Situation], bool]
 
 
-class Conflict(NamedTuple):
+@dataclass(frozen=True)
+class Conflict:
     """A row; a condition is a Fact, or `key=value|value` or `key!=value`."""
 
     a: str | Fact
@@ -76,7 +78,7 @@ class Conflict(NamedTuple):
     why: str
     use: str
 
-    @property
+    @cached_property
     def switches(self) -> set[str]:
         """The switches that it is about."""
         keys = (key_of_condition(condition).partition(".") for condition in (self.a, self.b))
@@ -180,7 +182,6 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("pipeline", "head=probe", "features are of one process", "head=small"),
     ("tensor", "precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
     ("tensor", "parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
-    ("pipeline", "parallel.sync_batchnorm=true", "only the first stage has any", "parallel.sync_batchnorm=false"),
     ("pipeline", "parallel.compression!=none", "the pipeline averages gradients itself", "parallel.compression=none"),
     ("tensor", "runtime.watchdog=true", "it cannot see inside divided blocks", "runtime.watchdog=false"),
     ("tensor", "speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),

@@ -172,10 +172,15 @@ def measure(
     for _, unit in network.units():
         firsts.setdefault(_structure(unit), unit)
     others = {module for _, unit in network.units() if unit not in firsts.values() for module in unit.modules()}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        known = materialise([module for module in network.modules() if module not in others], gradients_exist)
-        with LiveMemory(known) as memory, CountWork() as work:
-            return _Passes(network, memory, work, firsts).run(loss, images, autocast)
+    # What exists now is no garbage of a block's pass, and looking through it takes longer than the pass.
+    gc.freeze()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            known = materialise([module for module in network.modules() if module not in others], gradients_exist)
+            with LiveMemory(known) as memory, CountWork() as work:
+                return _Passes(network, memory, work, firsts).run(loss, images, autocast)
+    finally:
+        gc.unfreeze()
 
 
 def materialise(modules: Iterable[nn.Module], gradients_exist: bool) -> list[Tensor]:
@@ -262,9 +267,6 @@ class _Passes:
         self.note(index, backward=False, begins=index)
         key = (structure, features.shape, features.stride(), features.dtype, features.requires_grad)
         if key not in self.kinds:
-            if any(isinstance(parameter, DTensor) for parameter in unit.parameters()):
-                # The first time DTensor computes layouts, with tensors of its own.
-                self._alone(unit, inner, features)
             self.kinds[key] = self._alone(unit, inner, features)
         block, output = self.kinds[key]
         self.blocks.append(block)

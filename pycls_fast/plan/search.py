@@ -213,8 +213,9 @@ class Search:
         # `auto` begins with autocast on a GPU.
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name
-        self.one = self._plan(Layout(precision=self.precision))
         self._known: dict[tuple[object, ...], _Traced] = {}
+        self._plans: dict[Layout, MemoryPlan] = {}
+        self.one = self._plan(Layout(precision=self.precision))
 
     def layouts(self) -> Iterator[Layout]:
         """All that the configuration and the code allow, whether they fit or not."""
@@ -255,8 +256,10 @@ class Search:
                 )  # fmt: skip
 
     def _plan(self, layout: Layout) -> MemoryPlan:
-        config, ranks = self.config.with_values(**layout.values), layout.data * layout.tensor * layout.pipeline
-        return MemoryPlan.imagined(config, self.device, ranks, self.classes)
+        if layout not in self._plans:
+            config, ranks = self.config.with_values(**layout.values), layout.data * layout.tensor * layout.pipeline
+            self._plans[layout] = MemoryPlan.imagined(config, self.device, ranks, self.classes)
+        return self._plans[layout]
 
     def _trace(self, layout: Layout, images: int) -> _Traced:
         key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
@@ -411,8 +414,9 @@ class Search:
             # A pipeline averages gradients when all are there.
             exposed += whole if layout.pipeline > 1 else max(last, whole - overlap * backward)
         # Tokens travel to their experts where those are divided.
-        features = Counter(self._features(layout, images))
-        travels = features - Counter(self._features(replace(layout, expert=1), images))
+        features, travels = Counter(self._features(layout, images)), Counter[tuple[str, float]]()
+        if layout.expert > 1:
+            travels = features - Counter(self._features(replace(layout, expert=1), images))
         for (kind, size), count in travels.items():
             # An all-to-all, for which gloo gathers.
             local = size / layout.expert if kind == "all_gather" else size

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from pycls_fast.plan.live_memory import Operators
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Work:
         return 2.0 * self.count * self.m * self.n * self.k
 
 
-class CountWork(TorchDispatchMode):
+class CountWork(Operators):
     """Records a `Work` for every kernel that would run inside the context, in order."""
 
     def __init__(self) -> None:
@@ -52,21 +52,17 @@ class CountWork(TorchDispatchMode):
         found, self.found = self.found, []
         return tuple(found)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            # It comes again, with the local parts.
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
+    def ran(self, func: Any, given: tuple[Any, Any], out: Any) -> None:
+        """Count the operator's kernels."""
         name = func._overloadpacket.__name__
         if func.namespace == "aten" or name in _EXCHANGES:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+            inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
             outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             if name in _EXCHANGES:
                 whole = max(map(_nbytes, (*inputs, *outputs)))
                 self.found.append(Work(_EXCHANGES[name], float(whole), itemsize=inputs[0].itemsize))
             else:
-                self.found += _work(func, args, inputs, outputs)
-        return out
+                self.found += _work(func, given[0], inputs, outputs)
 
 
 # Collectives of torch.distributed and of DTensor.

@@ -20,7 +20,6 @@ Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
 _REACH_SECONDS = 3.0
-_TORCHVISION_HOST = "download.pytorch.org"
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face repository begins with."""
 
@@ -65,7 +64,7 @@ def pinned(source: str) -> str:
         UserError: no such repository or revision, or no network and no copy of the weights.
     """
     if is_hub(source):
-        if not _reachable(source):
+        if not _reachable():
             from_hub(source)
         return source
     return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
@@ -106,32 +105,25 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
         return state, torchvision_vit_traits(torchvision.models.get_model(architecture))
 
 
-def _reachable(source: str) -> bool:
-    """Whether the host that a source is downloaded from is."""
+def _reachable() -> bool:
+    """Whether Hugging Face's hub is; if not, its library uses only what it has: it would try for a minute."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or "https" in getproxies():
-        return not constants.HF_HUB_OFFLINE
-    host = _TORCHVISION_HOST if source.startswith("torchvision:") else urlsplit(constants.ENDPOINT).hostname or ""
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    if "https" in getproxies():
+        return True
     try:
-        socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+        if not constants.HF_HUB_OFFLINE:
+            socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
     except OSError:
-        return False
-    return True
+        constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
-    from huggingface_hub import constants
-
     file = f"{source.partition(':')[2]}.safetensors"
     way_out = f"without a network, put the file into this folder as {file}, or give its path"
-    before = constants.HF_HUB_OFFLINE
     # Hubs and their libraries raise dozens of kinds.
     with refusing(f"weights: {source} could not be downloaded", Exception, use=way_out):
-        try:
-            # Then Hugging Face's library uses only what it has: it would try for a minute.
-            constants.HF_HUB_OFFLINE = not _reachable(source)
-            return fetch()
-        finally:
-            # The network may come back.
-            constants.HF_HUB_OFFLINE = before
+        _reachable()
+        return fetch()
