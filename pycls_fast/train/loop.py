@@ -85,7 +85,9 @@ class Loop:
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
-        self.memory = StepMemory(run.world, compiled=run.parts.speed.compile != "off")
+        speed = run.parts.speed
+        compiled = speed.cross_entropy == "fused" or speed.optimizer_compile == "on" or speed.compile != "off"
+        self.memory = StepMemory(run.world, compiled=compiled)
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",

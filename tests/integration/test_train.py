@@ -228,6 +228,17 @@ def test_accumulation_does_not_change_the_losses(tmp_path: Path, digits: Path) -
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_loss_trains_on_a_cpu(tmp_path: Path, digits: Path) -> None:
+    """Whose first steps' tensors are counted, but not in compiled code."""
+    common = ["schedule.max_steps=3", "augment.mixup_alpha=0.2", "optim.accumulation_steps=1"]
+    for name, more in (("plain", []), ("compiled", ["speed.cross_entropy=fused"])):
+        run(tmp_path / name, digits, *common, *more)
+    plain, compiled = ([r["loss"] for r in records(tmp_path / name, "train")] for name in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
 def test_same_seed_same_run_and_another_seed_another(tmp_path: Path, digits: Path) -> None:
     losses = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
