@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast import build
-from pycls_fast.config.keys import as_typed, key_of, text_override
+from pycls_fast.config.keys import as_typed, text_override
 from pycls_fast.config.ladder import Variant
 from pycls_fast.config.run import Parallel
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
@@ -216,33 +216,6 @@ def timing_arguments(
 def rounding_arguments(variant: Variant, file: Path, *, steps: int) -> list[str]:
     """Rounding errors against float64, in one process."""
     return [*variant.overrides, *_ONE_PROCESS, f"steps={steps}", text_override("output", str(file))]
-
-
-def with_own_rounding(variants: Sequence[Variant], typed: Sequence[str] = ()) -> list[Variant]:
-    """The variants whose rounding one process can measure, without those that are the same as one before them there.
-
-    `typed` are the experiment's overrides.
-    """
-    found: list[Variant] = []
-    for variant in variants:
-        same = [other for other in found if _in_one_process(other) == _in_one_process(variant)]
-        # The same overrides twice show how reproducible a measurement is.
-        repeated = any((other.overrides, other.ranks) == (variant.overrides, variant.ranks) for other in same)
-        if not _compresses(variant, typed) and (repeated or not same):
-            found.append(variant)
-    return found
-
-
-def _compresses(variant: Variant, typed: Sequence[str]) -> bool:
-    """Whether its ranks round the gradients that they exchange."""
-    values = {key_of(override): override.partition("=")[2] for override in (*typed, *variant.overrides)}
-    return (variant.ranks or 1) > 1 and values.get("parallel.compression", "none") != "none"
-
-
-def _in_one_process(variant: Variant) -> tuple[object, ...]:
-    """The checkout of a variant, and the overrides that `_ONE_PROCESS` leaves it."""
-    reset = {key_of(override) for override in _ONE_PROCESS}
-    return variant.tree, *(override for override in variant.overrides if key_of(override) not in reset)
 
 
 def gradients_arguments(variant: Variant, file: Path) -> list[str]:

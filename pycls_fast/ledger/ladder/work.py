@@ -28,7 +28,6 @@ from pycls_fast.ledger.ladder.processes import (
     timing_arguments,
     training_arguments,
     trainings,
-    with_own_rounding,
 )
 from pycls_fast.train.folder import write_json
 from pycls_fast.train.signals import StopRequest
@@ -121,15 +120,10 @@ class Ledger:
                 self._time(variant, number)
         after_phase()
         if s.numerics_steps is not None:
-            with_rounding = self.with_rounding()
-            for variant in self.selection.runnable():
-                what, file = f"{variant.name}: rounding", self.folder.numerics_file(variant)
-                if variant in with_rounding:
-                    self._extra(
-                        what, "numerics", variant, rounding_arguments(variant, file, steps=s.numerics_steps), file
-                    )
-                else:
-                    self.unmeasured[what] = "one process measures it, which has no parallel settings"
+            for variant in self.with_rounding():
+                file = self.folder.numerics_file(variant)
+                arguments = rounding_arguments(variant, file, steps=s.numerics_steps)
+                self._extra(f"{variant.name}: rounding", "numerics", variant, arguments, file)
         if s.gradients:
             first = self.selection.variants()[0]
             file = self.folder.gradients_file(first)
@@ -187,8 +181,8 @@ class Ledger:
         return most if count else 0
 
     def with_rounding(self) -> list[Variant]:
-        """The variants whose rounding is measured, if any is: one process can do it, and it is not another's."""
-        return with_own_rounding(self.selection.runnable(), self.typed)
+        """The variants whose rounding is measured, if any is: one process cannot round as several do."""
+        return [variant for variant in self.selection.runnable() if variant.ranks == 1]
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s, file = self.settings, self.folder.timing_file(variant, number)
