@@ -99,7 +99,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
         size = config.data.image_size
         before = resident()
         with highest_resident() as peak:
-            network = build.model(config, 1000, switches, empty=build.is_sharded(config, world))
+            network = build.model(config, 1000, switches, empty=config.parallel.facts.shards_weights)
             network = place_model(network, world, memory_format=switches.memory_format)
             step = make_step(config, network, world, switches, steps_per_epoch=10)
             batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)

@@ -28,6 +28,7 @@ from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import LocalShards, ModelWeights
 from pycls_fast.parallel import World, place_model, start_world
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.environment import provenance_lines
 
 WARMUP = 3
@@ -114,7 +115,7 @@ def sharded(options: argparse.Namespace, device: torch.device, clock: Callable[[
     """Print the host's time of a whole update on plain tensors, on local shards of fsdp, and on its DTensors."""
     for name in [name for name in options.optimizers.split(",") if Chosen.choices()[name].elementwise]:
         own = [*MANY_SMALL, f"optim={name}", "data=synthetic", "speed=fast", "precision=fp32"]
-        with start_world(device=device.type, backend="auto", timeout_seconds=60, strategy="fsdp") as world:
+        with start_world(device.type, Parallel(name="fsdp")) as world:
             # torch has no fused SGD for DTensors.
             ways = ("plain tensors", "local shards", "DTensors")[: 2 if name == "sgd" else 3]
             kinds = {kind: _update(kind, own, world) for kind in ways}

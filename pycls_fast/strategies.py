@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pycls_fast.choice import Section
+from pycls_fast.values import PositiveInt
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 HALVING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", "zbv")
@@ -61,6 +66,47 @@ _STRATEGIES = (
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _STRATEGIES}
 
 
-def strategy_of(name: str) -> Strategy:
-    """The strategy of a value of `parallel.name`; for "auto" it is ddp, which that is with several ranks."""
-    return STRATEGIES["ddp" if name == "auto" else name]
+class Parallel(Section):
+    """How the ranks share the work."""
+
+    name: Name = "auto"
+    """The strategy; auto: ddp with more than one rank, else single."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
+    timeout_seconds: PositiveInt = 600
+    """How long a rank may make no progress before the run ends."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """ddp: exchange gradients in 16 bits."""
+    reshard_after_forward: bool = True
+    """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    shard_degree: PositiveInt | None = None
+    """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by
+    replicate_degree."""
+    replicate_degree: PositiveInt | None = None
+    """hsdp: the number of such groups; null: all ranks divided by shard_degree."""
+    tensor_degree: PositiveInt = 1
+    """fsdp and hsdp: the number of neighbouring ranks that compute each block together, on the same images (tensor and
+    sequence parallelism); it divides a ViT's heads."""
+    expert_degree: PositiveInt = 1
+    """fsdp and hsdp: the number of neighbouring ranks among which the experts of a model are divided (expert
+    parallelism); they see different images, and each token goes to the ranks that have its experts."""
+    pipeline_degree: PositiveInt = 1
+    """ddp, fsdp and hsdp: the number of ranks among which the blocks of a ViT are divided (pipeline parallelism); the
+    microbatches of optim.accumulation_steps travel from one to the next."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """The order in which a stage computes; the last three give each rank two stages."""
+    sync_batchnorm: bool = False
+    """Compute batch norm's statistics over all ranks."""
+    recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
+    """With speed.recompute=budget: the share of the activations that compiled code keeps."""
+
+    @property
+    def facts(self) -> Strategy:
+        """Those of its strategy; of "auto" those of ddp, which that is with several ranks."""
+        return STRATEGIES["ddp" if self.name == "auto" else self.name]
+
+    def strategy(self, ranks: int) -> str:
+        """The name of the strategy that so many ranks have, a key of `STRATEGIES`."""
+        if self.facts.replicates:
+            return "ddp" if ranks > 1 else "single"
+        return self.name

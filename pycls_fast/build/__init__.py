@@ -32,7 +32,6 @@ from pycls_fast.build.device import (
     has_decoder,
     level,
     set_backend,
-    strategy,
     switches,
     world,
 )
@@ -42,7 +41,6 @@ from pycls_fast.build.network import (
     cut,
     ema,
     freeze,
-    is_sharded,
     label_sets,
     loss,
     loss_scaler,

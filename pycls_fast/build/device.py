@@ -27,7 +27,6 @@ from pycls_fast.errors import UserError, refuse
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
 from pycls_fast.speed import Device, Speed
-from pycls_fast.strategies import strategy_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -35,27 +34,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @contextmanager
 def world(config: RunConfig) -> Iterator[World]:
     """The ranks of the run, joined inside the context; each has imported the user's own modules."""
-    with start_world(
-        device=config.runtime.device,
-        backend=config.parallel.backend,
-        timeout_seconds=config.parallel.timeout_seconds,
-        strategy=config.parallel.name,
-        shard_degree=config.parallel.shard_degree,
-        replicate_degree=config.parallel.replicate_degree,
-        tensor_degree=config.parallel.tensor_degree,
-        expert_degree=config.parallel.expert_degree,
-        pipeline_degree=config.parallel.pipeline_degree,
-    ) as ranks:
+    with start_world(config.runtime.device, config.parallel) as ranks:
         import_modules(config.imports)
         yield ranks
-
-
-def strategy(config: RunConfig, ranks: int) -> str:
-    """The name of the strategy that so many ranks have, a key of `STRATEGIES`."""
-    name = config.parallel.name
-    if strategy_of(name).replicates:
-        return "ddp" if ranks > 1 else "single"
-    return name
 
 
 def device_kind(device: torch.device) -> Device:
@@ -238,7 +219,7 @@ def has_decoder(name: str) -> bool:
 def _compiles_once(config: RunConfig, kind: Device) -> bool:
     """Whether the run can be compiled: one image size, no emulated float8, no wrappers of
     FairScale, and on a CPU, where it was not timed, no shards."""
-    strategy = strategy_of(config.parallel.name)
+    strategy = config.parallel.facts
     return (
         (strategy.shards == "nothing" or (strategy.has_dtensors and kind == "cuda"))
         and not config.data.image_size_schedule

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 
 from pycls_fast import parallel
-from pycls_fast.build.device import DTYPES, level, need_compiler, strategy
+from pycls_fast.build.device import DTYPES, level, need_compiler
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refuse
@@ -32,7 +32,6 @@ from pycls_fast.optim.weights import LocalShards, OwnedWeights
 from pycls_fast.parallel import FlatShards, ParallelModel, Pipeline, StrategySettings, World, use_float8, wrap_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
-from pycls_fast.strategies import STRATEGIES
 
 # The random stream of the initial weights; those of synthetic images are in `sources/arrays.py`.
 _INITIALISATION, _ADAPTATION = 1, 2
@@ -169,8 +168,8 @@ def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
     """Leave only this rank's stages of a pipeline in the network, in place; None without one."""
     if world.pipeline == 1:
         return None
-    averages = not is_sharded(config, world)
-    return parallel.cut(network, world, config.parallel.pipeline_schedule, averages=averages)
+    settings = config.parallel
+    return parallel.cut(network, world, settings.pipeline_schedule, averages=not settings.facts.shards_weights)
 
 
 def wrap(
@@ -187,36 +186,21 @@ def wrap(
         initialise: loads other values than the initial ones into a network from the meta device; see `wrap_model`.
         pipeline: of `cut`.
     """
-    settings, precision = config.parallel, level(config)
+    precision = level(config)
     if chosen.compile != "off":
         need_compiler(world.device, f"speed.compile: {chosen.compile}", "speed.compile=off")
     torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
-    return wrap_model(
-        network,
-        world,
-        strategy=strategy(config, world.size),
-        settings=StrategySettings(
-            compression=settings.compression,
-            reshard_after_forward=settings.reshard_after_forward,
-            sync_batchnorm=settings.sync_batchnorm,
-            compute=None if precision.weights == "float32" else DTYPES[precision.weights],
-            autocast=None if precision.autocast is None else DTYPES[precision.autocast],
-            wide_norms=precision.wide_norms,
-            param_offload=chosen.param_offload == "cpu",
-            pipeline=pipeline,
-            groups=by_name(network, parameter_groups(network, config.optim)),
-            make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
-        ),
-        compiled=chosen.compile,
-        compile_mode=chosen.compile_mode,
-        compile_budget=settings.recompute_budget if chosen.recompute == "budget" else 1.0,
-        initialise=initialise,
+    settings = StrategySettings(
+        config.parallel,
+        chosen,
+        compute=None if precision.weights == "float32" else DTYPES[precision.weights],
+        autocast=None if precision.autocast is None else DTYPES[precision.autocast],
+        wide_norms=precision.wide_norms,
+        pipeline=pipeline,
+        groups=by_name(network, parameter_groups(network, config.optim)),
+        make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
     )
-
-
-def is_sharded(config: RunConfig, world: World) -> bool:
-    """Whether each rank holds only a part of the weights of its stage."""
-    return STRATEGIES[strategy(config, world.size)].shards_weights
+    return wrap_model(network, world, settings, initialise)
 
 
 def loss(

@@ -18,7 +18,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.models.choices import ResNetModel, TimmModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
-from pycls_fast.strategies import Strategy, strategy_of
+from pycls_fast.strategies import Strategy
 from pycls_fast.values import AUTO, Size
 
 
@@ -51,7 +51,7 @@ class Situation:
     @property
     def strategy(self) -> Strategy:
         """The strategy; that of several ranks, if it is chosen by their number."""
-        return strategy_of(self.config.parallel.name)
+        return self.config.parallel.facts
 
     def shown(self, key: str) -> str:
         """The value of a key as it is typed; null if this configuration does not have it."""

@@ -11,10 +11,11 @@ from hydra.core.config_store import ConfigStore
 
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.run import Parallel, Precision
+from pycls_fast.config.run import Precision
 from pycls_fast.errors import refusing
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import read_yaml
+from pycls_fast.strategies import Parallel
 
 
 def _named(names: typing.Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pycls_fast import precision, strategies
+from pycls_fast import precision
 from pycls_fast.choice import Section
 from pycls_fast.data.choices import Augment, Auto, Source
 from pycls_fast.models.choices import Model
@@ -19,6 +19,7 @@ from pycls_fast.observers import Callback, TensorBoard, Tracker
 from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
 from pycls_fast.optim.schedule import Cosine, Schedule
 from pycls_fast.speed import Speed
+from pycls_fast.strategies import Parallel
 from pycls_fast.values import (
     Bytes,
     LossScale,
@@ -60,41 +61,6 @@ class Precision(Section):
     So do layers with a side that is not a multiple of 16."""
     fp8_emulate: bool = False
     """Round to float8 on hardware without it, slowly."""
-
-
-class Parallel(Section):
-    """How the ranks share the work."""
-
-    name: strategies.Name = "auto"
-    """The strategy; auto: ddp with more than one rank, else single."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
-    timeout_seconds: PositiveInt = 600
-    """How long a rank may make no progress before the run ends."""
-    compression: Literal["none", "fp16", "bf16"] = "none"
-    """ddp: exchange gradients in 16 bits."""
-    reshard_after_forward: bool = True
-    """Sharded strategies: gather weights again in the backward pass (ZeRO-3) instead of keeping them (ZeRO-2)."""
-    shard_degree: PositiveInt | None = None
-    """hsdp: the number of ranks that share one copy of the weights; null: those of a node, or all ranks divided by
-    replicate_degree."""
-    replicate_degree: PositiveInt | None = None
-    """hsdp: the number of such groups; null: all ranks divided by shard_degree."""
-    tensor_degree: PositiveInt = 1
-    """fsdp and hsdp: the number of neighbouring ranks that compute each block together, on the same images (tensor and
-    sequence parallelism); it divides a ViT's heads."""
-    expert_degree: PositiveInt = 1
-    """fsdp and hsdp: the number of neighbouring ranks among which the experts of a model are divided (expert
-    parallelism); they see different images, and each token goes to the ranks that have its experts."""
-    pipeline_degree: PositiveInt = 1
-    """ddp, fsdp and hsdp: the number of ranks among which the blocks of a ViT are divided (pipeline parallelism); the
-    microbatches of optim.accumulation_steps travel from one to the next."""
-    pipeline_schedule: strategies.ScheduleName = "1f1b"
-    """The order in which a stage computes; the last three give each rank two stages."""
-    sync_batchnorm: bool = False
-    """Compute batch norm's statistics over all ranks."""
-    recompute_budget: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
-    """With speed.recompute=budget: the share of the activations that compiled code keeps."""
 
 
 class Distill(Section):

@@ -49,8 +49,8 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         gradient_as_bucket_view=True,
         bucket_cap_mb=_bucket_megabytes(network),
     )
-    if settings.compression in _CASTS:
-        model.register_comm_hook(None, _CASTS[settings.compression])
+    if settings.parallel.compression in _CASTS:
+        model.register_comm_hook(None, _CASTS[settings.parallel.compression])
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else model.no_sync()

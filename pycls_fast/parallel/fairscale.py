@@ -67,14 +67,14 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
 
     def exchange(is_last: bool) -> AbstractContextManager[None]:
         # ZeRO-3 reduces after every microbatch, so that no rank holds whole gradients, and accumulates in float32.
-        return nullcontext() if is_last or settings.reshard_after_forward else root.no_sync()
+        return nullcontext() if is_last or settings.parallel.reshard_after_forward else root.no_sync()
 
     return ParallelModel(
         forward=root,
         evaluated=root,
         device=world.device,
         exchange=exchange,
-        taken_every_microbatch=settings.reshard_after_forward,
+        taken_every_microbatch=settings.parallel.reshard_after_forward,
         forward_is_collective=True,
         shard_groups=[world.mesh.get_group()],
         free_gathered=free_gathered,
@@ -101,7 +101,7 @@ class _Wrapping:
             "process_group_reduce_scatter": dist.new_group(timeout=world.timeout),
             "compute_device": world.device,
             "flatten_parameters": False,
-            "reshard_after_forward": settings.reshard_after_forward,
+            "reshard_after_forward": settings.parallel.reshard_after_forward,
             "mixed_precision": narrow,
             "fp32_reduce_scatter": narrow,
             "compute_dtype": compute,

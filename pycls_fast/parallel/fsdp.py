@@ -50,7 +50,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         for _, units in parts:
             divide(network, units, world.mesh["tensor"])
     offload: OffloadPolicy = OffloadPolicy()
-    if settings.param_offload:
+    if settings.speed.param_offload == "cpu":
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
     apart = world.mesh if world.experts is None else world.experts
@@ -69,12 +69,12 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
                     [first, last],
                     **{**common, "mesh": alike},
                     shard_placement_fn=lambda _: Shard(1),
-                    reshard_after_forward=settings.reshard_after_forward,
+                    reshard_after_forward=settings.parallel.reshard_after_forward,
                 )
     for whole, units in parts:
         for unit in units:
             # The last unit and the modules around the units are needed again as soon as the backward pass begins.
-            gathers_again = settings.reshard_after_forward and unit is not units[-1]
+            gathers_again = settings.parallel.reshard_after_forward and unit is not units[-1]
             fully_shard(unit, reshard_after_forward=gathers_again, **common)
         fully_shard(whole, reshard_after_forward=False, **common)
         _prefetch(whole, units)
@@ -83,7 +83,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     def exchange(is_last: bool) -> AbstractContextManager[None]:
         root.set_is_last_backward(is_last)
         root.set_requires_all_reduce(is_last)
-        if not settings.reshard_after_forward:
+        if not settings.parallel.reshard_after_forward:
             root.set_reshard_after_backward(is_last)
         return nullcontext()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor
 from pycls_fast.parallel.rendezvous import connect, open_store, report_mistake
 from pycls_fast.parallel.world import World
-from pycls_fast.strategies import Strategy, strategy_of
+from pycls_fast.strategies import Parallel, Strategy
 
 # Dimensions of a mesh that stay even if they have one rank.
 _ALWAYS = ("replicate", "shard")
@@ -32,18 +33,7 @@ _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 @contextmanager
-def start_world(
-    *,
-    device: str,
-    backend: str,
-    timeout_seconds: int,
-    strategy: str,
-    shard_degree: int | None = None,
-    replicate_degree: int | None = None,
-    tensor_degree: int = 1,
-    expert_degree: int = 1,
-    pipeline_degree: int = 1,
-) -> Iterator[World]:
+def start_world(device: str, settings: Parallel) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, or run alone; leave it on exit.
 
     If only some of several ranks leave with an error, the process group is not destroyed: NCCL would wait there for
@@ -52,12 +42,7 @@ def start_world(
 
     Args:
         device: "auto", "cpu" or "cuda".
-        backend: "auto" (nccl on CUDA, gloo on the CPU), "nccl" or "gloo".
-        timeout_seconds: ranks that wait longer for each other report where each one is and end.
-        strategy: `parallel.name`; checked against the number of ranks.
-        shard_degree, replicate_degree: for "hsdp"; see `degrees`.
-        tensor_degree, expert_degree: how many neighbours compute one model together, or divide its experts.
-        pipeline_degree: among how many ranks its blocks are divided.
+        settings: those of `parallel`; checked against the number of ranks.
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
@@ -67,28 +52,27 @@ def start_world(
     _note_lone_tasks()
     with ExitStack() as group, ExitStack() as watch:
         try:
-            facts = strategy_of(strategy)
-            _check_divides("parallel.pipeline_degree", pipeline_degree, size, "of the run")
-            grid = _grid(facts, size // pipeline_degree, shard_degree, replicate_degree, tensor_degree, expert_degree)
+            facts, grid = settings.facts, _grid(settings, size)
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda and chosen.type != "cuda":
-                raise UserError(f"parallel.name: {strategy} needs CUDA and this run is on the CPU; use parallel=fsdp")
-            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor_degree, pipeline=pipeline_degree)
+                raise UserError(f"parallel.name: {facts.name} needs CUDA and this run is on the CPU; use parallel=fsdp")
+            tensor, pipeline = settings.tensor_degree, settings.pipeline_degree
+            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor, pipeline=pipeline)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.
             if size > 1 or facts.has_mesh:
                 # Longer than the monitor's, which knows where the ranks are and so reports first.
-                timeout = timedelta(seconds=timeout_seconds + max(timeout_seconds // 2, 30))
-                world = _join(group, world, _backends(backend, chosen, facts), timeout)
-                parts = {"tensor": tensor_degree, "pipeline": pipeline_degree}
-                if facts.has_mesh or pipeline_degree > 1:
-                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, **parts))
-                if expert_degree > 1:
-                    apart = make_mesh(chosen.type, *grid, timeout, expert=expert_degree, **parts)
-                    world = replace(world, experts=apart)
+                seconds = settings.timeout_seconds
+                timeout = timedelta(seconds=seconds + max(seconds // 2, 30))
+                world = _join(group, world, _backends(settings.backend, chosen, facts), timeout)
+                made = partial(make_mesh, chosen.type, *grid, timeout, tensor=tensor, pipeline=pipeline)
+                if facts.has_mesh or pipeline > 1:
+                    world = replace(world, mesh=made())
+                if settings.expert_degree > 1:
+                    world = replace(world, experts=made(expert=settings.expert_degree))
             if size > 1:
-                monitor = watch.enter_context(_monitor(world, timeout_seconds))
+                monitor = watch.enter_context(_monitor(world, settings.timeout_seconds))
                 world = replace(world, monitor=monitor)
             yield world
         except UserError as error:
@@ -102,22 +86,22 @@ def start_world(
             raise
 
 
-def _grid(
-    facts: Strategy, size: int, shard: int | None, replicate: int | None, tensor: int, expert: int
-) -> tuple[int | None, int]:
+def _grid(settings: Parallel, ranks: int) -> tuple[int | None, int]:
     """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are divided.
 
     Raises:
         UserError: the strategy or the degrees do not fit the number of ranks.
     """
+    facts, tensor = settings.facts, settings.tensor_degree
+    _check_divides("parallel.pipeline_degree", settings.pipeline_degree, ranks, "of the run")
+    size = ranks // settings.pipeline_degree
     if facts.name == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
     _check_divides("parallel.tensor_degree", tensor, size, "of the run")
     grid: tuple[int | None, int] = (None, size // tensor) if facts.has_mesh else (size, 1)
     if facts.has_groups:
-        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) // tensor, 1)
-        grid = degrees(size // tensor, shard=shard, replicate=replicate, ranks_per_node=here)
-    _check_divides("parallel.expert_degree", expert, grid[1], "that share the weights")
+        grid = degrees(settings, size)
+    _check_divides("parallel.expert_degree", settings.expert_degree, grid[1], "that share the weights")
     return grid
 
 
@@ -226,20 +210,19 @@ def _sees_only_its_own() -> bool:
     return bound and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
-def degrees(size: int, *, shard: int | None, replicate: int | None, ranks_per_node: int) -> tuple[int, int]:
+def degrees(settings: Parallel, ranks: int) -> tuple[int, int]:
     """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
 
     Args:
-        size: number of ranks, or of groups of them that compute one model together.
-        shard: `parallel.shard_degree`.
-        replicate: `parallel.replicate_degree`.
-        ranks_per_node: the shard degree if neither is given.
+        ranks: of the run, or of a stage; neighbours that compute blocks together count as one.
 
     Raises:
         UserError: the product is not the number of ranks.
     """
+    size, shard, replicate = ranks // settings.tensor_degree, settings.shard_degree, settings.replicate_degree
     if shard is None:
-        shard = ranks_per_node if replicate is None else max(size // replicate, 1)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) // settings.tensor_degree
+        shard = max(here if replicate is None else size // replicate, 1)
     if replicate is None:
         replicate = max(size // shard, 1)
     if replicate * shard != size:

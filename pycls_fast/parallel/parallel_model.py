@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,21 @@ from pycls_fast.optim.groups import Group
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.pipeline import Pipeline
+from pycls_fast.speed import Speed
+from pycls_fast.strategies import Parallel
 
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """The `parallel` keys and the parts of the precision level that strategies read; plain values."""
+    """What strategies read: two sections of the configuration, and what follows from others."""
 
-    compression: str = "none"
-    reshard_after_forward: bool = True
-    sync_batchnorm: bool = False
+    parallel: Parallel = field(default_factory=Parallel)
+    speed: Speed = field(default_factory=Speed)
     # For sharded strategies: the format of gathered weights (None: that of the shards), whether norms stay float32, and
     # the format of autocast.
     compute: torch.dtype | None = None
     autocast: torch.dtype | None = None
     wide_norms: bool = False
-    # Keep shards, their gradients and the optimizer's state in the host's memory.
-    param_offload: bool = False
     # The stages of a network that was cut.
     pipeline: Pipeline | None = None
     # The optimizer's groups; their `params` are names, because some strategies replace the parameters.

@@ -10,7 +10,7 @@ import torch
 from pycls_fast.network import Network
 from pycls_fast.parallel import ddp, fairscale, fsdp
 from pycls_fast.parallel.batch_norm import synchronise
-from pycls_fast.parallel.compile import CompileMode, CompileName, compile_model
+from pycls_fast.parallel.compile import compile_model
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.fsdp import is_empty, materialise
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
@@ -47,12 +47,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], Parallel
 def wrap_model(
     model: Network,
     world: World,
-    *,
-    strategy: str | None = None,
-    settings: StrategySettings | None = None,
-    compiled: CompileName = "off",
-    compile_mode: CompileMode = "default",
-    compile_budget: float = 1.0,
+    settings: StrategySettings,
     initialise: Callable[[FlatShards | None], None] | None = None,
 ) -> ParallelModel:
     """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
@@ -60,23 +55,21 @@ def wrap_model(
     Args:
         model: on the device, or on the meta device for strategies that shard; with its memory format and recomputation.
         world: the ranks.
-        strategy: a name of `IMPLEMENTATIONS`; None: "ddp" with several ranks, else "single".
-        settings: the strategy's settings.
-        compiled, compile_mode, compile_budget: see `compile_model`.
+        settings: the strategy's, and of compilation.
         initialise: for a model from the meta device: called after its initial values are set, to load others, with
             the flat shards that hold them, or None if the model itself does.
     """
-    settings = settings or StrategySettings()
-    name = strategy or ("ddp" if world.size > 1 else "single")
+    parallel, speed = settings.parallel, settings.speed
     plain = copy.deepcopy(model) if is_empty(model) else None
-    if settings.sync_batchnorm and world.size > 1:
+    if parallel.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)
-    if compiled != "off":
-        compile_model(model, model.units(), what=compiled, mode=compile_mode, budget=compile_budget)
-    wrapped = IMPLEMENTATIONS[name](model, world, settings)
+    if speed.compile != "off":
+        budget = parallel.recompute_budget if speed.recompute == "budget" else 1.0
+        compile_model(model, model.units(), what=speed.compile, mode=speed.compile_mode, budget=budget)
+    wrapped = IMPLEMENTATIONS[parallel.strategy(world.size)](model, world, settings)
     if plain is not None:
         if is_empty(model):
-            materialise(model, plain, world.device, param_offload=settings.param_offload)
+            materialise(model, plain, world.device, param_offload=speed.param_offload == "cpu")
         if initialise is not None:
             initialise(wrapped.weights)
     return wrapped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.build.data import prepare_on_host
-from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, strategy, switches
+from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, switches
 from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
@@ -141,7 +140,7 @@ class MemoryPlan:
         """What a rank holds of weights, gradients and state."""
         config, precision = self.config, level(self.config)
         is_half = precision.weights != "float32"
-        name = strategy(config, self.world.size)
+        name = config.parallel.strategy(self.world.size)
         if self.world.pipeline > 1 and STRATEGIES[name].replicates:
             # Stages exchange gradients when all are there, without buckets.
             name = "single"
@@ -282,11 +281,7 @@ class MemoryPlan:
             return 1
         if not STRATEGIES[strategy].has_groups:
             return self.world.data_size
-        settings, world = self.config.parallel, self.world
-        here = max(int(os.environ.get("LOCAL_WORLD_SIZE", str(world.stage_size))) // world.tensor, 1)
-        return degrees(
-            world.data_size, shard=settings.shard_degree, replicate=settings.replicate_degree, ranks_per_node=here
-        )[1]
+        return degrees(self.config.parallel, self.world.stage_size)[1]
 
     def parts(self) -> list[int]:
         """The numbers of microbatches that leave each the images that mixing needs, from the most to the fewest.

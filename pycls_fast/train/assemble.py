@@ -51,7 +51,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
     steps = build.total_steps(config, steps_per_epoch)
     switches = compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
-    sharded = build.is_sharded(config, world)
+    sharded = config.parallel.facts.shards_weights
     # What is cut into stages has memory until then: each stage's shards are taken from whole values.
     empty = sharded and world.pipeline == 1
     network = build.model(config, classes, switches, empty=empty)
@@ -159,7 +159,7 @@ def make_step(
     adapted = build.freeze(config, network)
     pipeline = build.cut(config, network, world)
     kind = kind if pipeline is None else PipelinedStep
-    sharded = build.is_sharded(config, world)
+    sharded = config.parallel.facts.shards_weights
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)

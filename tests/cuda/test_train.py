@@ -15,6 +15,7 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.precision import LEVELS
+from pycls_fast.strategies import Parallel
 from pycls_fast.train import train
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.display import Display
@@ -100,7 +101,7 @@ def test_step_never_waits_for_the_device(
     ]
     config = load_config(config_name, overrides)
     with (
-        start_world(device="cuda", backend="auto", timeout_seconds=60, strategy="single") as world,
+        start_world("cuda", Parallel(name="single")) as world,
         started(config, world, Display(speaks=False, mode="plain")) as run,
     ):
         loader = build.train_loader(config, run.parts.sources["train"], world, run.parts.speed, start_step=0, steps=9)

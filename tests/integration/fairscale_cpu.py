@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pycls_fast.parallel import launch
-from pycls_fast.strategies import strategy_of
+from pycls_fast.strategies import STRATEGIES
 
 
 class Stream:
@@ -87,7 +86,8 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "dist", _StandIn(dist, _all_gather_base=_all_gather))
     monkeypatch.setattr(bucketer, "dist", _StandIn(dist, _reduce_scatter_base=_reduce_scatter))
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(launch, "strategy_of", lambda name: replace(strategy_of(name), needs_cuda=False))
+    for name, facts in STRATEGIES.items():
+        monkeypatch.setitem(STRATEGIES, name, replace(facts, needs_cuda=False))
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from pycls_fast.parallel import World, place_model, start_world
 from pycls_fast.plan import Layout
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.work import EXCHANGES, CountWork
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.strategy_worker import divided
@@ -80,7 +81,7 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
     """What the plan says of this rank, and what it holds and exchanges."""
     config, parts = configured(layout), layout.accumulation
     world = divided(world, config)
-    switches, sharded = build.switches(config, CPU), build.is_sharded(config, world)
+    switches, sharded = build.switches(config, CPU), config.parallel.facts.shards_weights
     images, size = BATCH // world.data_size // parts, config.data.image_size
     metrics = TrainMetrics(CPU)
     with LiveMemory() as memory:
@@ -104,6 +105,6 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with start_world(device="cpu", backend="auto", timeout_seconds=600, strategy="auto") as ranks:
+    with start_world("cpu", Parallel()) as ranks:
         everything = {name: measured(ranks, layout) for name, layout in LAYOUTS.items()}
     (Path(sys.argv[1]) / f"{ranks.rank}.json").write_text(json.dumps(everything))

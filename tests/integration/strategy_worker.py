@@ -35,7 +35,7 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
 from pycls_fast.parallel import World, start_world
 from pycls_fast.parallel.launch import _grid, make_mesh
-from pycls_fast.strategies import strategy_of
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.run import Run
@@ -113,10 +113,9 @@ _MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
 
 def divided(world: World, config: RunConfig) -> World:
     """The same ranks with the meshes of a configuration; a process cannot leave and join the same ranks again."""
-    own, facts = config.parallel, strategy_of(config.parallel.name)
+    own, facts = config.parallel, config.parallel.facts
     parts = {"tensor": own.tensor_degree, "pipeline": own.pipeline_degree}
-    degrees = (own.shard_degree, own.replicate_degree, own.tensor_degree, own.expert_degree)
-    grid = _grid(facts, world.size // own.pipeline_degree, *degrees)
+    grid = _grid(own, world.size)
 
     def mesh(expert: int) -> DeviceMesh:
         key = (*grid, expert, *parts.values())
@@ -139,7 +138,7 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
     shares = any(f"parallel={name}" in case["overrides"] for case in cases.values() for name in ("ddp", "fsdp", "hsdp"))
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
-        start_world(device=device, backend="auto", timeout_seconds=600, strategy="fsdp" if shares else "auto") as world,
+        start_world(device, Parallel(name="fsdp" if shares else "auto")) as world,
     ):
         # Two blocks of the ResNet show all that eight do. Undone: with one rank this is the process of the tests.
         monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.BasicBlock, (1, 1)))

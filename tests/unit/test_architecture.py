@@ -1,6 +1,6 @@
 """Imports point one way, docstrings begin with what they describe, and no two public classes share a name.
 
-tools -> cli -> commands -> ledger -> inference -> train -> plan -> build -> {config, parallel, speed, precision,
+tools -> cli -> commands -> ledger -> inference -> train -> plan -> build -> {config, parallel} -> {speed, precision,
 strategies} -> {models, data, optim, losses} -> leaves.
 
 A walk over the syntax trees, so that imports inside functions and under TYPE_CHECKING count as well.
@@ -44,10 +44,10 @@ ALLOWED: dict[str, set[str]] = {
     "losses": _LEAVES,
     "speed": _LEAVES | {"optim"},
     "precision": _LEAVES,
-    "strategies": set(),
+    "strategies": _LEAVES,
     "config": _LEAVES | {"data", "models", "observers", "optim", "speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
-    "parallel": _LEAVES | {"strategies"} | _BOTTOM - {"models"},
+    "parallel": _LEAVES | {"speed", "strategies"} | _BOTTOM - {"models"},
     "build": _BUILD,
     "plan": _PLAN,
     "train": _TRAIN,

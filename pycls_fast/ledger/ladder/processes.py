@@ -20,8 +20,8 @@ from pathlib import Path
 from pycls_fast import build
 from pycls_fast.config.keys import as_typed, text_override
 from pycls_fast.config.ladder import Variant
-from pycls_fast.config.run import Parallel
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.folder import RunFolder
 
 _PR_SET_PDEATHSIG = 1

@@ -122,7 +122,7 @@ class TimedVariant:
 
     def _build_model_parts(self, parts: Sequence[PartName]) -> None:
         config, switches, world = self.config, self.switches, self.world
-        network = build.model(config, self.classes, switches, empty=build.is_sharded(config, world))
+        network = build.model(config, self.classes, switches, empty=config.parallel.facts.shards_weights)
         network = place_model(network, world, memory_format=switches.memory_format)
         step = make_step(config, network, world, switches, self._steps_per_epoch)
         self.trainer = Trainer(step, world, switches)

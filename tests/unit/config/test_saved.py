@@ -11,9 +11,9 @@ import yaml
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.config.run import Parallel
 from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed, resolve
+from pycls_fast.strategies import Parallel
 from pycls_fast.values import Size
 from tests.factories import load_run_config
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from pycls_fast.parallel import World, start_world
+from pycls_fast.strategies import Parallel
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with start_world(device="cpu", backend="gloo", timeout_seconds=60, strategy="fsdp") as made:
+    with start_world("cpu", Parallel(name="fsdp")) as made:
         yield made

@@ -173,7 +173,7 @@ def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, ove
         counters.clear()
         config = load_config("vit_digits", [*SMALL, f"parallel={strategy}", f"model.depth={depth}", *overrides])
         switches = build.switches(config, CPU)
-        network = build.model(config, 10, switches, empty=build.is_sharded(config, world))
+        network = build.model(config, 10, switches, empty=config.parallel.facts.shards_weights)
         network = place_model(network, world, memory_format="contiguous")
         step = make_step(config, network, world, switches, steps_per_epoch=4)
         narrow = build.level(config).weights != "float32"

@@ -21,6 +21,7 @@ from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
 from pycls_fast.parallel.parallel_model import StrategySettings
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.run import Run
 from tests.factories import make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
@@ -32,7 +33,7 @@ TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_si
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """One rank that FairScale takes for one on CUDA."""
     play_cuda(monkeypatch)
-    with start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="fairscale_fsdp") as world:
+    with start_world("cpu", Parallel(name="fairscale_fsdp", timeout_seconds=60)) as world:
         yield world
 
 

@@ -26,6 +26,7 @@ from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
+from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_ranks_that_cannot_share_experts() -> None:
     try:
         mesh, experts = (make_mesh("cpu", None, 10, timedelta(seconds=60), expert=degree) for degree in (1, 2))
         with pytest.raises(UserError, match="shared by the 5 ranks"):
-            wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), strategy="fsdp")
+            wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), StrategySettings(Parallel(name="fsdp")))
     finally:
         dist.destroy_process_group()
 
@@ -93,10 +94,10 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
     # A head of zeros would make all gradients zero.
     own = ["data.image_size=8", "model.classifier=pooled", "model.init=trunc_normal"]
     config = load_config("vit_digits", [*TINY, *own])
-    for offload in (False, True):
+    for speed in (Speed(), Speed(param_offload="cpu")):
         network = build.model(config, 10, build.switches(config, CPU), empty=True)
         torch.manual_seed(1)
-        wrapped = wrap_model(network, world, strategy="fsdp", settings=StrategySettings(param_offload=offload))
+        wrapped = wrap_model(network, world, StrategySettings(config.parallel, speed))
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, eps=0.01)
         for _ in range(3):
             with wrapped.exchange(True):

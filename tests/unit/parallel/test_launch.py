@@ -18,6 +18,7 @@ from pycls_fast.parallel.launch import choose_device, degrees, start_world
 from pycls_fast.parallel.rendezvous import meet, open_store, report_mistake
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import HAS_GLIBC
+from pycls_fast.strategies import Parallel
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_tasks_of_srun_that_nobody_joins(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="single") as world:
+    with start_world("cpu", Parallel(name="single")) as world:
         assert world.size == 1
     said = capsys.readouterr().err
     assert said.startswith("note: srun started 8 tasks, and each is a separate run") if told else said == ""
@@ -51,7 +52,7 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with (
         pytest.raises(SystemExit) as ended,
-        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="ddp"),
+        start_world("cpu", Parallel(name="ddp")),
     ):
         pass
     assert ended.value.code == 1
@@ -76,7 +77,7 @@ def test_ranks_of_a_node_that_does_not_come(
     )
     with (
         pytest.raises(SystemExit) as ended,
-        start_world(device="cpu", backend="auto", timeout_seconds=60, strategy="ddp"),
+        start_world("cpu", Parallel(name="ddp")),
     ):
         pass
     assert ended.value.code == 1
@@ -126,8 +127,16 @@ def test_the_gpu_of_a_rank(
         (1, None, None, 1, (1, 1)),
     ],
 )
-def test_degrees(size: int, shard: int | None, replicate: int | None, here: int, expected: tuple[int, int]) -> None:
-    assert degrees(size, shard=shard, replicate=replicate, ranks_per_node=here) == expected
+def test_degrees(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    shard: int | None,
+    replicate: int | None,
+    here: int,
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    assert degrees(Parallel(shard_degree=shard, replicate_degree=replicate), size) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +153,7 @@ def test_what_six_ranks_cannot_do(
     monkeypatch: pytest.MonkeyPatch, strategy: str, chosen: dict[str, int], way_out: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
-    world = start_world(device="cpu", backend="auto", timeout_seconds=60, strategy=strategy, **chosen)
+    world = start_world("cpu", Parallel.model_validate({"name": strategy, **chosen}))
     with pytest.raises(UserError, match=f"{way_out}$"), world:
         pass
 

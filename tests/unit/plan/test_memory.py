@@ -46,7 +46,7 @@ def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) 
 def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
     """The step of a rank, and its batch."""
     switches = build.switches(config, CPU)
-    sharded = build.is_sharded(config, world)
+    sharded = config.parallel.facts.shards_weights
     network = build.model(config, 10, switches, empty=sharded and world.pipeline == 1)
     network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     batch = synthetic_batch(images, config.data.image_size, 10, erase_probability=0.0, seed=0, device=CPU)
