@@ -18,6 +18,20 @@ def _configs() -> Path:
 
 CONFIGS = _configs()
 
+PATHS = (
+    "run_dir",
+    "weights",
+    "data.root",
+    "data.train",
+    "data.val",
+    "data.index_cache",
+    "data.shard_cache",
+    "data.eval_root",
+    "data.wnids",
+    "distill.teacher",
+)
+"""Keys whose values may be paths on a machine: the same files may lie elsewhere on another."""
+
 
 def shown_path(file: Path) -> str:
     """A file of our `configs/` as `configs/...`, any other path unchanged."""

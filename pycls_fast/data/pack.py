@@ -107,6 +107,8 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
         if is_packed(folder):
             packed = PackedImages(folder)
             _check_plan(folder, packed.about["plan"], plan)
+            # A kill may have left them.
+            _remove_parts(folder)
             damaged = [(name, reason) for name, reason in packed.about["damaged"]]
             return PackedSplit(len(packed), packed.size, damaged, is_new=False)
         _begin(folder, plan)
@@ -244,15 +246,18 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
         arrays = {"table": table, "names": names.data, "name_ends": names.ends}
         arrays |= {} if source.label_sets is None else {"sets": source.label_sets}
         write_arrays(folder / INDEX, arrays, about)
-    for number in range(shards):
-        _part(folder, number).unlink()
-    (folder / _PLAN).unlink()
+    _remove_parts(folder)
     if not len(table):
         # So that the same command reads them again, once the disk is mounted or may be read.
         for number in range(shards):
             shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))
     return PackedSplit(len(table), int(table["size"].sum()), damaged)
+
+
+def _remove_parts(folder: Path) -> None:
+    for file in (*folder.glob("[0-9]*.npz"), *folder.glob(_PLAN)):
+        file.unlink()
 
 
 def _common_start(names: list[str]) -> str:
@@ -280,7 +285,7 @@ def in_processes(
         return
     # Forks of this process may hang: it has threads (the bar, torch).
     forkserver.set_forkserver_preload(["pycls_fast.data.pack"])
-    arguments = (function, source)
+    arguments, others = (function, source), multiprocessing.active_children()
     pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("forkserver"), _start, arguments)
     died = "a process that reads images died, most likely because memory ran out"
     dead = partial(refusing, died, BrokenProcessPool, use="lower data.num_workers")
@@ -294,7 +299,8 @@ def in_processes(
     finally:
         # If this is interrupted, nobody waits for the shards in progress.
         for process in multiprocessing.active_children():
-            process.terminate()
+            if process not in others:
+                process.terminate()
         pool.shutdown()
 
 

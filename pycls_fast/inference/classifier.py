@@ -112,7 +112,8 @@ def load(
         device: "auto", "cpu" or "cuda".
         precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".
         fast: use the device's fast kernels, else the reference ones.
-        model: a module like the one that was given to `pycls_fast.train` in another process, if one was.
+        model: a module like the one that was given to `pycls_fast.train`, if one was: needed in another process, and
+            once another of its class was given.
 
     Raises:
         UserError: no such weights, or a device that is not available.

@@ -32,10 +32,12 @@ class Trained:
     Attributes:
         run_dir: the run's folder, which `pycls_fast.load` takes.
         status: 0 if it is done, 3 if a signal stopped it with everything saved; the same `run_dir` resumes it.
+        model: the module that was given to be trained, if one was: later runs may be given others of its class.
     """
 
     run_dir: Path
     status: int
+    model: nn.Module | None = None
 
     @property
     def best(self) -> Path:
@@ -50,7 +52,7 @@ class Trained:
     @cached_property
     def classifier(self) -> Classifier:
         """The best weights, ready for images: `pycls_fast.load(run_dir)`."""
-        return load(self.run_dir)
+        return load(self.run_dir, model=self.model)
 
     def predict(self, images: Any, **options: Any) -> list[Prediction]:
         """The likeliest classes of images in any form; see `Classifier.predict`."""
@@ -58,6 +60,8 @@ class Trained:
 
     def export(self, output: str | Path, **options: Any) -> Path:
         """Write the best weights for other programs; the options are the keys of `pycls-fast export`."""
+        if self.model is not None:
+            give(self.model)
         export(str(self.run_dir), str(output), **options)
         return user_path(str(output))
 
@@ -101,7 +105,8 @@ def train_net(
             print(f"note: {note}", file=sys.stderr)
     folders: list[Path] = []
     status = train(config, on_start=folders.append, command=_call(experiment, typed, config_dir))
-    return Trained(folders[0], status)
+    model = values.get("model")
+    return Trained(folders[0], status, model if isinstance(model, nn.Module) else None)
 
 
 def _overrides(key: str, value: object) -> list[str]:

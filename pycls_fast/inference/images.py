@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from PIL import Image
 from pycls_fast.data.decode import AS_STORED, Conversion, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
-from pycls_fast.data.sources.remote import is_remote, list_files, open_whole
+from pycls_fast.data.sources.remote import is_remote, list_files, read_range
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.inference.video import VIDEOS, Frame, find_frames
@@ -67,9 +68,7 @@ class GivenImages(Images):
         if isinstance(item, Path):
             return read_bytes(item, IMAGE_BYTES)
         if isinstance(item, Address):
-            # For these fsspec would need aiohttp.
-            with urlopen(item, timeout=_SECONDS) if item.startswith(_PAGES) else open_whole(item) as file:
-                return file.read(IMAGE_BYTES)
+            return _fetched(item)
         if isinstance(item, Frame):
             return item.read()
         if isinstance(item, Image.Image):
@@ -88,6 +87,24 @@ class GivenImages(Images):
     def describe(self) -> str:
         """A one-line description."""
         return f"{len(self):,} images"
+
+
+def _fetched(address: str) -> bytes:
+    """The contents of an address, which is an image that cannot be read if they cannot be fetched."""
+    # One more than is allowed, to see whether there are more.
+    limit = IMAGE_BYTES + 1
+    if address.startswith(_PAGES):
+        # For these fsspec would need aiohttp.
+        with urlopen(address, timeout=_SECONDS) as file:
+            data: bytes = file.read(limit)
+    else:
+        try:
+            data = read_range(address, 0, limit)
+        except UserError as error:
+            raise OSError(str(error)) from error
+    if len(data) == limit:
+        raise OSError(errno.EFBIG, f"has more than {IMAGE_BYTES:,} bytes", address)
+    return data
 
 
 def given_images(images: Any, convert: Conversion = AS_STORED, every: float = 1.0) -> GivenImages:

@@ -106,11 +106,17 @@ class World:
 
     @torch.no_grad()
     def average_buffers(self, tensors: list[Tensor]) -> None:
-        """Average floating-point buffers (BatchNorm's statistics) over the ranks, in place."""
-        for tensor in tensors if self.size > 1 else []:
-            if tensor.is_floating_point():
-                dist.all_reduce(tensor)
-                tensor.div_(self.size)
+        """Average floating-point buffers (BatchNorm's statistics) over the ranks that have them, in place."""
+        groups: list[dist.ProcessGroup | None] = [None] if self.size > 1 else []
+        if self.pipeline > 1:
+            # Each stage has its own.
+            assert self.mesh is not None
+            names = self.mesh.mesh_dim_names or ()
+            groups = [self.mesh.get_group(name) for name in names if name != "pipeline"]
+        for tensor in tensors if groups else []:
+            for group in groups:
+                dist.all_reduce(tensor, group=group)
+            tensor.div_(self.stage_size)
 
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -143,6 +149,11 @@ class Agreement:
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Floating-point buffers of the modules in training mode; frozen modules, which are not, are left out."""
-    training = [module for module in model.modules() if module.training]
-    return [b for module in training for b in module.buffers(recurse=False) if b.is_floating_point()]
+    """Floating-point buffers that training changes: of the modules in training mode, which frozen ones are not, and
+    without those that checkpoints leave out, which follow from the configuration."""
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if module.training and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+    ]

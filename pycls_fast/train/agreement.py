@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from pycls_fast import __version__
-from pycls_fast.config.keys import as_typed, flat
+from pycls_fast.config.keys import PATHS, as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.errors import UserError, refuse
@@ -19,21 +19,7 @@ from pycls_fast.parallel import World
 T = TypeVar("T")
 
 # Where a node keeps things, and what suits its host: these do not change what is computed.
-_OWN = (
-    "run_dir",
-    "weights",
-    "data.root",
-    "data.train",
-    "data.val",
-    "data.index_cache",
-    "data.shard_cache",
-    "data.shard_cache_gib",
-    "data.eval_root",
-    "data.wnids",
-    "data.num_workers",
-    "data.prefetch_factor",
-    "runtime.threads",
-)
+_OWN = (*PATHS, "data.shard_cache_gib", "data.num_workers", "data.prefetch_factor", "runtime.threads")
 # Lines of an error: another experiment differs in many settings.
 _MOST = 5
 

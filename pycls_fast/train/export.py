@@ -13,27 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pycls_fast.config.keys import PATHS
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
 from pycls_fast.models.export import SUFFIXES
 from pycls_fast.train.environment import versions
 from pycls_fast.train.weights import Weights, open_weights
 
-PATHS = (
-    "imports",
-    "run_dir",
-    "resume",
-    "weights",
-    "data.root",
-    "data.train",
-    "data.val",
-    "data.index_cache",
-    "data.shard_cache",
-    "data.eval_root",
-    "data.wnids",
-    "distill.teacher",
-)
-"""Keys whose values may be paths on the machine of the run, and its modules: a file of weights imports nothing."""
+NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
+"""Left out of a file of weights, which is for other machines and people, and imports nothing."""
 
 
 def export_best(checkpoint: Path, file: Path) -> None:
@@ -114,9 +102,8 @@ def about_weights(weights: Weights) -> dict[str, str]:
     }
     config = weights.config
     if config is not None:
-        # Without paths, for other machines and people.
-        kept = {key: value for key, value in config.items() if key not in (*PATHS, "trackers", "callbacks", "distill")}
-        data = {key: value for key, value in config["data"].items() if f"data.{key}" not in PATHS}
+        kept = {key: value for key, value in config.items() if key not in NOT_TOLD}
+        data = {key: value for key, value in config["data"].items() if f"data.{key}" not in NOT_TOLD}
         about |= {"config": kept | {"data": data}, "model": config["model"], "preprocessing": preprocessing(config)}
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items() if value is not None

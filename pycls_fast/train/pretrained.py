@@ -147,12 +147,16 @@ def _image_size(found: Path | str, ours: Weights | None) -> Size | None:
     if ours is not None and ours.config is not None:
         size = ours.config.get("data", {}).get("image_size")
         return None if size is None else Size.of(size)
-    try:
-        about = pretrained.described(found, for_scoring=False)
-    except UserError:
-        # Who asks for the preprocessing gets the error; here it would only have been a note.
-        return None
+    about = _described(found)
     return None if about is None else about.trained_size
+
+
+def _described(found: Path | str) -> pretrained.Preprocessing | None:
+    """What a description says of weights; None for a damaged one, too, which is told to those who ask for it."""
+    try:
+        return pretrained.described(found, for_scoring=False)
+    except UserError:
+        return None
 
 
 def _read_whole(weights: Weights) -> pretrained.ReadWeights:
@@ -197,7 +201,7 @@ def fit_weights(
 
 def _mismatch_lines(error: pretrained.Mismatch, network: Network, found: Path | str, source: str) -> Sequence[str]:
     """The lines of a mismatch, and timm's model that the weights belong to, if they say it and it is another."""
-    about = pretrained.described(found, for_scoring=False)
+    about = _described(found)
     if about is None or not about.weights.startswith("timm:"):
         return error.lines
     name = _without_tag(about.weights.removeprefix("timm:"))

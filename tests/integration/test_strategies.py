@@ -131,6 +131,15 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
         1e-5,
     ),
     "tensor recompute": ("tensor", ["speed.recompute=full", "model.classifier=map", "model.registers=2"], 1e-5),
+    # Only the first stage has statistics and the table.
+    "pipeline buffers": (
+        "pipeline",
+        [
+            *("model.stem=conv", "model.stem_widths=[8,16]", "model.stem_strides=[2,2]"),
+            *("model.positions=sincos2d", "model.classifier=pooled"),
+        ],
+        1e-5,
+    ),
     "pipeline overflow": ("pipeline", OVERFLOW, 1e-2),
     # Its products are in bfloat16; under ddp it differs by 4e-3.
     "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001"], 1e-2),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ import pytest
 import timm
 import torch
 import torchvision
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer, pretrained
-from pycls_fast.models.pretrained import Fitted
+from pycls_fast.models.pretrained import Fitted, hubs
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.network import Network
 from pycls_fast.values import Size
@@ -769,6 +771,30 @@ def test_hubs_are_asked_by_name_and_a_missing_network_is_told(monkeypatch: pytes
 
     monkeypatch.setattr(timm, "create_model", offline)
     refused(small(), "timm:resnet50", r"could not be downloaded \(no route to host\); without a network, put")
+
+
+def test_a_hub_that_was_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, offline, hosts = small_timm(), list[bool](), list[str]()
+
+    def create(name: str, *, pretrained: bool) -> nn.Module:
+        offline.append(constants.HF_HUB_OFFLINE)
+        return theirs
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        hosts.append(address[0])
+        if len(hosts) == 1:
+            raise TimeoutError("no route to host")
+        return socket.socket()
+
+    monkeypatch.setattr(timm, "create_model", create)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(hubs, "getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for _ in range(2):
+        hubs.from_hub("timm:deit_tiny_patch16_224.fb_in1k")
+    assert offline == [True, False]
+    assert hubs.pinned("torchvision:resnet50") == "torchvision:resnet50"
+    assert hosts == ["huggingface.co", "huggingface.co", "download.pytorch.org"]
 
 
 def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:

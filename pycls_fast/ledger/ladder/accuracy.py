@@ -222,7 +222,6 @@ class CrossedTrainings:
             looks=[look for _, looks, _ in found for look in looks],
             total=[total for *_, total in found],
             broken=self.known.broken,
-            runs_at_most=[2 * max(len(f.pairs) for f in group) for group in groups],
             deviation=deviation_of(known) if len(known) > 1 else None,
         )
 
@@ -233,7 +232,7 @@ class CrossedTrainings:
         for place in range(len(LOOKS)):
             fits = self._fits([(family, family.at_look(place)) for family in group], complete=True)
             if fits is not None:
-                looks.append((place, sum(2 * len(family.at_look(place)) for family in group), fits))
+                looks.append((place, 2 * len(group[0].at_look(place)), fits))
                 made = decide(looks, self.settings.margin)
                 if made[-1].settled:
                     break

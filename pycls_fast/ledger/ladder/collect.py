@@ -24,7 +24,6 @@ from pycls_fast.ledger.report.record import (
     compare_speed,
 )
 from pycls_fast.ledger.report.statistics import geometric_mean
-from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
 
 _MODEL = (
@@ -126,7 +125,6 @@ def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
         else None,
         share_of_matmul=float(np.median(shares)) if shares else None,
         memory_peak_bytes=max(memory, default=None),
-        imagenet_epoch_seconds=IMAGENET_TRAINING_IMAGES / rate,
         rounds=[part["images_per_second"] for part in parts],
         paired_rounds=[],
         matmul_flops_per_second=products if len(products) == len(rounds) else None,

@@ -140,7 +140,6 @@ def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world
         "command": environment_command(),
         **settings,
         **provenance(world.device, world.size),
-        # Of rank 0 so far, without its workers; on the CPU the system keeps only this peak.
     }
     if len(variants) == 1:
         return {**shared, **variants[0].record()}

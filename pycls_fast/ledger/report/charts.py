@@ -22,7 +22,6 @@ from pycls_fast.ledger.report.text import kind, size_text, state
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 # Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
 COLORS = {"good": "#1b7a3d", "bad": "#d1495b", "open": "#8a8a8a"}
-STROKES = ("-", "--", "-.", ":")
 SIGNS = "osD^vP*X<>"
 # Inches; on a phone 5 inches shrink to 3.5, and the text stays readable.
 _WIDTH = 5.4
@@ -117,7 +116,6 @@ def charts(record: Record) -> list[Chart]:
     made = (
         _decision(record),
         _throughput(record),
-        _ranks(record),
         _memory(record),
         _rounding(record),
         _gradients(record),
@@ -159,38 +157,27 @@ def _decision(record: Record) -> Chart | None:
 
 
 def _throughput(record: Record) -> Chart | None:
-    """Speed-ups per rank, with intervals."""
+    """Speed-ups with intervals."""
     if not record.timed:
         return None
-    first, chip = record.reference, _chip(record)
-    several = any(variant.ranks > 1 for variant in record.variants)
 
     def bar(variant: VariantRecord) -> Bar:
         found = variant.timing and variant.timing.speedup
         if not found:
             return Bar(variant, 0.0, "" if variant.timing else state(variant))
-        share = first.ranks / variant.ranks
-        ends = None if found.low is None or found.high is None or variant is first else (found.low, found.high)
-        interval = (ends[0] * share, ends[1] * share) if ends else None
-        return Bar(variant, found.ratio * share, f"{found.ratio * share:.2f}x", interval)
+        is_first = variant is record.reference
+        interval = None if found.low is None or found.high is None or is_first else (found.low, found.high)
+        ranks = f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""
+        return Bar(variant, found.ratio, f"{found.ratio:.2f}x{ranks}", interval)
 
     apart = ", ".join(v.name for v, timing in record.timed if timing.speedup and timing.speedup.unpaired)
     return Chart(
         "throughput",
-        "Relative throughput" + (f" per {chip}" if several else ""),
+        "Relative throughput",
         "Rate over the first variant's, paired by round. The thin line is the 95% interval."
         + (f" Rounds from different starts, not paired: {apart}." if apart else ""),
-        bars(
-            [bar(variant) for variant in record.variants],
-            f"images/s{f' per {chip}' if several else ''}, first variant = 1",
-            line=1.0,
-        ),
+        bars([bar(variant) for variant in record.variants], "images/s, first variant = 1", line=1.0),
     )
-
-
-def _chip(record: Record) -> str:
-    """What a rank computes on."""
-    return "process" if record.device == "cpu" else "chip"
 
 
 def _memory(record: Record) -> Chart | None:
@@ -203,36 +190,6 @@ def _memory(record: Record) -> Chart | None:
     return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
 
 
-def _ranks(record: Record) -> Chart | None:
-    """Images per second per rank against the number of ranks."""
-    rates = [
-        (variant.name, variant.ranks, timing.images_per_second / variant.ranks) for variant, timing in record.timed
-    ]
-    counts = sorted({count for _, count, _ in rates})
-    if len(counts) < 2:
-        return None
-    # Variants that differ only in ranks ("DDP x2", "DDP x4") share a line, which begins with the one-rank variant.
-    families: dict[str, list[tuple[int, float]]] = {}
-    for name, count, rate in rates:
-        families.setdefault(name.rpartition(" x")[0] or name, []).append((count, rate))
-    single = [(count, rate) for _, count, rate in rates if count == 1][:1]
-    figure, axes = plain_axes(3.4)
-    for place, (name, points) in enumerate((n, p) for n, p in families.items() if max(p)[0] > 1):
-        points = sorted([*(single if points[0][0] > 1 else []), *points], key=lambda point: point[0])
-        (line,) = axes.plot(*zip(*points, strict=True), color=INK, label=literal(name), markerfacecolor="white")
-        line.set(linestyle=STROKES[place % 4], marker=SIGNS[place % len(SIGNS)])
-    axes.axhline(min(rates, key=lambda each: each[1])[2], color=LINE, linewidth=1, zorder=0, label="ideal")
-    axes.set(xlabel="ranks", ylabel="images/s per rank", xticks=counts, ylim=(0, 1.05 * axes.get_ylim()[1]))
-    axes.legend(fontsize=8, frameon=False)
-    return Chart(
-        "ranks",
-        f"Throughput per {_chip(record)} against the number of ranks",
-        "The same global batch for all. The grey line is the rate of the fewest ranks, which ideal scaling keeps."
-        + (" Processes on a CPU share its cores." if record.device == "cpu" else ""),
-        figure,
-    )
-
-
 def _rounding(record: Record) -> Chart | None:
     """Errors against float64 before and after some training steps."""
     found = [(variant, variant.numerics) for variant in record.variants if variant.numerics]
@@ -241,7 +198,8 @@ def _rounding(record: Record) -> Chart | None:
     figure, axes = plain_axes(0.9 + 0.36 * len(found))
     shown: dict[tuple[str, str], str] = {}
     for place, (_, errors) in enumerate(found):
-        for error, sign, when in zip(errors, "o^", ("before training", "after training steps"), strict=False):
+        for error in errors:
+            sign, when = ("^", "after training steps") if error.step else ("o", "before training")
             for value, fill, what in (
                 (error.gradient_error, INK, "gradients"),
                 (error.logit_error, "white", "logits"),

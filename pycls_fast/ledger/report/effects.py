@@ -138,8 +138,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Look:
-    """A look at the results after so many trainings; `levels` of 'free', 'costs' at Holm's first step, and 'gains'."""
+    """A look at the results: its place in `LOOKS`, the trainings of each family up to it, and the `levels` of 'free',
+    'costs' at Holm's first step, and 'gains'."""
 
+    place: int
     runs: int
     levels: tuple[float, float, float]
     effects: list[Effect]
@@ -154,8 +156,8 @@ def decide(looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]]
     """The looks, with verdicts that stay once given.
 
     Args:
-        looks: for each, its place in `LOOKS`, the number of trainings, and (names, fit) of each family whose
-            variants are tested together.
+        looks: for each, its place in `LOOKS`, the number of trainings of each family, and (names, fit) of each family
+            whose variants are tested together.
         margin: the loss in points that does not matter.
     """
     costs, free, gains, made = set[int](), set[int](), set[int](), list[Look]()
@@ -173,7 +175,7 @@ def decide(looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]]
         half = special.stdtrit(freedoms, 0.975 if place == len(LOOKS) - 1 else 1 - levels(0.025)[place]) * errors
         least = effects - special.stdtrit(freedoms, 1 - level) * errors
         columns = (words, names, effects, errors, freedoms, effects - half, effects + half, least, p_costs, p_free)
-        made.append(Look(runs, first, [_effect(*row) for row in zip(*columns, strict=True)]))
+        made.append(Look(place, runs, first, [_effect(*row) for row in zip(*columns, strict=True)]))
     return made
 
 
@@ -238,6 +240,7 @@ def runs_that_resolve(deviation: float, margin: float) -> int:
 def more_runs(effect: Effect, runs: int, margin: float, tests: int) -> int | None:
     """How many more trainings decide a variant with 90% chance; None if not even ten times as many.
 
+    `runs` are those behind the effect, `tests` the number of variants that are tested together.
     The chance is averaged over the true effects that fit today's estimate, which is normal around them.
     """
     later = np.arange(runs + 2, 10 * runs + 2, 2)

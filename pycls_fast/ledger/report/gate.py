@@ -85,11 +85,12 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
             quantity = "images/s" if first else "speed-up"
             changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
         elif first and absolute and old.timing and new.timing:
-            changes.append(Change(old.name, "images/s", "", "", False, "different machine: not compared"))
+            what = "machine" if _machine(before) != _machine(now) else "number of ranks"
+            changes.append(Change(old.name, "images/s", "", "", False, f"different {what}: not compared"))
     changes += _accuracy_changes(before, now)
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
-    return [*_different_machine(before, now), *_different_plans(before, now), *changes]
+    return changes
 
 
 Speeds = tuple[str, Speedup, Speedup]
@@ -187,29 +188,3 @@ def _effect(effect: Effect) -> str:
 def _machine(record: Record) -> dict[str, object]:
     environment = record.environment
     return {"processor": environment["processor"], "cores": environment["cpu_count"], "device": record.device}
-
-
-def _different_machine(before: Record, now: Record) -> list[Change]:
-    """What differs between the machines and versions of torch; a ledger that timed nothing has no device."""
-    old, new = ({**_machine(record), "torch": record.versions.get("torch")} for record in (before, now))
-    return [
-        Change("all", what, str(old[what]), str(new[what]), False, "differs from the baseline; speed-ups may, too")
-        for what in old
-        if old[what] != new[what] and None not in (old[what], new[what])
-    ]
-
-
-def _different_plans(before: Record, now: Record) -> list[Change]:
-    """Settings of the experiment, and of variants in both, that differ."""
-    by_name = {variant.name: variant for variant in now.variants}
-    plans = [("all", before.base, now.base)]
-    for old in before.variants:
-        if old.status == "measured" and old.name in by_name:
-            one, other = ([*each.overrides, f"ranks={each.ranks}"] for each in (old, by_name[old.name]))
-            plans.append((old.name, one, other))
-    found = []
-    for name, mine, theirs in plans:
-        gone, added = (" ".join(s for s in one if s not in other) for one, other in ((mine, theirs), (theirs, mine)))
-        if gone or added:
-            found.append(Change(name, "overrides", gone, added, False, "differ from the baseline"))
-    return found

@@ -14,7 +14,6 @@ from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import refusing
 from pycls_fast.ledger.report.effects import Effect, Look
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
-from pycls_fast.published import IMAGENET_TRAINING_IMAGES
 from pycls_fast.reading import check
 from pycls_fast.values import ImageSize
 
@@ -45,7 +44,6 @@ class Timing(_Part):
     flops_per_second: Positive | None
     share_of_matmul: Finite | None
     memory_peak_bytes: int | None
-    imagenet_epoch_seconds: Positive
     rounds: Annotated[list[Positive], Field(min_length=1)]
     paired_rounds: list[int]
     # The machine's own speed in each round.
@@ -69,7 +67,6 @@ class Timing(_Part):
             update={
                 "images_per_second": rate,
                 "flops_per_second": None if flops is None else flops * rate / self.images_per_second,
-                "imagenet_epoch_seconds": IMAGENET_TRAINING_IMAGES / rate,
                 "paired_rounds": list(paired_rounds),
             }
         )
@@ -98,8 +95,8 @@ class Accuracy(_Part):
     """What crossed trainings say.
 
     `effects` have words if every training of a look has ended. `looks` has each group's looks, `total` the sum of the
-    effects of a group with its standard error, `broken` what makes trainings fail, `runs_at_most` the plan of each
-    group, and `deviation` that of a run within its pair, from the first pairs.
+    effects of a group with its standard error, `broken` what makes trainings fail, and `deviation` that of a run within
+    its pair, from the first pairs.
     """
 
     runs: list[TrainedRun]
@@ -107,7 +104,6 @@ class Accuracy(_Part):
     looks: list[Look]
     total: list[tuple[float, float] | None]
     broken: dict[str, str]
-    runs_at_most: list[int]
     deviation: float | None
 
 

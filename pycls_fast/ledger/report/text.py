@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from typing import Literal
 
 from rich.text import Text
 
-from pycls_fast.ledger.report.effects import CHANCE, Effect, more_runs, resolution
+from pycls_fast.ledger.report.effects import CHANCE, LOOKS, Effect, more_runs, resolution
 from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.train.display import human, plain_table, wide_console
 
-# Images below this size say nothing about an epoch of ImageNet at the measured rate.
-SMALLEST_IMAGENET_SIZE = 64
 # Words of variants that do not cost what matters.
 _FREE = ("free", "identical", "gains", "costs a little")
 
@@ -135,12 +132,12 @@ def sentence(effect: Effect, found: Accuracy, margin: float) -> str:
 
 
 def _way_out(effect: Effect, found: Accuracy, margin: float) -> str:
-    runs = sum(run.failed is None for run in found.runs)
+    look = next(look for look in reversed(found.looks) if effect in look.effects)
     # The error of an effect is twice a run's deviation over the root of the runs.
     finest = resolution(effect.error / 2, 1)
-    more = more_runs(effect, runs, margin, len(found.effects))
-    if more is None or runs >= sum(found.runs_at_most):
-        way = "" if more is None else f"; in a new folder, runs_at_most={runs + more} would probably decide"
+    more = more_runs(effect, look.runs, margin, len(look.effects))
+    if more is None or look.place == len(LOOKS) - 1:
+        way = "" if more is None else f"; in a new folder, runs_at_most={look.runs + more} would probably decide"
         return f"this workload resolves {finest:.2f} points, not {margin:g}{way}"
     seconds = [run.seconds for run in found.runs if run.seconds is not None]
     minutes = more * sum(seconds) / len(seconds) / 60 if seconds else 0.0
@@ -193,7 +190,6 @@ def _timing_cells(variant: VariantRecord, record: Record) -> Row:
         "FLOP/s": "" if flops is None else human(flops),
         "of matmul": "" if share is None else f"{share:.0%}",
         "memory": _memory(timing.memory_peak_bytes, None if first else record.reference.timing),
-        "ImageNet epoch": duration(timing.imagenet_epoch_seconds) if has_imagenet_size(record) else "",
     }
 
 
@@ -209,11 +205,6 @@ def _memory(peak: int | None, reference: Timing | None) -> str:
 def size_text(count: float) -> str:
     """A number of bytes in MB, from 10 GB on in GB; peaks of memory are not known more precisely."""
     return f"{count / 1e9:,.1f} GB" if abs(count) >= 1e10 else f"{count / 1e6:,.0f} MB"
-
-
-def has_imagenet_size(record: Record) -> bool:
-    """Whether some variant's images are large enough for a time per epoch of ImageNet to mean something."""
-    return any(math.prod(timing.image_size) >= SMALLEST_IMAGENET_SIZE**2 for _, timing in record.timed)
 
 
 def _error(value: float | str | None) -> str:

@@ -20,6 +20,7 @@ Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
 _REACH_SECONDS = 3.0
+_TORCHVISION_HOST = "download.pytorch.org"
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face repository begins with."""
 
@@ -64,7 +65,7 @@ def pinned(source: str) -> str:
         UserError: no such repository or revision, or no network and no copy of the weights.
     """
     if is_hub(source):
-        if not _reachable():
+        if not _reachable(source):
             from_hub(source)
         return source
     return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
@@ -105,25 +106,32 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
         return state, torchvision_vit_traits(torchvision.models.get_model(architecture))
 
 
-def _reachable() -> bool:
-    """Whether Hugging Face's hub is; if not, its library uses only what it has: it would try for a minute."""
+def _reachable(source: str) -> bool:
+    """Whether the host that a source is downloaded from is."""
     from huggingface_hub import constants
 
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    if "https" in getproxies():
-        return True
+    if constants.HF_HUB_OFFLINE or "https" in getproxies():
+        return not constants.HF_HUB_OFFLINE
+    host = _TORCHVISION_HOST if source.startswith("torchvision:") else urlsplit(constants.ENDPOINT).hostname or ""
     try:
-        if not constants.HF_HUB_OFFLINE:
-            socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+        socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
     except OSError:
-        constants.HF_HUB_OFFLINE = True
-    return not constants.HF_HUB_OFFLINE
+        return False
+    return True
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
+    from huggingface_hub import constants
+
     file = f"{source.partition(':')[2]}.safetensors"
     way_out = f"without a network, put the file into this folder as {file}, or give its path"
+    before = constants.HF_HUB_OFFLINE
     # Hubs and their libraries raise dozens of kinds.
     with refusing(f"weights: {source} could not be downloaded", Exception, use=way_out):
-        _reachable()
-        return fetch()
+        try:
+            # Then Hugging Face's library uses only what it has: it would try for a minute.
+            constants.HF_HUB_OFFLINE = not _reachable(source)
+            return fetch()
+        finally:
+            # The network may come back.
+            constants.HF_HUB_OFFLINE = before

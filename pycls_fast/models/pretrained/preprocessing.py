@@ -77,7 +77,7 @@ def _beside(path: Path) -> Preprocessing | None:
     with refusing(what, OSError, ValueError, TypeError, use="correct it"):
         config = read_json(about)
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
-        return _of_timm(kept, str(config.get("architecture", ""))) if isinstance(kept, dict) else None
+        return _of_timm(kept, str(config.get("architecture", ""))) if kept and isinstance(kept, dict) else None
 
 
 def _of_timm_model(name: str) -> Preprocessing | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,8 +92,12 @@ def test_what_is_made_smaller_has_the_filter_and_the_quality(tmp_path: Path, fil
 @pytest.mark.slow
 def test_several_processes_write_the_same(tmp_path: Path, folder: Path) -> None:
     source = scan_classes(folder / "train")
+    of_the_program = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,), daemon=True)
+    of_the_program.start()
     for count in (0, 2):
         pack(source, tmp_path / f"out{count}", PackSettings(12), workers=count, title="")
+    assert of_the_program.is_alive()
+    of_the_program.kill()
     one, other = (contents(tmp_path / f"out{count}") for count in (0, 2))
     assert one == other
     assert len([name for name in one if name.endswith(".bin")]) == 4
@@ -137,8 +142,12 @@ def test_a_killed_packing_goes_on_with_the_shard(tmp_path: Path, folder: Path, m
     assert contents(out) == contents(tmp_path / "once")
     assert samples_of(PackedImages(out)) == expected(CONTENT["train"])
     made.clear()
+    # Killed when it was complete, with its parts still there.
+    for name in ("00000.npz", "00003.npz", "plan.json"):
+        (out / name).touch()
     assert not pack(source, out, PackSettings(), workers=0, title="").is_new
     assert made == []
+    assert contents(out) == contents(tmp_path / "once")
 
 
 @pytest.mark.parametrize("ends", ["index.npz", "00002.npz"])

@@ -23,6 +23,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.commands.predict import ExportVerb
 from pycls_fast.config import load_config, validate_saved
+from pycls_fast.config.keys import PATHS
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys
 from pycls_fast.config.run import RunConfig
@@ -31,7 +32,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
-from pycls_fast.train.export import PATHS, preprocessing
+from pycls_fast.train.export import NOT_TOLD, preprocessing
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.weights import restore
 from tests.factories import save_checkpoint
@@ -127,12 +128,11 @@ def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> 
                 texts.append(f"{prefix}{name}")
 
     walk(RunConfig, "")
-    assert {text for text in texts if not text.startswith("trackers.")} == {*PATHS, *NO_PATHS}
+    assert {text for text in texts if not text.startswith("trackers.")} == {*PATHS, "imports", "resume", *NO_PATHS}
     write(run_dir, tmp_path / "net.safetensors")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
-    assert not [key for key in PATHS if key in config or key.removeprefix("data.") in config["data"]]
-    assert not {"trackers", "callbacks"} & config.keys()
+    assert not [key for key in NOT_TOLD if key in config or key.removeprefix("data.") in config["data"]]
     validate_saved(config, "net.safetensors")
 
 

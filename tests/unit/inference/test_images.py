@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.errors import UserError
+from pycls_fast.inference import images as images_room
 from pycls_fast.inference import video
 from pycls_fast.inference.images import GivenImages, find_images, frames_of, given_images
 
@@ -140,6 +141,20 @@ def test_addresses_are_read(folder: Path) -> None:
         with pytest.raises(OSError, match="404"):
             source.read(2)
         server.shutdown()
+
+
+def test_addresses_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = given_images([f"file://{folder}/1.png", "memory://nothing/1.png", "nosuchkind://bucket/1.png"])
+    with pytest.raises(OSError, match="nothing/1"):
+        source.read(1)
+    with pytest.raises(OSError, match="nosuchkind"):
+        source.read(2)
+    size = (folder / "1.png").stat().st_size
+    monkeypatch.setattr(images_room, "IMAGE_BYTES", size)
+    assert source.read(0) == (folder / "1.png").read_bytes()
+    monkeypatch.setattr(images_room, "IMAGE_BYTES", size - 1)
+    with pytest.raises(OSError, match=f"has more than {size - 1} bytes"):
+        source.read(0)
 
 
 def write_clip(path: Path, seconds: int, *, turned: int = 0, group: int = 12, paused: int = 0, **options: str) -> None:

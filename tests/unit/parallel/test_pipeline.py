@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.models import VisionTransformer
+from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.parallel.pipeline import Pipeline, cut, owners
-from pycls_fast.parallel.world import World
+from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import ScheduleName
 
 RANKS = 4
@@ -65,6 +67,24 @@ def test_every_parameter_has_one_rank(fake_ranks: None, schedule: ScheduleName) 
     whole = dict(network().named_parameters())
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert all(part[name].shape == whole[name].shape for part in parts for name in part)
+
+
+def test_statistics_are_averaged_within_a_stage(fake_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stages have other buffers, or none; a table of positions never changes."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+    world = World(0, RANKS, torch.device("cpu"), mesh=mesh, pipeline=2)
+    norm = nn.Sequential(nn.BatchNorm2d(2), SinCos2dPositions(2, 2, 8))
+    asked: list[list[int]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        asked.append(ranks)
+        tensor.mul_(len(ranks))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    world.average_buffers(floating_buffers(norm))
+    assert asked == [[0, 1], [0]] * 2
+    assert torch.equal(norm.get_buffer("0.running_var"), torch.ones(2))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

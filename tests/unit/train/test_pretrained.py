@@ -103,6 +103,9 @@ def test_weights_of_another_model_of_timm(
     folder = timm_folder(tmp_path / "timm", state, theirs, tag="r160_in1k")
     with pytest.raises(UserError, match=line):
         load_weights(network(), folder, classes=AB)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"choose the model|of an unknown kind"):
+        load_weights(network(), folder, classes=AB)
 
 
 AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.sources.arrays import SyntheticImages
+from pycls_fast.errors import UserError
 from pycls_fast.plan.race import Race
 from pycls_fast.train import start
+from pycls_fast.train.agreement import check_same_settings
 from pycls_fast.train.display import Display, plain_table, wide_console
 from pycls_fast.train.start import _notes
 
@@ -159,3 +161,13 @@ def test_a_bar_fits_the_terminal_and_leaves_it(
     after = capsys.readouterr().out.rpartition("run folder: here")[2]
     # The bar is drawn once more and then erased, line by line.
     assert after.endswith("\x1b[1A\x1b[2K" * 2)
+
+
+@pytest.mark.parametrize(("key", "same"), [("weights", True), ("distill.teacher", True), ("seed", False)])
+def test_only_paths_may_differ_between_nodes(key: str, same: bool) -> None:
+    gathered: list[Any] = []
+    world: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or gathered)
+    for value in (1, 2):
+        config = load_config("vit_digits", [f"{key}={'/node' if same else ''}{value}"])
+        with nullcontext() if same or not gathered else pytest.raises(UserError, match="seed: 2 on rank 1"):
+            check_same_settings(config, world)
