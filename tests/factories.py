@@ -20,7 +20,8 @@ from pycls_fast import build
 from pycls_fast.config import Purpose, RunConfig
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.saved import SAVED, register, saved_in_run
+from pycls_fast.config.of_weights import saved_in_run
+from pycls_fast.config.saved import SAVED, register
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel import ALONE

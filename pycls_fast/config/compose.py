@@ -25,7 +25,8 @@ from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
-from pycls_fast.config.presets import OF_WEIGHTS, PRESETS, groups, of_weights, options, timm_written_out
+from pycls_fast.config.of_weights import OF_WEIGHTS, of_weights
+from pycls_fast.config.presets import PRESETS, groups, options, timm_written_out
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
 from pycls_fast.files import user_path

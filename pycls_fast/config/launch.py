@@ -43,6 +43,7 @@ from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import explaining, unreadable
+from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
@@ -146,7 +147,7 @@ def _flags(arguments: list[str]) -> Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: saved.SavedConfig | None) -> int:
+def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: SavedConfig | None) -> int:
     """Let Hydra call the tool for the run, or for each run of a sweep; returns the exit status."""
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)

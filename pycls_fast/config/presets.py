@@ -10,11 +10,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from pycls_fast.choice import FAMILIES, Section
-from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import Precision
-from pycls_fast.errors import refusing
 from pycls_fast.models.choices import PRESETS as MODELS
-from pycls_fast.reading import read_yaml
 from pycls_fast.strategies import Parallel
 
 
@@ -71,44 +68,6 @@ def _register() -> None:
 _register()
 
 
-OF_WEIGHTS = "of_weights"
-"""The option of the group `model` with which `weights` chooses the model."""
-
-# torchvision's vision transformers under our names; its ResNets have the same.
-_TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
-
-
-def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The section `model` for what `weights` names: timm's or torchvision's name, a run's folder, or a file that has
-    the name of a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
-
-    `of_weights` itself counts for weights that do not say it.
-    """
-    weights, given = str(values.get("weights") or ""), dict(values["model"])
-    hub, _, name = weights.partition(":")
-    found: dict[str, Any] | None = None
-    size = None
-    if hub == "timm" and name:
-        found = {"kind": "timm", "name": name}
-    elif hub == "torchvision" and name:
-        name = name.partition(".")[0]
-        preset = MODELS.get(_TORCHVISION.get(name, name))
-        found = None if preset is None else dict(preset)
-    elif weights and (Path(weights) / "config.yaml").is_file():
-        unreadable = f"weights: {weights}/config.yaml cannot be read"
-        with refusing(unreadable, OSError, ValueError, LookupError, TypeError, use="give its checkpoint"):
-            run = read_yaml(Path(weights) / "config.yaml")
-            found, size = {**run["model"], "num_classes": None}, run["data"]["image_size"]
-    elif Path(weights).is_file() and (name := Path(weights).name.partition(".")[0]) not in MODELS:
-        import timm
-
-        found = {"kind": "timm", "name": name} if timm.is_model(name) else None
-    if found is None:
-        return given, None
-    typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}
-    return {**found, **{key: value for key, value in given.items() if key in typed}}, size
-
-
 def timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:
     """`model=NAME` as `model=timm model.name=NAME` if only timm has a model of this name; else the override."""
     key, _, name = override.partition("=")
@@ -119,32 +78,3 @@ def timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:
     import timm
 
     return ["model=timm", f"model.name={name}"] if timm.is_model(name) else [override]
-
-
-# They do not change what trained weights compute; the number of classes follows from the data.
-_ONLY_TRAINING = {"num_classes", "drop_path", "drop_path_rule", "init", "zero_init_last_gamma"}
-
-
-def model_overrides(model: Mapping[str, Any]) -> str | None:
-    """The closest preset and what differs from it: `model=resnet50 model.groups=32`.
-
-    Args:
-        model: the section `model` of a saved configuration; None is returned if its kind is unknown.
-    """
-    kind = FAMILIES["model"].choices().get(str(model.get("kind")))
-    if kind is None:
-        return None
-    defaults = {key: field.default for key, field in kind.model_fields.items() if not field.is_required()}
-    candidates = []
-    for name, preset in MODELS.items():
-        if name == OF_WEIGHTS:
-            continue
-        own = defaults | preset
-        if own["kind"] == model["kind"]:
-            changed = [key for key, value in model.items() if key not in own or as_typed(value) != as_typed(own[key])]
-            computing = [key for key in changed if key not in _ONLY_TRAINING]
-            # model=timm leaves the name open, which is closer than a preset with another name.
-            contradicted = [key for key in computing if key in own]
-            candidates.append((len(contradicted), len(computing), len(changed), name, computing))
-    *_, name, keys = min(candidates)
-    return " ".join([f"model={name}", *(f"model.{key}={as_typed(model[key])}" for key in keys)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,27 +12,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config.compose import import_modules_of, long_name, validate
 from pycls_fast.config.keys import CONFIGS, key_of
+from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.presets import groups
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
-from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, interpolation, parse_json, read_json, read_yaml
+from pycls_fast.errors import UserError
+from pycls_fast.files import user_path
+from pycls_fast.reading import interpolation
 
 SAVED = "saved_with_weights"
 """The name under which Hydra finds a saved configuration."""
-
-
-@dataclass(frozen=True)
-class SavedConfig:
-    """A saved configuration: plain values as written, and their file."""
-
-    values: Mapping[str, Any]
-    file: Path
-
-    @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return str(self.values.get("config_name", self.file.stem))
 
 
 def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
@@ -54,55 +40,8 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
             "the path, or name an experiment with --config-name (the command line)"
         ) from error
     # A sweep may name several, which are of one configuration.
-    found = (_saved_at(user_path(source)) for source in str(value).split(","))
+    found = (saved_at(user_path(source)) for source in str(value).split(","))
     return next((saved for saved in found if saved is not None), None)
-
-
-def _saved_at(source: Path) -> SavedConfig | None:
-    # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
-    if not source.exists():
-        return None  # A hub name, or an error that is reported when it is opened.
-    path = source.resolve()
-    file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
-    if file.suffix == ".safetensors" and file.is_file() and (values := _in_header(file)) is not None:
-        return SavedConfig(values, file)
-    # A checkpoint; else the best or newest one in a folder of checkpoints; else any file or folder in that of a run.
-    states = [] if (path / "config.yaml").is_file() else [folder / STATE for folder in (path, *best_first(path))]
-    state = next((state for state in states if state.is_file()), None)
-    if state is not None:
-        return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
-    nearby = (path, *source.absolute().parents[:2], *path.parents[:2])
-    run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
-    return None if run_dir is None else saved_in_run(run_dir)
-
-
-def _in_header(file: Path) -> dict[str, Any] | None:
-    """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
-    try:
-        with file.open("rb") as stream:
-            header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
-        text = header.get("__metadata__", {}).get("config")
-        values = None if text is None else parse_json(text)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None  # Reported when the tensors are read.
-    return our_config(values)
-
-
-def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
-    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
-        values = read(file)
-        check(SavedConfiguration, values)
-        return dict(values)
-
-
-def saved_in_run(run_dir: Path) -> SavedConfig:
-    """The configuration in a run folder's `config.yaml`.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
-    file = run_dir / "config.yaml"
-    return SavedConfig(_read(read_yaml, file), file)
 
 
 def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:

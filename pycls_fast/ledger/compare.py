@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image
 
 from pycls_fast import build
-from pycls_fast.config.saved import saved_in_run, validate_saved
+from pycls_fast.config.of_weights import saved_in_run
+from pycls_fast.config.saved import validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError, refusing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pycls_fast import build
 from pycls_fast.config import validate_saved
-from pycls_fast.config.presets import of_weights
+from pycls_fast.config.of_weights import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.parallel import World

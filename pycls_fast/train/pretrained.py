@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config.presets import model_overrides
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError, refuse, refusing
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.network import Network
@@ -30,6 +29,7 @@ from pycls_fast.values import Size
 # The standard deviation of a new head's weights.
 _SMALL = 0.01
 _TIMM_SIZES = ("num_classes", "in_chans", "img_size")
+_OF_ANOTHER = "weights: {} belongs to another model; model=of_weights without model.KEY=VALUE builds it"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def load_weights(
         try:
             fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
         except pretrained.Mismatch as error:
-            raise UserError(*belongs_to(trained, name), *_mismatch_lines(error, network, found, name)) from error
+            of_another = [_OF_ANOTHER.format(name)] if trained else []
+            raise UserError(*of_another, *_mismatch_lines(error, network, found, name)) from error
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
         if for_training:
@@ -245,13 +246,7 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
     with refusing(f"weights: {source}: the model it was trained as cannot be read", LookupError, TypeError, ValueError):
         before, now = (_computing(section, fresh_head=fresh_head) for section in (trained, model))
     if any(before[key] != now[key] for key in now.keys() & before.keys()):
-        refuse(belongs_to(trained, source))
-
-
-def belongs_to(model: Mapping[str, Any], source: str) -> list[str]:
-    """The line of an error that names the model of saved weights; none if it is not known."""
-    overrides = model_overrides(model)
-    return [] if overrides is None else [f"weights: {source} belongs to another model; {overrides} builds it"]
+        raise UserError(_OF_ANOTHER.format(source))
 
 
 def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.config.saved import SavedConfig, register
+from pycls_fast.config.of_weights import SavedConfig
+from pycls_fast.config.saved import register
 from pycls_fast.errors import UserError, printable
 from pycls_fast.reading import cell, parse_json, parse_record, read_bytes, read_yaml
 

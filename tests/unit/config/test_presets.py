@@ -1,10 +1,8 @@
-"""Options without files, timm's own names, overrides of saved models; `speed=meta2022`, over several groups."""
+"""Options without files, timm's own names; `speed=meta2022`, over several groups."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import yaml
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.presets import model_overrides
 from pycls_fast.errors import UserError
 from tests.factories import load_run_config
 
@@ -23,30 +20,6 @@ def test_timms_models_are_models() -> None:
     assert config.model.name == "convnext_atto"
     with pytest.raises(UserError, match=r"convnext_ato"):
         load_config("vit_s16", ["data.root=/nowhere", "model=convnext_ato"])
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("model=resnet50 model.groups=2 model.drop_path=0.1", "model=resnet50 model.groups=2"),
-        ("model=vit_s16 model.init=trunc_normal model.heads=12", "model=deit_s16 model.heads=12"),
-        ("model=vit_s16 model.heads=12 model.qk_norm=true", "model=vit_s16 model.heads=12 model.qk_norm=true"),
-        ("model=timm model.name=convnext_tiny", "model=timm model.name=convnext_tiny"),
-        ("model=vit_c_1gf", "model=vit_c_1gf"),
-    ],
-)
-def test_the_closest_preset_and_what_differs(given: str, expected: str) -> None:
-    saved = _model(given)
-    assert model_overrides(saved) == expected
-    again = _model(expected)
-    assert {key for key in saved if saved[key] != again[key]} <= {"drop_path"}
-
-
-def _model(overrides: str) -> dict[str, Any]:
-    """The section of a configuration as checkpoints hold it."""
-    config = load_config("vit_digits", ["data.image_size=224", *overrides.split()])
-    model: dict[str, Any] = json.loads(config.model_dump_json())["model"]
-    return model
 
 
 HERE = ("data=synthetic", "speed=meta2022", "parallel=single")

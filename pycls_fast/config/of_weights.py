@@ -1,0 +1,117 @@
+"""What weights say of themselves: the configuration that a run saved with them, and the model that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.errors import refusing
+from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
+from pycls_fast.models.choices import PRESETS as MODELS
+from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, parse_json, read_json, read_yaml
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """A saved configuration: plain values as written, and their file."""
+
+    values: Mapping[str, Any]
+    file: Path
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return str(self.values.get("config_name", self.file.stem))
+
+
+def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
+    """The configuration of a run's folder, a checkpoint or exported weights; None if there is none.
+
+    Args:
+        around: any file or folder in a run's folder counts for it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
+    if not source.exists():
+        return None  # A hub name, or an error that is reported when it is opened.
+    path = source.resolve()
+    file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
+    if file.suffix == ".safetensors" and file.is_file() and (values := _in_header(file)) is not None:
+        return SavedConfig(values, file)
+    # A checkpoint; else the best or newest one in a folder of checkpoints; else the folder of a run.
+    states = [] if (path / "config.yaml").is_file() else [folder / STATE for folder in (path, *best_first(path))]
+    state = next((state for state in states if state.is_file()), None)
+    if state is not None:
+        return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
+    nearby = (path, *source.absolute().parents[:2], *path.parents[:2]) if around else (path,)
+    run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
+    return None if run_dir is None else saved_in_run(run_dir)
+
+
+def _in_header(file: Path) -> dict[str, Any] | None:
+    """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
+    try:
+        with file.open("rb") as stream:
+            header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
+        text = header.get("__metadata__", {}).get("config")
+        values = None if text is None else parse_json(text)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # Reported when the tensors are read.
+    return our_config(values)
+
+
+def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
+    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
+        values = read(file)
+        check(SavedConfiguration, values)
+        return dict(values)
+
+
+def saved_in_run(run_dir: Path) -> SavedConfig:
+    """The configuration in a run folder's `config.yaml`.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    file = run_dir / "config.yaml"
+    return SavedConfig(_read(read_yaml, file), file)
+
+
+OF_WEIGHTS = "of_weights"
+"""The option of the group `model` with which `weights` chooses the model."""
+
+# torchvision's vision transformers under our names; its ResNets have the same.
+_TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
+
+
+def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """The section `model` for what `weights` names: timm's or torchvision's name, a run or what it saved, or a file
+    named as a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
+
+    `of_weights` itself counts for weights that do not say it.
+    """
+    weights, given = str(values.get("weights") or ""), dict(values["model"])
+    path = user_path(weights)
+    hub, _, name = weights.partition(":")
+    found: dict[str, Any] | None = None
+    size = None
+    if hub == "timm" and name:
+        found = {"kind": "timm", "name": name}
+    elif hub == "torchvision" and name:
+        name = name.partition(".")[0]
+        preset = MODELS.get(_TORCHVISION.get(name, name))
+        found = None if preset is None else dict(preset)
+    elif weights and (saved := saved_at(path, around=False)) is not None:
+        found, size = {**saved.values["model"], "num_classes": None}, saved.values["data"]["image_size"]
+    elif path.is_file() and (name := path.name.partition(".")[0]) not in MODELS:
+        import timm
+
+        found = {"kind": "timm", "name": name} if timm.is_model(name) else None
+    if found is None:
+        return given, None
+    typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}
+    return {**found, **{key: value for key, value in given.items() if key in typed}}, size
