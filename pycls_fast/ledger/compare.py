@@ -18,15 +18,14 @@ import numpy as np
 from PIL import Image
 
 from pycls_fast import build
-from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError, refusing
-from pycls_fast.files import checkpoints, user_path
+from pycls_fast.files import user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison, shown_images
 from pycls_fast.ledger.report.statistics import pair_images
-from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, read_values, texts
+from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, read_run, read_values, texts
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Predictions
@@ -48,7 +47,7 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
         UserError: a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run_files(run_a), read_run_files(run_b)
-    folder = user_path(output) if output else _default_folder(a.path, b.path)
+    folder = user_path(output) if output else _default_folder(a.run.path, b.run.path)
     record = comparison(a, b, images)
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
     """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
     reason = why_not_paired(a, b)
     cards = {f"speed.{switch.name}": switch.numerics for switch in SWITCHES.values()}
-    settings = differing(a.config, b.config, OF_THE_PLACE)
+    settings = differing(a.run.config, b.run.config, OF_THE_PLACE)
     known = bool(a.environment and b.environment)
     return {
         "kind": "comparison",
@@ -94,13 +93,10 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], left_out: set[str]) ->
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run as it is on disk, finished or not.
+    """A run with what a comparison needs besides.
 
     Attributes:
-        path: the run folder.
-        config: plain values, as saved.
-        records: the lines of `metrics.jsonl`.
-        summary: None until the run is finished.
+        run: as it is on disk, finished or not.
         environment: command, versions, commit and machine of its latest start; empty if they were not saved.
         classes: names; None if neither a checkpoint nor the data has them.
         predictions: of the latest evaluation; None before the first.
@@ -108,21 +104,12 @@ class RunFiles:
         missing: why there is no `source`.
     """
 
-    path: Path
-    config: Mapping[str, Any]
-    records: list[Record]
-    summary: Record | None
+    run: SavedRun
     environment: Mapping[str, Any]
     classes: tuple[str, ...] | None
     predictions: Predictions | None
     source: Images | None = field(repr=False)
     missing: str | None = None
-
-    @property
-    def evaluations(self) -> list[Record]:
-        """Evaluations of the weights that were evaluated last: the average if there is one."""
-        found = [r for r in self.records if r["kind"] == "eval"]
-        return [r for r in found if (r["split"], r["weights"]) == (found[-1]["split"], found[-1]["weights"])]
 
 
 def read_run_files(text: str) -> RunFiles:
@@ -131,22 +118,16 @@ def read_run_files(text: str) -> RunFiles:
     Raises:
         UserError: it is not a run folder, or its files are damaged.
     """
-    folder = RunFolder(user_path(text))
-    saved = saved_in_run(folder.path)
-    summary, environment = (read_values(folder.path / name) for name in ("summary.json", "environment.json"))
-    newest = next(checkpoints(folder.checkpoints), None)
-    state = (read_values(newest / "state.json") if newest is not None else None) or {}
+    run = read_run(user_path(text))
+    folder = RunFolder(run.path)
     predictions = Predictions.load(folder.predictions) if folder.predictions.is_file() else None
-    source, missing = _images(saved.values, str(saved.file))
-    classes = state.get("classes") or (source.classes if source is not None else None)
+    source, missing = _images(run)
+    classes = run.newest.get("classes") or (source.classes if source is not None else None)
     if source is not None and predictions is not None and not _are_those(source, predictions):
         source, missing = None, "the images have changed since the evaluation"
     return RunFiles(
-        path=folder.path,
-        config=saved.values,
-        records=list(folder.records()),
-        summary=summary,
-        environment=environment or {},
+        run=run,
+        environment=read_values(run.path / "environment.json") or {},
         classes=None if classes is None else tuple(classes),
         predictions=predictions,
         source=source,
@@ -163,13 +144,13 @@ def _are_those(source: Images, predictions: Predictions) -> bool:
     return source.label_sets is not None or not (source.labels[indices_N] != predictions.labels_N).any()
 
 
-def _images(config: Mapping[str, Any], where: str) -> tuple[Images | None, str | None]:
+def _images(run: SavedRun) -> tuple[Images | None, str | None]:
     """The run's evaluated images, or why they cannot be opened; the device of its training is not needed."""
     # Nothing is built but the data.
     here: dict[str, Any] = {"imports": [], "run_dir": None, "weights": None}
     here |= {"parallel": {"name": "single"}, "runtime": {"device": "cpu"}}
     try:
-        checked = validate_saved({**config, **here}, where)
+        checked = validate_saved({**run.config, **here}, str(run.path / "config.yaml"))
         with build.world(checked) as world:
             return build.sources(checked, world)["val"], None
     except UserError as error:
@@ -178,28 +159,27 @@ def _images(config: Mapping[str, Any], where: str) -> tuple[Images | None, str |
         return None, str(error)
 
 
-def _run(run: RunFiles) -> Record:
+def _run(files: RunFiles) -> Record:
     """What is known about one run; numbers that it does not have yet are None."""
-    train = [r for r in run.records if r["kind"] == "train"]
-    evaluations = run.evaluations
-    last: Mapping[str, Any] = evaluations[-1] if evaluations else {}
-    summary = run.summary or {}
-    newest: Mapping[str, Any] = train[-1] if train else {}
+    run = files.run
+    train = [record for record in run.records if record["kind"] == "train"]
+    last: Values = run.evaluations[-1] if run.evaluations else {}
+    summary, newest = run.summary or {}, train[-1] if train else {}
     return {
         "path": str(run.path),
         "config_name": run.config.get("config_name"),
-        "environment": dict(run.environment),
+        "environment": dict(files.environment),
         "finished": run.summary is not None,
         "steps": summary.get("steps", newest.get("step")),
-        "epochs": summary.get("epochs", newest.get("epoch")),
+        "epochs": run.numbers["epoch"],
         "weights": last.get("weights"),
         **{key: last.get(key) for key in ("top1", "top5", "map", "loss", "count")},
-        "best_top1": max((r["top1"] for r in evaluations), default=None),
-        **{key: summary.get(key, newest.get(key)) for key in ("images_per_second", "memory_peak_bytes")},
+        **{key: run.numbers[key] for key in ("best_top1", "images_per_second")},
+        "memory_peak_bytes": summary.get("memory_peak_bytes", newest.get("memory_peak_bytes")),
         **{key: summary.get(key) for key in _OF_THE_END},
         "changes": _changes(run.records),
         "curve": curve(train),
-        "evaluations": [{key: r[key] for key in ("epoch", "top1", "loss")} for r in evaluations],
+        "evaluations": [{key: record[key] for key in ("epoch", "top1", "loss")} for record in run.evaluations],
     }
 
 
@@ -210,7 +190,7 @@ def _default_folder(a: Path, b: Path) -> Path:
     return Path("comparisons") / f"{'--'.join('_'.join(path.parts[-2:]) for path in paths)}-{digest}"
 
 
-def _changes(records: Sequence[Record]) -> list[Record]:
+def _changes(records: Sequence[Values]) -> list[Record]:
     """The settings that were changed when a run was resumed, as `{step, epoch, changed}`, without undone steps."""
     found: list[Record] = []
     for record in records:
@@ -225,14 +205,14 @@ def _changes(records: Sequence[Record]) -> list[Record]:
 def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
     """The images of the disagreements by index, as far as they can still be read."""
     found: dict[int, Image.Image] = {}
-    run = a if a.source is not None else b
-    if run.source is None:
+    files = a if a.source is not None else b
+    if files.source is None:
         return found
-    data = run.config["data"]
+    data = files.run.config["data"]
     convert = Conversion(data["exif_orientation"], data["transparent"] == "white")
     for each in (*shown_images(record, "only_a"), *shown_images(record, "only_b")):
         try:
-            picture = decode(run.source.read(each["index"]), convert)
+            picture = decode(files.source.read(each["index"]), convert)
         except (OSError, DamagedImage):
             continue
         # No larger than it is shown.

@@ -11,7 +11,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,8 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
     runs, left_out = list[SavedRun](), dict[Path, str]()
     for path in paths:
         try:
-            runs.append(read_run(path))
+            # The records of many runs need not fit into memory.
+            runs.append(replace(read_run(path), records=(), evaluations=()))
         except UserError as error:
             left_out[path] = error.lines[0]
     table = rows(runs, sort)
@@ -112,16 +114,29 @@ class SavedRun:
 
     Attributes:
         path: of its folder.
-        settings: values of all configuration keys as text, except `run_dir` and `resume`.
+        config: plain values, as saved.
+        state: how it ended.
+        records: the lines of `metrics.jsonl`.
+        evaluations: those that count: of the average of the weights if there is one.
+        summary: only of a finished run.
+        newest: the plain values of its newest checkpoint; empty if there is none.
         numbers: accuracies in percent, images/s, hours (of an unfinished run up to its newest checkpoint), epochs; None
             if not known yet.
-        state: how it ended.
     """
 
     path: Path
-    settings: Mapping[str, str]
-    numbers: Mapping[str, float | None]
+    config: Values
     state: State
+    records: Sequence[Values]
+    evaluations: Sequence[Values]
+    summary: Values | None
+    newest: Values
+    numbers: Mapping[str, float | None]
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Values of all configuration keys as text, except `run_dir` and `resume`."""
+        return {key: value for key, value in texts(self.config).items() if key not in OF_THE_PLACE}
 
     @property
     def repetition(self) -> tuple[str, str]:
@@ -137,17 +152,19 @@ def read_run(path: Path) -> SavedRun:
     """
     kinds = (OSError, ValueError, LookupError, TypeError, AttributeError)
     with refusing(f"{path}: a file of the run cannot be read", *kinds):
-        values = saved_in_run(path).values
+        config = saved_in_run(path).values
         records, summary = list(RunFolder(path).records()), read_values(path / "summary.json")
         state = _state(path, summary, records)
-        newest = next(checkpoints(path / "checkpoints"), None)
-        saved = None if newest is None else read_values(newest / "state.json")
-        is_over = state == "finished" and summary is not None
-        numbers = _of_summary(summary or {}) if is_over else _so_far(saved, records, values.get("schedule", {}))
+        checkpoint = next(checkpoints(path / "checkpoints"), None)
+        newest = (read_values(checkpoint / "state.json") if checkpoint is not None else None) or {}
+        summary = summary if state == "finished" else None
+        taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
+        weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
+        evaluations = [record for record in taken if record["weights"] == weights]
+        numbers = _so_far(config, records, evaluations, newest) if summary is None else _of_summary(summary)
         if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
             raise TypeError("text where a number should be")
-    settings = {key: value for key, value in texts(values).items() if key not in OF_THE_PLACE}
-    return SavedRun(path, settings, numbers, state)
+    return SavedRun(path, config, state, records, evaluations, summary, newest, numbers)
 
 
 def texts(values: Values) -> dict[str, str]:
@@ -185,11 +202,10 @@ def _of_summary(summary: Values) -> dict[str, float | None]:
     }
 
 
-def _so_far(saved: Values | None, records: Sequence[Values], schedule: Values) -> dict[str, float | None]:
-    taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
-    # If there is a moving average, only its evaluations count.
-    weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
-    evaluations = [record for record in taken if record["weights"] == weights]
+def _so_far(
+    config: Values, records: Sequence[Values], evaluations: Sequence[Values], newest: Values
+) -> dict[str, float | None]:
+    schedule = config.get("schedule", {})
     metric = str(schedule.get("best_metric", "top1")), float(schedule.get("best_tolerance", 0.0))
     best = best_evaluation(evaluations, *metric)
     rates = [record["images_per_second"] for record in records if record["kind"] == "train"]
@@ -197,7 +213,7 @@ def _so_far(saved: Values | None, records: Sequence[Values], schedule: Values) -
         **_accuracies(None if best is None else evaluations[best], evaluations[-1] if evaluations else None),
         # As in the summary: the first interval is warm-up.
         "images_per_second": statistics.median(rates[1:] or rates) if rates else None,
-        "hours": None if saved is None else saved["seconds"] / 3600,
+        "hours": newest["seconds"] / 3600 if newest else None,
         "epoch": records[-1]["epoch"] if records else 0.0,
     }
 

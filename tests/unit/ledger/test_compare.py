@@ -17,6 +17,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare_runs, comparison, read_run_files
 from pycls_fast.ledger.report.comparison import verdict
+from pycls_fast.ledger.runs import read_run
 from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -85,9 +86,9 @@ def make_run(
         )
     if finished:
         folder.write_json("summary.json", {
-            "final": final, "steps": 10, "epochs": 5.0, "images_per_second": 1000.0 + len(wrong), "wall_seconds": 60.0,
-            "step_seconds_p50": 0.01, "memory_peak_bytes": 10**9, "parameters": 10**5, "world_size": 1, "device": "cpu",
-            "forward_flops_per_image": 10**6,
+            "final": final, "best": final, "steps": 10, "epochs": 5.0, "images_per_second": 1000.0 + len(wrong),
+            "wall_seconds": 60.0, "step_seconds_p50": 0.01, "memory_peak_bytes": 10**9, "parameters": 10**5,
+            "world_size": 1, "device": "cpu", "forward_flops_per_image": 10**6,
         })  # fmt: skip
     return path
 
@@ -160,6 +161,19 @@ def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.Capt
     page = Page()
     page.feed((b / "out" / "index.html").read_text())
     assert line in page.text
+
+
+def test_the_best_evaluation_is_that_of_the_list_of_runs(tmp_path: Path, digits: Path) -> None:
+    """The last that is nearly as good as the highest, and the run's rate without its warm-up."""
+    path = make_run(tmp_path, digits, WRONG_A, "schedule.best_tolerance=1", finished=False)
+    folder = RunFolder(path)
+    for step, top1 in ((9, 99.5), (10, 99.4)):
+        numbers = {"top1": top1, "top5": 100.0, "loss": 0.2, "count": IMAGES}
+        folder.add_record("eval", step, step / 2, split="val", weights="model", **numbers)
+    folder.add_record("train", 11, 5.5, loss=1.0, images_per_second=1.0)
+    found = comparison(read_run_files(str(path)), read_run_files(str(path)), 0)["a"]
+    assert (found["best_top1"], found["images_per_second"]) == (99.4, 1e3)
+    assert read_run(path).numbers["best_top1"] == 99.4
 
 
 def reason(a: Path, b: Path) -> str:
