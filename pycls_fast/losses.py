@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,7 @@ class Targets:
         labels_B: int64 class indices; if images have several, float32 (B, K), one value per class, for the losses that
             have a sigmoid for each.
         mixed_B: those of the images mixed in, or None.
-        lam: share of `labels_B` in [0, 1], for all images or (B,) per image; `mixed_B` has the rest. A 0-d tensor is a
-            share for all images that stays on its device.
+        lam: share of `labels_B` in [0, 1]; `mixed_B` has the rest. A 0-d tensor is a share that stays on its device.
     """
 
     labels_B: Tensor
@@ -64,14 +63,12 @@ class CrossEntropy:
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         logits_BK = _wide(logits_BK)
-        is_mixed = targets.mixed_B is not None
-        each = "none" if is_mixed and _is_per_image(targets.lam) else "mean"
-        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing, reduction=each)
+        loss = F.cross_entropy(logits_BK, targets.labels_B, label_smoothing=self.label_smoothing)
         if targets.mixed_B is None:
             return loss
-        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing, reduction=each)
+        other = F.cross_entropy(logits_BK, targets.mixed_B, label_smoothing=self.label_smoothing)
         # Cross-entropy is linear in the target, so mixing losses is mixing targets, without a B x K target.
-        return (targets.lam * loss + (1.0 - targets.lam) * other).mean()
+        return targets.lam * loss + (1.0 - targets.lam) * other
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         """The loss per image, (B,)."""
@@ -112,8 +109,7 @@ class BinaryCrossEntropy:
         if targets.labels_B.ndim == 2:
             several_BK = targets.labels_B
             if targets.mixed_B is not None:
-                lam = targets.lam[:, None] if _is_per_image(targets.lam) else targets.lam
-                several_BK = lam * several_BK + (1.0 - lam) * targets.mixed_B
+                several_BK = targets.lam * several_BK + (1.0 - targets.lam) * targets.mixed_B
             smoothed_BK = (1.0 - self.label_smoothing) * several_BK + self.label_smoothing / like_BK.shape[1]
             return smoothed_BK.to(like_BK.dtype)
         target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
@@ -121,11 +117,8 @@ class BinaryCrossEntropy:
         ones_B1 = target_BK.new_ones(len(target_BK), 1)
         if targets.mixed_B is None:
             return target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * share)
-        lam = targets.lam
-        if _is_per_image(lam):
-            lam = lam.to(target_BK.dtype)[:, None]
-        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * lam))
-        return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - lam)))
+        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * targets.lam))
+        return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - targets.lam)))
 
 
 @dataclass(frozen=True)
@@ -195,7 +188,7 @@ def balanced_weights(counts_K: Tensor) -> Tensor:
 class FusedLoss:
     """A loss compiled into few fused kernels, gradient included; nothing is compiled before the first call.
 
-    The mixing share of a batch stays outside, and per-image shares are a tensor, so that new values do not recompile.
+    The mixing share of a batch stays outside, or is a tensor, so that new values do not recompile.
 
     Args:
         plain: any loss of this module.
@@ -206,8 +199,8 @@ class FusedLoss:
         def pair(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor) -> tuple[Tensor, Tensor]:
             return plain(logits_BK, Targets(labels_B)), plain(logits_BK, Targets(mixed_B))
 
-        def each(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam_B: Tensor) -> Tensor:
-            return plain(logits_BK, Targets(labels_B, mixed_B, lam_B))
+        def whole(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam: Tensor) -> Tensor:
+            return plain(logits_BK, Targets(labels_B, mixed_B, lam))
 
         def single(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
             return plain(logits_BK, Targets(labels_B))
@@ -215,29 +208,21 @@ class FusedLoss:
         self.plain = plain
         self._is_affine = getattr(plain, "threshold", None) is None
         self._pair = torch.compile(pair, fullgraph=True, dynamic=False, **compiler)
-        self._each = torch.compile(each, fullgraph=True, dynamic=False, **compiler)
+        self._whole = torch.compile(whole, fullgraph=True, dynamic=False, **compiler)
         self._single = torch.compile(single, fullgraph=True, dynamic=False, **compiler)
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         if targets.mixed_B is None:
             loss: Tensor = self._single(logits_BK, targets.labels_B)
             return loss
-        lam = targets.lam
-        if not self._is_affine and not _is_per_image(lam):
+        if not self._is_affine:
             # The losses of the two labels do not mix into that of the mixed target. Filled on the device: no sync.
-            wide = torch.promote_types(logits_BK.dtype, torch.float32)
-            ones_B = logits_BK.new_ones(len(logits_BK), dtype=wide)
-            lam = ones_B * lam
-        if _is_per_image(lam):
-            weighted: Tensor = self._each(logits_BK, targets.labels_B, targets.mixed_B, lam)
-            return weighted
+            lam = logits_BK.new_ones((), dtype=torch.promote_types(logits_BK.dtype, torch.float32)) * targets.lam
+            together: Tensor = self._whole(logits_BK, targets.labels_B, targets.mixed_B, lam)
+            return together
         one, other = self._pair(logits_BK, targets.labels_B, targets.mixed_B)
         mixed: Tensor = targets.lam * one + (1.0 - targets.lam) * other
         return mixed
-
-
-def _is_per_image(lam: float | Tensor) -> TypeGuard[Tensor]:
-    return isinstance(lam, Tensor) and lam.ndim > 0
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

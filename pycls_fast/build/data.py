@@ -17,7 +17,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Decoder, open_scaled_region
 from pycls_fast.data.loader import ImageLoader, make_loader
-from pycls_fast.data.mix import ElementMixer, Mixer
+from pycls_fast.data.mix import Mixer
 from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
@@ -84,16 +84,14 @@ def check_mixing(config: RunConfig, world: World) -> None:
     """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
 
     Raises:
-        UserError: the microbatch is a single image, or an odd number of images to mix in pairs.
+        UserError: the microbatch is a single image.
     """
-    images = microbatch_size(config, world) if config.augment.mixes else 0
-    pairs = config.augment.mix_mode == "pair"
-    if images == 1 or (pairs and images % 2):
-        needs = "pair needs an even number of images" if pairs else "mixing needs at least 2 images"
+    if config.augment.mixes and microbatch_size(config, world) == 1:
+        batch, parts = config.data.global_batch_size, config.optim.microbatches
         raise UserError(
-            f"augment.mix_mode: {needs} in a microbatch; data.global_batch_size={config.data.global_batch_size} leaves "
-            f"{images} to each of {world.data_size} ranks x optim.accumulation_steps={config.optim.microbatches}; use "
-            "a larger batch, fewer parts, or augment.mix_probability=0"
+            f"data.global_batch_size: mixing needs at least 2 images in a microbatch, and {batch} leaves 1 to each of "
+            f"{world.data_size} ranks x optim.accumulation_steps={parts}; use a larger batch, fewer parts, or "
+            "augment.mix_probability=0"
         )
 
 
@@ -258,10 +256,9 @@ def mixer(config: RunConfig) -> Mixer | None:
     augment = config.augment
     if not augment.mixes:
         return None
-    shares = {
-        "mixup_alpha": augment.mixup_alpha,
-        "cutmix_alpha": augment.cutmix_alpha,
-        "switch_probability": augment.mix_switch_probability,
-        "probability": augment.mix_probability,
-    }
-    return Mixer(**shares) if augment.mix_mode == "batch" else ElementMixer(mode=augment.mix_mode, **shares)
+    return Mixer(
+        mixup_alpha=augment.mixup_alpha,
+        cutmix_alpha=augment.cutmix_alpha,
+        switch_probability=augment.mix_switch_probability,
+        probability=augment.mix_probability,
+    )

@@ -414,8 +414,6 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
             "data.global_batch_size",
             f"{batch} leaves one image in a microbatch, and mixing needs two; use {ways_out}",
         )
-    elif augment.mixes and augment.mix_mode == "pair" and batch / parts % 2 == 1:
-        yield "augment.mix_mode", "pair needs an even number of images in a microbatch; use batch or elem"
     if "all" in config.optim.trainable and len(config.optim.trainable) > 1:
         yield "optim.trainable", "all includes everything; use all alone, or what is to be trained"
     precision = config.precision

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pycls_fast.data.mix import Mixed
 from pycls_fast.data.transforms import NO_BOX, Box
 from pycls_fast.errors import UserError
 from pycls_fast.values import Size
@@ -56,8 +55,8 @@ class Batch:
     to erase."""
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
-    mixed: Mixed | None = None
-    """How the workers have mixed the images; None if they have not."""
+    lam: float | None = None
+    """The share of the image itself, where the workers have mixed each with the one before (`Mixer`)."""
 
     def __len__(self) -> int:
         return len(self.labels_B)

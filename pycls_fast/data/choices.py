@@ -234,11 +234,9 @@ class Augment(Section):
     cutmix_alpha: NonNegativeFloat = 0.0
     """CutMix (Yun et al., 2019): its area is drawn from Beta(alpha, alpha); 0: off."""
     mix_probability: Probability = 1.0
-    """The probability that a batch (with mix_mode=pair or elem: a pair, an image) is mixed at all."""
+    """The probability that a batch is mixed at all."""
     mix_switch_probability: Probability = 0.5
     """The probability of CutMix instead of mixup when both are on."""
-    mix_mode: Literal["batch", "pair", "elem"] = "batch"
-    """Draw one mixing ratio for the whole batch, for each pair of images, or for each image."""
     eval_crop: EvalCrop = "center"
     """Evaluation: how images are resized to data.image_size / eval_crop_ratio before the centre is cut out: in
     proportion, to cover it (center); out of proportion (squash); or in proportion, within it (border, or letterbox:

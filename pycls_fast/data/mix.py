@@ -1,10 +1,9 @@
-"""Mixing pairs of images within a batch: mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019)."""
+"""Mixing images of a batch, each with the one before: mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,29 +11,16 @@ import torch
 from pycls_fast.seeds import frozen_generator
 
 
-class Mixed(NamedTuple):
-    """How a batch was mixed: image i with image i - 1 (the first with the last), or image B - 1 - i if each has its own
-    share; the other image has the share 1 - lam."""
-
-    lam: float | torch.Tensor
-    """Share of the image itself, in 0..1: 1 for a batch that was not mixed; float32 (B,) if each has its own."""
-
-    def labels(self, labels_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]:
-        """`(labels_a_B, labels_b_B, lam)`: the loss is lam * loss(a) + (1 - lam) * loss(b)."""
-        other_B = labels_B.flip(0) if isinstance(self.lam, torch.Tensor) else labels_B.roll(1, 0)
-        return labels_B, other_B, self.lam
-
-
 @dataclass(frozen=True)
 class Mixer:
-    """Mixes whole batches with one lam, by mixup or CutMix.
+    """Mixes image i with image i - 1 (the first with the last), all with one lam, by mixup or CutMix.
 
     All draws are made on the host from the step's seed, so nothing waits for the device.
 
     Attributes:
         mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off, of which one is on.
         switch_probability: probability of CutMix rather than mixup when both are on.
-        probability: probability of mixing a batch (an image, a pair) at all.
+        probability: probability of mixing a batch at all.
     """
 
     mixup_alpha: float = 0.0
@@ -42,12 +28,13 @@ class Mixer:
     switch_probability: float = 0.5
     probability: float = 1.0
 
-    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
-        """The mixed images (new memory, or the same tensor if nothing was mixed), and how."""
+    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, float]:
+        """The mixed images (new memory, or the same tensor if nothing was mixed), and lam, the share of the image
+        itself, in 0..1."""
         lam, box = self._draw(frozen_generator(seed), *images_BCHW.shape[2:])
         if box is not None:
-            return cutmix(images_BCHW, box), Mixed(lam)
-        return images_BCHW if lam == 1 else mixup(images_BCHW, lam), Mixed(lam)
+            return cutmix(images_BCHW, box), lam
+        return images_BCHW if lam == 1 else mixup(images_BCHW, lam), lam
 
     def _draw(
         self, generator: np.random.RandomState, height: int, width: int
@@ -93,51 +80,6 @@ def cutmix_box(lam: float, height: int, width: int, center_y: int, center_x: int
         max(center_x - half_width, 0),
         min(center_x + half_width, width),
     )
-
-
-@dataclass(frozen=True)
-class ElementMixer(Mixer):
-    """Mixes each image with its counterpart from the batch's other end, by mixup or CutMix.
-
-    Attributes:
-        mode: "elem" draws method, lam and box for each image; "pair" the same for both images of a pair.
-    """
-
-    mode: Literal["pair", "elem"] = "elem"
-
-    def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, Mixed]:
-        """The mixed images (new memory), and how."""
-        batch, _, height, width = images_BCHW.shape
-        share_B, box_B4 = self._draw_all(batch, height, width, seed)
-        # The share that mixup keeps of an image; CutMix copies a box of the counterpart and keeps the other pixels.
-        kept_B = np.where(box_B4[:, 2:].any(axis=1), 1.0, share_B)
-        kept_B111, boxes_B4 = (_send(x, images_BCHW.device) for x in (kept_B.reshape(-1, 1, 1, 1), box_B4))
-        kept_B111 = kept_B111.to(images_BCHW.dtype)
-        other_BCHW = images_BCHW.flip(0)
-        mask_B1HW = box_mask(boxes_B4, height, width).unsqueeze(1)
-        mixed_BCHW = torch.where(mask_B1HW, other_BCHW, images_BCHW * kept_B111 + other_BCHW * (1 - kept_B111))
-        return mixed_BCHW, Mixed(_send(share_B.astype(np.float32), images_BCHW.device))
-
-    def _draw_all(self, batch: int, height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """`lam_B` and the boxes of CutMix (top, left, height, width), zeros for none."""
-        generator = frozen_generator(seed)
-        share_B = np.ones(batch)
-        box_B4 = np.zeros((batch, 4), dtype=np.int64)
-        for i in range(batch // 2 if self.mode == "pair" else batch):
-            share_B[i], box = self._draw(generator, height, width)
-            if box is not None:
-                top, bottom, left, right = box
-                box_B4[i] = top, left, bottom - top, right - left
-        if self.mode == "pair":
-            share_B[(batch + 1) // 2 :] = share_B[: batch // 2][::-1]
-            box_B4[(batch + 1) // 2 :] = box_B4[: batch // 2][::-1]
-        return share_B, box_B4
-
-
-def _send(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    # With pinned memory the host does not wait for the copy.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def box_mask(box_B4: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -120,14 +120,14 @@ class PrepareOnHost:
     def __call__(self, batch: Batch, seed: int | None) -> Batch:
         """The batch with float32 images; evaluation, which has no seed, is never mixed."""
         images_BCHW = self.prepare(batch if self.erase else replace(batch, erase_B4=None), seed)
-        mixed = None
+        lam = None
         if self.mixer is not None and seed is not None:
-            images_BCHW, mixed = self.mixer(images_BCHW, seed)
+            images_BCHW, lam = self.mixer(images_BCHW, seed)
         return replace(
             batch,
             images_BHWC=images_BCHW.permute(0, 2, 3, 1).contiguous(),
             erase_B4=None if self.erase else batch.erase_B4,
-            mixed=mixed,
+            lam=lam,
         )
 
 

@@ -288,10 +288,8 @@ class MemoryPlan:
 
         Stages of a pipeline take turns with four each, or with as many as there can be.
         """
-        augment, stages = self.config.augment, self.world.pipeline
-        least = 2 if augment.mixes else 1
-        pairs = 2 if augment.mixes and augment.mix_mode == "pair" else 1
-        found = [self.per_rank // n for n in divisors(self.per_rank) if n >= least and n % pairs == 0]
+        stages, least = self.world.pipeline, 2 if self.config.augment.mixes else 1
+        found = [self.per_rank // n for n in divisors(self.per_rank) if n >= least]
         found = [parts for parts in found if parts % stages == 0]
         return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 

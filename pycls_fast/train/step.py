@@ -113,15 +113,13 @@ class Step:
         seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
         seed_generators(seed, batch.labels_B.device)
         images_BCHW = self.prepare(batch, seed)
-        mixed = batch.mixed
-        if mixed is None and self.mixer is not None:
-            images_BCHW, mixed = self.mixer(images_BCHW, seed)
+        lam = batch.lam
+        if lam is None and self.mixer is not None:
+            images_BCHW, lam = self.mixer(images_BCHW, seed)
         labels_B = batch.labels_B if self.sets_LK is None else self.sets_LK[batch.labels_B]
-        if mixed is None:
+        if lam is None or lam == 1.0:
             return images_BCHW, Targets(labels_B)
-        labels_B, mixed_B, lam = mixed.labels(labels_B)
-        is_mixed = isinstance(lam, Tensor) or lam < 1.0
-        return images_BCHW, Targets(labels_B, mixed_B if is_mixed else None, lam)
+        return images_BCHW, Targets(labels_B, labels_B.roll(1, 0), lam)
 
     def held(self) -> list[Tensor]:
         """What exists from step to step: weights, masters, buffers, average, optimizer state."""

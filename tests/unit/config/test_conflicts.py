@@ -162,8 +162,6 @@ def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
         ("vit_digits", ["model.num_classes=1"], "model.num_classes"),
         ("vit_digits", ["data.global_batch_size=31", "optim.accumulation_steps=2"], "data.global_batch_size"),
         ("vit_digits", ["data.global_batch_size=1", "augment.mixup_alpha=0.2"], "data.global_batch_size"),
-        ("vit_digits", ["data.global_batch_size=3", "augment.mixup_alpha=0.2", "augment.mix_mode=pair"],
-         "augment.mix_mode"),
         ("vit_digits", ["precision=amp_fp16", "precision.loss_scale_floor=1e9"], "precision.loss_scale_floor"),
         ("resnet_digits", ["model.stem=imagenet", "data.image_size=24"], "data.image_size"),
     ],

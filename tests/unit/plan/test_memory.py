@@ -244,9 +244,9 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mixing_gets_two_images() -> None:
-    mixes = ("augment.mixup_alpha=0.8", "augment.mix_mode=pair", "data.global_batch_size=12")
+    mixes = ("augment.mixup_alpha=0.8", "data.global_batch_size=12")
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
-    assert plan.MemoryPlan(config, ALONE, 10).parts() == [6, 3, 2, 1]
+    assert plan.MemoryPlan(config, ALONE, 10).parts() == [6, 4, 3, 2, 1]
 
 
 def test_stages_take_turns_with_four_microbatches_each() -> None:

@@ -305,10 +305,9 @@ def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, f
         ("vit", ("optim.ema_every_steps=2", "loss=bce", "optim=sgd", "optim.lr=0.05")),
         ("vit", ("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "precision=fp16_master")),
         ("vit", ("precision=bf16_params", "model.classifier=pooled")),
-        ("vit", ("augment.mix_mode=elem",)),
         ("resnet", ("speed.ema=loop",)),
     ],
-    ids=["vit", "vit-bce-sgd", "vit-fp16-unmixed", "vit-bf16", "vit-elem", "resnet"],
+    ids=["vit", "vit-bce-sgd", "vit-fp16-unmixed", "vit-bf16", "resnet"],
 )
 def test_replayed_steps_are_the_steps(kind: str, overrides: tuple[str, ...]) -> None:
     expected, plain = trained(kind, *overrides, graphed=False)
