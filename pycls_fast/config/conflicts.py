@@ -182,6 +182,7 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("pipeline", "head=probe", "features are of one process", "head=small"),
     ("tensor", "precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
     ("tensor", "parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
+    ("pipeline", "parallel.sync_batchnorm=true", "only the first stage has any", "parallel.sync_batchnorm=false"),
     ("pipeline", "parallel.compression!=none", "the pipeline averages gradients itself", "parallel.compression=none"),
     ("tensor", "runtime.watchdog=true", "it cannot see inside divided blocks", "runtime.watchdog=false"),
     ("tensor", "speed.qkv=fused", "the three matrices are divided by heads", "speed.qkv=separate"),
