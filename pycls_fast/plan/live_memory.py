@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -66,6 +67,8 @@ class LiveMemory(Operators):
         self._sizes: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in known}
 
     def __enter__(self) -> Any:
+        # Tensors of another mode than this are those of a compiler.
+        self._fake_mode = detect_fake_mode()
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -91,7 +94,7 @@ class LiveMemory(Operators):
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             for part in (part for part in parts if isinstance(part, Tensor)):
                 self._add_parts(part)
-        elif tensor.device.type != "meta":
+        elif tensor.device.type != "meta" and getattr(tensor, "fake_mode", None) is self._fake_mode:
             self._add(tensor.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:

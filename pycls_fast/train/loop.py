@@ -87,7 +87,7 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
         speed = run.parts.speed
         compiled = speed.cross_entropy == "fused" or speed.optimizer_compile == "on" or speed.compile != "off"
-        self.memory = StepMemory(run.world, compiled=compiled)
+        self.memory = StepMemory(run.world, compiled=compiled or run.config.optim.compiles_itself)
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
