@@ -1,4 +1,4 @@
-"""Parameters, operations and activations of a model, counted without running it."""
+"""Parameters and operations of a model, counted without running it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.values import Size
 
@@ -25,27 +23,6 @@ class Complexity:
     """Elements of the parameters."""
     forward_flops: int
     """Operations of convolutions and matrix products; a multiply-add counts 2, a bias nothing."""
-    activations: int
-    """Elements in the outputs of convolutions and matrix products, attention scores included.
-
-    They follow run time on memory-bound accelerators better than operations do (Radosavovic et al., Designing
-    Network Design Spaces, 2020; Dollar et al., Fast and Accurate Model Scaling, 2021). Norms, softmax and
-    pools do not count; pycls' code adds the max-pool (ResNet-50 at 224: 11.3 M there, 11.1 M here).
-    """
-
-
-class _ActivationCounter(TorchDispatchMode):
-    """Adds up the output elements of operators with a FLOP formula: convolutions and matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
-            self.total += sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-        return out
 
 
 def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | tuple[int, int]) -> Complexity:
@@ -65,14 +42,13 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | 
     meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
     image_BCHW = torch.empty(1, 3, *Size.of(image_size), device="meta", dtype=dtype)
-    flops, activations = FlopCounterMode(display=False), _ActivationCounter()
+    flops = FlopCounterMode(display=False)
     # Fused attention hides its scores; its plain form shows the same two products as the written-out formula.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops:
         meta_model(image_BCHW)
     return Complexity(
         parameters=sum(parameter.numel() for parameter in meta_model.parameters()),
         forward_flops=flops.get_total_flops(),
-        activations=activations.total,
     )
 
 

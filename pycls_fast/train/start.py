@@ -102,7 +102,7 @@ def introduce(run: Run) -> None:
     threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
     rows = [
         ("model", f"{config.model.kind}, {human(parts.complexity.parameters)} parameters"),
-        ("one image", f"{size} px, {flops} forward, {human(parts.complexity.activations)} activations"),
+        ("one image", f"{size} px, {flops} forward"),
         ("training images", f"{len(train):,} in {len(train.classes)} classes"),
         ("validation images", f"{len(val):,}"),
         ("steps", f"{run.total_steps:,} ({asked} epochs of {parts.steps_per_epoch:,})"),

@@ -216,7 +216,6 @@ class TimedVariant:
             "model": config.model.kind,
             "parameters": counted.parameters,
             "forward_flops_per_image": counted.forward_flops,
-            "activations_per_image": counted.activations,
             "image_size": config.data.image_size.typed,
             # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
             "train_image_size": config.data.training_image_sizes[0].typed,
