@@ -131,7 +131,7 @@ class CheckVerb(Verb, default=None, words=("baseline", "new")):
 class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     """What float16 cannot hold: `pycls-fast ledger gradients --config-name EXPERIMENT [key=value ...]`.
 
-    A short training: how many gradients float16 cannot hold, and how many updates it loses, as JSON and a picture.
+    A short training: how many gradients float16 cannot hold, and how many updates it loses, as JSON, also by layer.
     """
 
     steps: PositiveInt = 20

@@ -7,7 +7,6 @@ when they are added to a float16 weight (section 3.1).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -224,9 +223,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
     }
     file = training.file
     write_json(file, record)
-    _draw(record, file.with_suffix(".png"))
     _print(training.display, record)
-    print(f"written to {file} and {file.with_suffix('.png')}")
+    print(f"written to {file}")
     return DONE
 
 
@@ -248,40 +246,3 @@ def _print(display: Display, record: Mapping[str, Any]) -> None:
             ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
         ],
     )
-
-
-def _draw(record: Mapping[str, Any], file: Path) -> None:
-    """Draw the histogram and the lost updates of all layers together and of each, as a PNG."""
-    # Only here: matplotlib takes long to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    total, layers = record["total"], {"all": record["total"], **record["layers"]}
-    used = [int(exponent) for exponent in total["exponents"]] or [0]
-    low, high = min(*used, SMALLEST_SUBNORMAL) - 1, max(*used, SMALLEST_NORMAL) + 1
-    shares = []
-    for layer in layers.values():
-        count = max(sum(layer["exponents"].values()), 1)
-        shares.append([100 * layer["exponents"].get(str(exponent), 0) / count for exponent in range(low, high + 1)])
-    figure = Figure(figsize=(13, 2 + 0.2 * len(layers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    image = axes.imshow(
-        shares, aspect="auto", cmap="viridis", extent=(low, high + 1, len(layers) - 0.5, -0.5), interpolation="nearest"
-    )
-    scaled = SMALLEST_SUBNORMAL - 1 - math.log2(record["loss_scale"])
-    for exponent, text, color in (
-        (SMALLEST_SUBNORMAL - 1, "0 in float16", "tab:red"),
-        (SMALLEST_NORMAL, "subnormal in float16", "tab:orange"),
-        (scaled, f"0 in float16, loss × {record['loss_scale']:g}", "tab:purple"),
-    ):
-        axes.axvline(exponent, color=color, linestyle="--", linewidth=1, label=f"left of here: {text}")
-    labels = [f"{name}  (lost: {100 * layer['updates_lost_float16']:.0f}%)" for name, layer in layers.items()]
-    axes.set_yticks(range(len(layers)), labels, fontsize=7)
-    steps = f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}"
-    axes.set(
-        xlim=(low, high + 1), xlabel="log₂ |gradient|", title=f"{steps}; lost: updates without a master in float16"
-    )
-    figure.legend(fontsize=8, loc="outside upper center", ncols=3)
-    figure.colorbar(image, ax=axes, label="% of the layer's gradients")
-    figure.savefig(file, dpi=110)

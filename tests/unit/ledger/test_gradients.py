@@ -89,7 +89,6 @@ def test_a_short_training(tmp_path: Path, digits: Path) -> None:
     assert record["total"]["below_subnormal_scaled"] < record["total"]["below_subnormal"] < 0.5
     assert 0 < record["total"]["updates_lost_float16"] < record["total"]["updates_lost_bfloat16"] < 1
     assert sum(record["total"]["exponents"].values()) == 2 * parameters - record["total"]["zero"]
-    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"^precision: fp16_master rounds gradients before they are counted; use"):
         count_gradients(
             load_config("vit_digits", [*overrides, "precision=fp16_master"]),
