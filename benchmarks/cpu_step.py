@@ -33,7 +33,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.ledger.report.statistics import Speedup, paired_ratio, spread
 from pycls_fast.ledger.report.text import speed_text
-from pycls_fast.parallel import ALONE, place_model
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import environment, versions
 

@@ -368,7 +368,7 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
     from pycls_fast.ledger.measure.timed import part_record
     from pycls_fast.ledger.measure.workloads import Turn
     from pycls_fast.models.complexity import complexity
-    from pycls_fast.parallel import World
+    from pycls_fast.parallel.world import World
     from pycls_fast.train.environment import device_name, versions
 
     def model() -> torch.nn.Module:

@@ -24,11 +24,13 @@ from pathlib import Path
 
 import torch
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import place_model
+from pycls_fast.parallel.wrap import place_model
+from pycls_fast.plan.memory_plan import MemoryPlan
+from pycls_fast.plan.memory_plan import gigabytes as readable
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.metrics import TrainMetrics
@@ -52,14 +54,14 @@ def paper() -> Iterator[str]:
     for name in PAPER:
         for ranks in RANKS:
             config = load_config(name, ["data=synthetic", "precision=amp_bf16"])
-            made = plan.MemoryPlan.imagined(config, torch.device("cuda"), ranks)
+            made = MemoryPlan.imagined(config, torch.device("cuda"), ranks)
             for gigabytes in GIGABYTES:
                 steps = made.fitting(gigabytes * 1e9)
                 chosen = "-" if steps is None else f"{steps} x {made.per_rank // steps}"
                 peak = made.peak(made.parts()[0]) if steps is None else made.peak(steps)
                 note = made.elsewhere(gigabytes * 1e9) if steps is None else ""
                 batch = config.data.global_batch_size
-                yield f"| {name} | {gigabytes} GB | {ranks} | {batch} | {chosen} | {plan.gigabytes(peak)} | {note} |"
+                yield f"| {name} | {gigabytes} GB | {ranks} | {batch} | {chosen} | {readable(peak)} | {note} |"
 
 
 def resident() -> int:
@@ -92,7 +94,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
     config = load_config(model, [*common, "speed.allocator=default", "schedule.warmup_epochs=0", *overrides])
     with build.world(config) as world:
         switches = build.switches(config, world.device)
-        planned = plan.MemoryPlan(config, world).peak(1)
+        planned = MemoryPlan(config, world).peak(1)
         # Libraries take their memory.
         layer = torch.nn.Conv2d(3, 8, 3)
         layer(torch.randn(2, 3, 32, 32)).sum().backward()

@@ -27,7 +27,9 @@ from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import LocalShards, ModelWeights
-from pycls_fast.parallel import World, place_model, start_world
+from pycls_fast.parallel.launch import start_world
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.environment import provenance_lines
 

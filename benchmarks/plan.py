@@ -32,12 +32,13 @@ import torch
 from timm.utils.model import reparameterize_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pycls_fast import plan
 from pycls_fast.config import load_config
-from pycls_fast.parallel import keep_in_float32
+from pycls_fast.parallel.precision import keep_in_float32
+from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.activations import materialise
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory_plan import USABLE
+from pycls_fast.plan.search import Layout, Search
 from pycls_fast.plan.time import Accelerator, Kernels, Measured, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 from pycls_fast.train.environment import provenance_lines
@@ -246,20 +247,20 @@ class Published:
         """The seconds of a step, predicted and published, by the number of GPUs."""
         found: dict[int, Measured] = {}
         for ranks, (images, speed) in self.speeds.items():
-            layout = plan.Layout(replicate=ranks, precision=self.precision)
+            layout = Layout(replicate=ranks, precision=self.precision)
             search = searched(f"{self.device}x{ranks}", self.config, images, self.settings)
             found[ranks] = partial(seconds, search, layout), images * ranks / speed
         return found
 
 
-def searched(cluster: str, config: str, images: int, settings: str) -> plan.Search:
+def searched(cluster: str, config: str, images: int, settings: str) -> Search:
     """A configuration on a cluster, with so many images on each GPU."""
-    made = plan.cluster(cluster)
+    made = clusters.cluster(cluster)
     batch = f"data.global_batch_size={images * made.ranks}"
-    return plan.Search(load_config(config, ["data=synthetic", "optim.ema_decay=null", batch, *settings.split()]), made)
+    return Search(load_config(config, ["data=synthetic", "optim.ema_decay=null", batch, *settings.split()]), made)
 
 
-def seconds(search: plan.Search, layout: plan.Layout, accelerator: Accelerator) -> float:
+def seconds(search: Search, layout: Layout, accelerator: Accelerator) -> float:
     """A step's time with other constants."""
     search.cluster = replace(search.cluster, accelerator=accelerator)
     return search.outcome(layout).step
@@ -321,7 +322,7 @@ def published_lines(apart: list[Errors]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for device in ("a100", "h100"):
         runs = [(run, run.measured()) for run in PUBLISHED if run.device == device]
-        made = fitted(replace(plan.accelerator(device), **START), [rows[NODE] for _, rows in runs if NODE in rows])
+        made = fitted(replace(clusters.accelerator(device), **START), [rows[NODE] for _, rows in runs if NODE in rows])
         constants(device, made)
         for run, rows in runs:
             found = errors(made, rows.values())
@@ -337,10 +338,10 @@ def published_lines(apart: list[Errors]) -> Iterator[str]:
         same = f"speed.compile=off speed.attention=reference data.image_size={size}"
         before = searched(
             f"a100x{ranks}", "vit_h16", images, f"speed.optimizer=loop speed.clip=loop model.classifier=token {same}"
-        ).outcome(plan.Layout(replicate=ranks, precision="amp_fp16"))
+        ).outcome(Layout(replicate=ranks, precision="amp_fp16"))
         after = searched(
             f"a100x{ranks}", "vit_h16", images, f"speed.optimizer=foreach speed.layout=batch_second {same}"
-        ).outcome(plan.Layout(shard=ranks, precision=precision))
+        ).outcome(Layout(shard=ranks, precision=precision))
         times = before.step / after.step
         ladder.append((what, f"{ratio}", f"{times:.2f}", f"{times / ratio - 1.0:+.0%}"))
     yield f"| Meta, ViT-H/16, a100: times DDP | {' | '.join(map(' / '.join, zip(*ladder, strict=True)))} |"
@@ -369,7 +370,7 @@ def read(folder: Path, every: int, cache: Path | None) -> list[Table]:
         found = [(row, model) for key, row in zip(keys, rows, strict=True) if (model := done[key])]
         if cache:
             cache.write_bytes(pickle.dumps(done))
-        chosen = I9 if accelerator == "i9_10940x" else plan.accelerator(accelerator)
+        chosen = I9 if accelerator == "i9_10940x" else clusters.accelerator(accelerator)
         print(f"{name}: {len(found)} of {len(rows)} rows", flush=True)
         known.append((name, chosen, "compiled" in name, found))
     return known

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from pycls_fast import plan
 from pycls_fast.config import load_config
-from pycls_fast.plan import Layout
+from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate
+from pycls_fast.plan.search import Layout, Search
 from pycls_fast.train.environment import provenance_lines
 
 MODELS = {
@@ -60,8 +60,8 @@ def main() -> None:
             for layout in (*BOTH, *(VIT if name.startswith("vit") else ())):
                 layout = Layout(**{**vars(layout), "precision": "fp32"})
                 ranks = layout.data * layout.tensor * layout.pipeline
-                cluster = plan.cluster(f"{folder / 'here.yaml'}:herex{ranks}")
-                predicted = plan.Search(config, cluster).outcome(layout).images_per_second
+                cluster = clusters.cluster(f"{folder / 'here.yaml'}:herex{ranks}")
+                predicted = Search(config, cluster).outcome(layout).images_per_second
                 found = [timed(name, [*chosen, *layout.overrides], ranks, folder) for _ in range(ROUNDS)]
                 measured = statistics.median(found)
                 errors.append(abs(predicted / measured - 1))

@@ -24,7 +24,7 @@ from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.config.saved import SAVED, register
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import split
 

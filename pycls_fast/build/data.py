@@ -27,7 +27,7 @@ from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.models.pretrained import Preprocessing
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 
 # Large enough to keep a GPU busy without gradients, and small enough for a laptop.

@@ -25,7 +25,9 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.models.choices import ViTModel
-from pycls_fast.parallel import World, keep_freed_memory, keep_in_float32, start_world
+from pycls_fast.parallel.launch import keep_freed_memory, start_world
+from pycls_fast.parallel.precision import keep_in_float32
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Device, Speed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

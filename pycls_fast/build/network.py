@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from pycls_fast import parallel
 from pycls_fast.build.device import DTYPES, level, need_compiler
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
@@ -29,7 +28,14 @@ from pycls_fast.optim.optimizers import compile_step, make_capturable
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
-from pycls_fast.parallel import FlatShards, ParallelModel, Pipeline, StrategySettings, World, use_float8, wrap_model
+from pycls_fast.parallel import memory
+from pycls_fast.parallel import pipeline as stages
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.pipeline import Pipeline
+from pycls_fast.parallel.precision import use_float8
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import wrap_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 
@@ -155,7 +161,7 @@ def apply_precision(
 
 def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -> None:
     """Apply the activation-memory switches to a network in its final number and memory formats, in place."""
-    parallel.save_activation_memory(
+    memory.save_activation_memory(
         network,
         network.units(),
         recompute=chosen.recompute,
@@ -169,7 +175,7 @@ def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
     if world.pipeline == 1:
         return None
     settings = config.parallel
-    return parallel.cut(network, world, settings.pipeline_schedule, averages=not settings.facts.shards_weights)
+    return stages.cut(network, world, settings.pipeline_schedule, averages=not settings.facts.shards_weights)
 
 
 def wrap(

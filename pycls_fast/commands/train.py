@@ -178,7 +178,9 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.plan import Report, Search, cluster
+        from pycls_fast.plan.cluster import cluster
+        from pycls_fast.plan.report import Report
+        from pycls_fast.plan.search import Search
         from pycls_fast.train.display import plain_table, wide_console
         from pycls_fast.train.folder import output_file
 

@@ -290,7 +290,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "efficientnet_b0": _timm("efficientnet_b0"),
     # Any model of timm: model=timm model.name=convnext_tiny, or model=convnext_tiny.
     "timm": {"kind": "timm"},
-    # The model that `weights` names (timm:NAME, torchvision:NAME, a run or what it saved); for files that do not say it:
+    # The model that `weights` names (timm:NAME, torchvision:NAME, a run or its files); for files that do not say it:
     "of_weights": _vit("b"),
 }
 """The options of `model=NAME`: the values of their keys."""

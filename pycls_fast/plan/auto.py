@@ -6,7 +6,7 @@ from pycls_fast.build.network import counted_model
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import BATCH_NORM
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.plan.memory_plan import fitting_batch, with_accumulation
 from pycls_fast.values import AUTO, AUTO_EPOCHS
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pycls_fast.build import cores_per_rank, counted_model, model
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.values import AUTO, Size
 

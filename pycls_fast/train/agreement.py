@@ -14,7 +14,7 @@ from pycls_fast.config.keys import PATHS, as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.errors import UserError, refuse
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 
 T = TypeVar("T")
 

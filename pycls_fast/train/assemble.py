@@ -17,7 +17,10 @@ from pycls_fast.network import Network
 from pycls_fast.optim.low_rank import LowRank
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights, local
-from pycls_fast.parallel import FlatShards, ParallelModel, World, place_model
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.parallel_model import ParallelModel
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from pycls_fast.errors import UserError, first_line, refuse, refusing
 from pycls_fast.files import STATE, checkpoints
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import SavedWeights, check, read_bytes, read_json
 
 FORMAT = 4

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display
 
 

@@ -15,7 +15,7 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.of_weights import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.pretrained import load_network
 from pycls_fast.train.resolving import statistics

@@ -18,7 +18,7 @@ import yaml
 
 from pycls_fast.errors import UserError, print_lines, refusing
 from pycls_fast.files import atomic_text, user_path
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command

@@ -17,7 +17,7 @@ from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
 from pycls_fast.models import DropPath
 from pycls_fast.optim.optimizers import set_lr
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from pycls_fast import plan
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.optim.weights import local
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
+from pycls_fast.plan.memory import divisors
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.run import Run
 
@@ -136,7 +136,7 @@ def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", r
 def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
     """`enough_memory` for training, and images enough for batch norm."""
     per_rank = config.data.global_batch_size // world.data_size
-    steps = next((n for n in plan.divisors(per_rank) if n > config.optim.microbatches), None)
+    steps = next((n for n in divisors(per_rank) if n > config.optim.microbatches), None)
     smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
     what = (
         f"{config.data.global_batch_size}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller "

@@ -15,7 +15,8 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import DONE, FAULT, STOPPED, Finished, UserError
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.parallel import Agreement, World, lost_ranks
+from pycls_fast.parallel.rendezvous import lost_ranks
+from pycls_fast.parallel.world import Agreement, World
 from pycls_fast.train.display import Display
 from pycls_fast.train.features import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train

@@ -21,7 +21,9 @@ from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
 from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
-from pycls_fast.parallel import ALONE, FlatShards, World, place_model
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
 from pycls_fast.train.weights import Origin, Weights, find_weights, opened
 from pycls_fast.values import Size

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models import pretrained
 from pycls_fast.models.choices import TimmModel
 from pycls_fast.models.pretrained.preprocessing import rgb_triple
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def after_data(
         classes: the number of classes in the data, if it is known.
         note: reports weights whose mean and standard deviation are not known.
     """
-    return resolve_normalization(plan.resolve_auto(config, images, world, classes=classes), world, note=note)
+    return resolve_normalization(resolve_auto(config, images, world, classes=classes), world, note=note)
 
 
 def pin_weights(config: RunConfig, world: World) -> RunConfig:

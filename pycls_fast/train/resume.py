@@ -19,7 +19,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
 from pycls_fast.errors import UserError, first_few, refuse
 from pycls_fast.files import timestamp, user_path
-from pycls_fast.parallel import World, first_of_launch
+from pycls_fast.parallel.rendezvous import first_of_launch
+from pycls_fast.parallel.world import World
 from pycls_fast.reading import SavedState
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train import checkpoint, saving

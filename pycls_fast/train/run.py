@@ -16,7 +16,8 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.offload import HostOptimizer
-from pycls_fast.parallel import World, floating_buffers, plain_name
+from pycls_fast.parallel.fairscale import plain_name
+from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State, split

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.checkpoint import FORMAT, State, Tensors, own_share, quiet, reason_of, split
 
 # Failures of a disk, a folder or another rank; anything else is a bug.

@@ -13,7 +13,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display

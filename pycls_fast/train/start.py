@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
+from pycls_fast.plan.memory_plan import MemoryPlan, device_memory
 from pycls_fast.plan.race import race
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.agreement import check_same_settings, on_main
@@ -183,9 +184,9 @@ def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
 def _memory(run: Run) -> str:
     """What a rank's device has to hold, by the memory plan."""
     steps = run.config.optim.microbatches
-    made = plan.MemoryPlan(run.config, run.world, len(run.classes))
+    made = MemoryPlan(run.config, run.world, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
-    memory = plan.device_memory(run.config, run.world)
+    memory = device_memory(run.config, run.world)
     if memory is None:
         return text
     # What activations take is not known if the number of microbatches was given.

@@ -19,7 +19,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights
-from pycls_fast.parallel import ParallelModel
+from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.seeds import microbatch_seed, seed_generators
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycls_fast.errors import UserError
 from pycls_fast.optim.weights import local
-from pycls_fast.parallel import plain_name
+from pycls_fast.parallel.fairscale import plain_name
 
 
 class Watchdog:

@@ -22,7 +22,8 @@ from pycls_fast.models import pretrained
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss
 from pycls_fast.optim.weights import local, local_slices
-from pycls_fast.parallel import ALONE, World, place_model
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.reading import SavedWeights
 from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint

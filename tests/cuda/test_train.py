@@ -13,7 +13,9 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.data.prepare import to_device
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import World, place_model, start_world
+from pycls_fast.parallel.launch import start_world
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.precision import LEVELS
 from pycls_fast.strategies import Parallel
 from pycls_fast.train import train

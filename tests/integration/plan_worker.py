@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import World, place_model, start_world
-from pycls_fast.plan import Layout
+from pycls_fast.parallel.launch import start_world
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.memory_plan import MemoryPlan
+from pycls_fast.plan.search import Layout
 from pycls_fast.plan.work import EXCHANGES, CountWork
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
@@ -99,7 +102,7 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
     for each in work.found:
         if each.kind in EXCHANGES:
             found[each.kind] += round(each.bytes)
-    planned = plan.MemoryPlan(config, world, CLASSES).peak(parts)
+    planned = MemoryPlan(config, world, CLASSES).peak(parts)
     return {"planned": planned, "held": memory.peak, "exchanged": found}
 
 

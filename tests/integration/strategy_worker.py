@@ -33,8 +33,8 @@ from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
-from pycls_fast.parallel import World, start_world
-from pycls_fast.parallel.launch import _grid, make_mesh
+from pycls_fast.parallel.launch import _grid, make_mesh, start_world
+from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics

@@ -13,7 +13,7 @@ from torch import nn
 import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, distillation
 from tests.integration.runs import TINY, records
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset
 
 import pycls_fast
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train import loop
 from tests.integration.runs import ROOT, TINY, records
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.plan import Search, cluster
+from pycls_fast.plan.cluster import cluster
+from pycls_fast.plan.search import Search
 from tests.integration.plan_worker import CLASSES, LAYOUTS, configured
 from tests.integration.runs import run_process, under_torchrun
 

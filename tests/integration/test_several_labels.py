@@ -20,7 +20,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.predict import predict
 from pycls_fast.ledger.compare import read_run_files, why_not_paired
 from pycls_fast.ledger.runs import list_runs
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.tasks.calibrate import calibrate
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.soup import soup

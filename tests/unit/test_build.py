@@ -20,7 +20,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.assemble import make_step
 

@@ -18,8 +18,8 @@ from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.offload import HostOptimizer
-from pycls_fast.parallel import World
 from pycls_fast.parallel.memory import Recomputed, SavedTensors
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve
 
 DEVICES: tuple[Device, ...] = typing.get_args(Device)

@@ -26,7 +26,8 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE, place_model
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import SWITCHES, Speed, resolve
 from pycls_fast.train.assemble import make_step

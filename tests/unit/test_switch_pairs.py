@@ -22,7 +22,8 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import ALONE, place_model
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
 from pycls_fast.train.assemble import make_step

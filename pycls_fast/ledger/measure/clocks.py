@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pycls_fast.ledger.report.statistics import spread
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 
 
 def synchronize(device: torch.device) -> None:

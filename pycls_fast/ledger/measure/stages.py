@@ -24,7 +24,7 @@ from pycls_fast.data.sampling import Keys
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import synchronize
 from pycls_fast.ledger.report.statistics import spread
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 
 STAGES = ("read", "decode", "augment", "collate", "copy")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.choices import Synthetic
 from pycls_fast.data.sources.base import Images
@@ -29,7 +29,9 @@ from pycls_fast.ledger.measure.workloads import (
 )
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.models.complexity import Complexity, complexity
-from pycls_fast.parallel import World, place_model
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
+from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
@@ -99,7 +101,7 @@ class TimedVariant:
         sources = same_data[0] if same_data else build.sources(config, world)
         train = sources["train"]
         classes = build.num_classes(config, train)
-        config = plan.resolve_auto(config, len(train), world, classes=classes)
+        config = resolve_auto(config, len(train), world, classes=classes)
         if {"loader", "both"} & set(parts):
             # Only these parts read images, and need at least one global batch.
             build.steps_per_epoch(config, len(train))

@@ -14,7 +14,7 @@ from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.timed import TimedVariant, speed_comparison
 from pycls_fast.ledger.measure.workloads import PartName, StepRange
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import output_file, write_json

@@ -23,7 +23,8 @@ from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.clocks import synchronize, timed
-from pycls_fast.parallel import World, uncompiled
+from pycls_fast.parallel.compile import uncompiled
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step

@@ -19,7 +19,8 @@ from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
 from pycls_fast.models.exported import ExportedNetwork
 from pycls_fast.network import Network
-from pycls_fast.parallel import ParallelModel, World
+from pycls_fast.parallel.parallel_model import ParallelModel
+from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
 from pycls_fast.train.damaged import DamagedImages

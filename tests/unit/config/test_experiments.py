@@ -9,7 +9,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from pycls_fast import build, plan, published
+from pycls_fast import build, published
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
@@ -19,7 +19,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.speed import Speed, resolve
 
 EXPERIMENTS = sorted({file.stem for file in CONFIGS.glob("*.yaml")} - {"base"})
@@ -50,7 +51,7 @@ def training_images(name: str) -> int:
 )
 def test_an_experiment_builds(name: str) -> None:
     images = training_images(name)
-    config = plan.resolve_auto(load(name), images, ALONE)
+    config = resolve_auto(load(name), images, ALONE)
     assert config.config_name == name
     header = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").partition("defaults:")[0]
     wrong = {key for key, _ in problems(config, Purpose(trains=True))}

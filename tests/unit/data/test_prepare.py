@@ -16,7 +16,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare, to_device
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.losses import Targets
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
 from pycls_fast.train.step import Step
 from tests.unit.data.conftest import assert_same
 

@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import numerics
 from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import short
 from pycls_fast.train.assemble import make_step
 from tests.factories import randomise

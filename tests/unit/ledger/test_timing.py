@@ -14,7 +14,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import clocks, stages, timing, workloads
 from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 
 CPU = torch.device("cpu")
 SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]

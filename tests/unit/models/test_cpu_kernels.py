@@ -30,7 +30,8 @@ from pycls_fast.models.cpu_kernels import (
     products_linear,
 )
 from pycls_fast.models.layers import Compute, Mlp, PatchStem
-from pycls_fast.parallel import keep_in_float32, save_activation_memory
+from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.precision import keep_in_float32
 from tests.factories import randomise
 from tests.unit.models.conftest import draw
 

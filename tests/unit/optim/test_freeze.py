@@ -15,7 +15,7 @@ from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.freeze import freeze
 from pycls_fast.optim.groups import parameter_groups
-from pycls_fast.parallel import floating_buffers
+from pycls_fast.parallel.world import floating_buffers
 
 
 def vit() -> VisionTransformer:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pycls_fast.parallel import World, start_world
+from pycls_fast.parallel.launch import start_world
+from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Parallel
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.parallel import World, place_model
 from pycls_fast.parallel.compile import _WithBudget, compile_model, uncompiled
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.

@@ -19,8 +19,11 @@ from pycls_fast.config import load_config
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel import FlatShards, World, fairscale, floating_buffers, start_world
+from pycls_fast.parallel import fairscale
+from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.parallel_model import StrategySettings
+from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.run import Run
 from tests.factories import make_optimizer

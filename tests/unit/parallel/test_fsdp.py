@@ -20,9 +20,11 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
-from pycls_fast.parallel import StrategySettings, World, wrap_model
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.parallel.parallel_model import StrategySettings
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import wrap_model
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed

@@ -170,7 +170,7 @@ def test_ranks_that_share_a_model_see_the_same_images(monkeypatch: pytest.Monkey
 SCRIPT = """
 import resource, sys
 import torch
-from pycls_fast.parallel import keep_freed_memory
+from pycls_fast.parallel.launch import keep_freed_memory
 
 def step():
     kept = [torch.ones(10 << 20) for _ in range(3)]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.parallel import ParallelModel, World
 from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.ddp import _bucket_megabytes
+from pycls_fast.parallel.parallel_model import ParallelModel
+from pycls_fast.parallel.world import World
 
 SHAPES = [(), (7,), (40, 33), (128, 65), (4, 3, 2, 2), (1000,)]
 

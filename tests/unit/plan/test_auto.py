@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import World
+from pycls_fast.parallel.world import World
+from pycls_fast.plan.auto import resolve_auto
 
 
 def world(size: int = 1) -> World:
@@ -33,20 +34,20 @@ def finetune(*overrides: str) -> RunConfig:
     ],
 )
 def test_sizes_follow_the_number_of_images(images: int, batch: int, epochs: int, every: int) -> None:
-    config = plan.resolve_auto(finetune(), images, world())
+    config = resolve_auto(finetune(), images, world())
     assert config.data.global_batch_size == batch
     assert config.schedule.epochs == epochs
     assert config.runtime.eval_every_epochs == every
     assert images // batch >= 1
     # A run resumes with what it began with: the numbers are the same the second time.
-    assert plan.resolve_auto(config, images, world()) == config
+    assert resolve_auto(config, images, world()) == config
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (3, 1), (8, 1), (2, 4)])
 def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
     config = finetune(f"optim.accumulation_steps={steps}")
     for images in (ranks * steps, 48, 1_000, 100_000):
-        batch = plan.resolve_auto(config, images, world(ranks)).data.global_batch_size
+        batch = resolve_auto(config, images, world(ranks)).data.global_batch_size
         assert batch % (ranks * steps) == 0
         assert batch <= max(images, ranks * steps)
         assert batch // (ranks * steps) >= min(2, images // (ranks * steps))
@@ -56,14 +57,14 @@ def test_numbers_that_are_given_stay() -> None:
     config = finetune(
         "schedule.epochs=7", "schedule.warmup_epochs=0", "data.global_batch_size=13", "runtime.eval_every_epochs=4"
     )
-    found = plan.resolve_auto(config, 48, world())
+    found = resolve_auto(config, 48, world())
     assert (found.schedule, found.data, found.runtime) == (config.schedule, config.data, config.runtime)
 
 
 @pytest.mark.parametrize("name", ["finetune", "linear_probe"])
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.1), (2, 0.2), (10, 1.0), (50, 2.0)])
 def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -> None:
-    config = plan.resolve_auto(load_config(name, ["data.root=/nowhere", f"schedule.epochs={epochs}"]), 10_000, world())
+    config = resolve_auto(load_config(name, ["data.root=/nowhere", f"schedule.epochs={epochs}"]), 10_000, world())
     assert config.schedule.warmup_epochs == pytest.approx(warmup)
     rate = build.schedule(config, steps_per_epoch=100)
     # The last step's rate is far below the highest, which the warm-up reaches.
@@ -73,8 +74,8 @@ def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -
 
 def test_a_warm_up_longer_than_what_was_chosen() -> None:
     with pytest.raises(UserError, match=r"schedule.warmup_epochs: 30 is longer than the training of 10 epochs"):
-        plan.resolve_auto(finetune("schedule.warmup_epochs=30"), 50_000, world())
-    plan.resolve_auto(finetune("schedule.warmup_epochs=20"), 48, world())
+        resolve_auto(finetune("schedule.warmup_epochs=30"), 50_000, world())
+    resolve_auto(finetune("schedule.warmup_epochs=20"), 48, world())
 
 
 @pytest.mark.parametrize(
@@ -83,12 +84,12 @@ def test_a_warm_up_longer_than_what_was_chosen() -> None:
 )  # fmt: skip
 def test_the_family_decides_on_layer_decay(model: str, decay: float | None) -> None:
     config = finetune(*f"model={model}".split())
-    assert plan.resolve_auto(config, 100, world()).optim.layer_decay == decay
+    assert resolve_auto(config, 100, world()).optim.layer_decay == decay
     given = finetune(*f"model={model}".split(), "optim.layer_decay=null")
-    assert plan.resolve_auto(given, 100, world()).optim.layer_decay is None
+    assert resolve_auto(given, 100, world()).optim.layer_decay is None
 
 
 @pytest.mark.parametrize(("images", "frozen"), [(19_999, "frozen"), (20_000, "train")])
 def test_few_images_leave_the_statistics_alone(images: int, frozen: str) -> None:
-    assert plan.resolve_auto(finetune("model=resnet18"), images, world()).optim.batch_norm == frozen
-    assert plan.resolve_auto(finetune("optim.batch_norm=train"), images, world()).optim.batch_norm == "train"
+    assert resolve_auto(finetune("model=resnet18"), images, world()).optim.batch_norm == frozen
+    assert resolve_auto(finetune("optim.batch_norm=train"), images, world()).optim.batch_norm == "train"

@@ -13,15 +13,20 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pycls_fast import build, plan
+from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
 from pycls_fast.given import give
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import ALONE, World, place_model
 from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
+from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.memory import Copies, Sizes, State
+from pycls_fast.plan.memory import state as state_of
+from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
@@ -63,7 +68,7 @@ def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: in
         for index in range(2):
             memory.peak = memory.live
             step(index, [batch] * config.optim.microbatches, metrics)
-    made = plan.MemoryPlan(config, world, 10)
+    made = MemoryPlan(config, world, 10)
     assert made.peak(config.optim.microbatches) == pytest.approx(memory.peak, rel=within)
 
 
@@ -86,7 +91,7 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
     with tracker:
         step(1, [batch], metrics)
     counted = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert plan.MemoryPlan(config, ALONE, 10).peak(1) == pytest.approx(counted, rel=0.05)
+    assert MemoryPlan(config, ALONE, 10).peak(1) == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +188,8 @@ def test_a_rank_that_computes_half_of_each_block(eight: World) -> None:
 
 
 def test_the_state_of_each_strategy() -> None:
-    def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> plan.State:
-        return plan.state(plan.Sizes(1000, trained, 100), plan.Copies(strategy, degree, 2, **keys))
+    def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> State:
+        return state_of(Sizes(1000, trained, 100), Copies(strategy, degree, 2, **keys))
 
     assert held("single", 1).updating == held("ddp", 1).updating == 16_000
     # DDP's buckets are never freed.
@@ -196,14 +201,14 @@ def test_the_state_of_each_strategy() -> None:
 
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides])
-    return plan.resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
+    return resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
 
 
 def test_the_fewest_microbatches_that_fit_are_taken() -> None:
     assert resolved().optim.accumulation_steps == 1
     config = resolved("runtime.device_memory=1GB")
     assert config.optim.accumulation_steps == 1
-    made = plan.MemoryPlan(config, ALONE, 10)
+    made = MemoryPlan(config, ALONE, 10)
     memory = made.peak(8) / 0.92
     config = resolved(f"runtime.device_memory={memory / 1e6 + 0.01}MB")
     assert config.optim.accumulation_steps == 8
@@ -217,7 +222,7 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
 def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given() -> None:
     full = resolved("data.global_batch_size=auto", "optim.accumulation_steps=1")
     assert full.data.global_batch_size == 64
-    memory = plan.MemoryPlan(full, ALONE, 10).peak(1) / 2
+    memory = MemoryPlan(full, ALONE, 10).peak(1) / 2
     config = resolved(
         "data.global_batch_size=auto", "optim.accumulation_steps=1", f"runtime.device_memory={memory / 1e6}MB"
     )
@@ -237,7 +242,7 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
         module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, width), nn.Linear(width, 10))
         keys = ["model=given", f"model.module={give(module)}", "precision=fp32", "data.global_batch_size=8"]
         config = load_config("vit_digits", keys)
-        peaks.append(plan.MemoryPlan(config, ALONE, 10).peak(1))
+        peaks.append(MemoryPlan(config, ALONE, 10).peak(1))
         raced.append(race.race(config).ratio)
     assert peaks[1] > 10 * peaks[0]
     assert raced == [0, 1]
@@ -246,7 +251,7 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
 def test_mixing_gets_two_images() -> None:
     mixes = ("augment.mixup_alpha=0.8", "data.global_batch_size=12")
     config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
-    assert plan.MemoryPlan(config, ALONE, 10).parts() == [6, 4, 3, 2, 1]
+    assert MemoryPlan(config, ALONE, 10).parts() == [6, 4, 3, 2, 1]
 
 
 def test_stages_take_turns_with_four_microbatches_each() -> None:
@@ -254,7 +259,7 @@ def test_stages_take_turns_with_four_microbatches_each() -> None:
 
     def chosen(batch: int, ranks: int = 4) -> RunConfig:
         world = World(rank=0, size=ranks, device=CPU, pipeline=2)
-        return plan.resolve_auto(config.with_values(data={"global_batch_size": batch}), 1_000, world, classes=10)
+        return resolve_auto(config.with_values(data={"global_batch_size": batch}), 1_000, world, classes=10)
 
     assert chosen(64).optim.accumulation_steps == 8
     assert chosen(12).optim.accumulation_steps == 6
@@ -266,7 +271,7 @@ def test_the_time_does_not_grow_with_the_depth() -> None:
     counts = []
     for depth in (2, 12):
         config = configured(VIT, 4, 1, f"model.depth={depth}", "model.drop_path=0.1")
-        made = plan.MemoryPlan(config, ALONE, 10)
+        made = MemoryPlan(config, ALONE, 10)
         activations = made.activations(4, config.data.image_size, gradients_exist=False)
         assert len(activations.blocks) == depth
         # The first block drops nothing.
@@ -283,7 +288,7 @@ def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
         for index in range(3):
             with memory.counting(step.held):
                 step(index, [batch], metrics)
-        assert memory.bytes() == pytest.approx(plan.MemoryPlan(config, ALONE, 10).peak(1), rel=0.05)
+        assert memory.bytes() == pytest.approx(MemoryPlan(config, ALONE, 10).peak(1), rel=0.05)
         peaks.append(memory.bytes())
     assert peaks[1] < 0.7 * peaks[0]
     assert StepMemory(ALONE, compiled=True).counted is None

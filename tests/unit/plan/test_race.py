@@ -12,7 +12,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.network import Network
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.race import Race, compile_if_it_pays, race
 from pycls_fast.speed import Speed
 from pycls_fast.train.resolving import with_precision

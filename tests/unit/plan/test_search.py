@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast import plan
 from pycls_fast.config import command_line, load_config
+from pycls_fast.plan import cluster as clusters
+from pycls_fast.plan.cluster import accelerator, interval
+from pycls_fast.plan.memory_plan import MemoryPlan
+from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Layout, Search
 from tests.factories import script
 
@@ -23,7 +26,7 @@ VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
 
 @pytest.fixture(scope="module")
 def search() -> Search:
-    return Search(load_config("vit_digits", VIT), plan.cluster("h100x16"), 10)
+    return Search(load_config("vit_digits", VIT), clusters.cluster("h100x16"), 10)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,7 @@ def search() -> Search:
 )
 def test_memory_is_the_memory_plan_of_that_run(search: Search, layout: Layout) -> None:
     config = search.config.with_values(**layout.values)
-    whole = plan.MemoryPlan.imagined(config, torch.device("cuda"), 16, 10).peak(layout.accumulation)
+    whole = MemoryPlan.imagined(config, torch.device("cuda"), 16, 10).peak(layout.accumulation)
     assert search.outcome(layout).memory == pytest.approx(whole, rel=0.05)
 
 
@@ -79,7 +82,7 @@ def test_what_shards_exchange_is_copied_too(search: Search) -> None:
 def test_experts_are_divided_beside_all_else() -> None:
     """What the configuration already has of a layout does not matter."""
     config = load_config("vit_moe_digits", [*VIT, "parallel=fsdp", "parallel.expert_degree=4"])
-    search = Search(config, plan.cluster("h100x16"), 10)
+    search = Search(config, clusters.cluster("h100x16"), 10)
     assert {(each.expert > 1, each.tensor > 1, each.pipeline > 1) for each in search.layouts()} == set(
         itertools.product((False, True), repeat=3)
     )
@@ -122,17 +125,17 @@ def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) 
 def test_published_speeds_are_predicted() -> None:
     for run in script("plan").PUBLISHED:
         for ranks, (predicted, seconds) in run.measured().items():
-            assert predicted(plan.accelerator(run.device)) == pytest.approx(seconds, rel=0.15), (run.name, ranks)
+            assert predicted(accelerator(run.device)) == pytest.approx(seconds, rel=0.15), (run.name, ranks)
 
 
 def test_intervals_are_those_of_the_comparison() -> None:
     page = Path(__file__).parents[3] / "docs" / "results" / "plan.md"
-    low, high = plan.interval("seconds")
+    low, high = interval("seconds")
     assert f"took {low:.2f} to {high:.2f} times the predicted seconds" in page.read_text()
 
 
 def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
-    report = plan.Report("", search.outcomes(), 1, search.cluster)
+    report = Report("", search.outcomes(), 1, search.cluster)
     found = report.frontier()
     assert len(found) > 2
     for each in report.outcomes:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pycls_fast import plan
 from pycls_fast.config import load_config
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate
+from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
 
@@ -25,7 +26,7 @@ DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units
 def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
     """FLOPs of the forward and of the backward pass of a configuration."""
     config = load_config("vit_digits", ["data=synthetic", "precision=fp32", *overrides])
-    made = plan.MemoryPlan(config, ALONE, 10)
+    made = MemoryPlan(config, ALONE, 10)
     found = made.activations(images, config.data.image_size, gradients_exist=False)
     forward, backward = (
         [*found.around[at], *(work for block in found.blocks for work in block.kernels[at])] for at in (0, 1)
@@ -124,8 +125,8 @@ def test_fitting_finds_the_constants_that_made_the_rows() -> None:
 
 
 def test_a_ring_takes_its_bytes_and_its_hops() -> None:
-    cluster = plan.cluster("h100x16")
-    one = plan.cluster("h100x8")
+    cluster = clusters.cluster("h100x16")
+    one = clusters.cluster("h100x8")
     assert one.gather(8e9, 8) == pytest.approx(7e9 / one.inside + 7 * one.latency[0])
     assert cluster.reduce(8e9, 16) > one.reduce(8e9, 8)
     # Neighbours in other nodes share the network with seven more groups.
@@ -137,12 +138,12 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
 
 
 def test_an_all_reduce_of_many_nodes_waits_for_the_logarithm_of_their_hops() -> None:
-    cluster = plan.cluster("h100x3584")
+    cluster = clusters.cluster("h100x3584")
     inside, across = cluster.latency
     assert cluster.reduce(8.0, 3584) == pytest.approx(2 * (7 * inside + 9 * across), rel=1e-3)
     assert cluster.gather(8.0, 3584) == pytest.approx(3136 * inside + 447 * across, rel=1e-3)
     # Of many bytes a ring sends a part less.
-    assert plan.cluster("h100x8").reduce(8e9, 8) < 2 * 8e9 / cluster.inside
+    assert clusters.cluster("h100x8").reduce(8e9, 8) < 2 * 8e9 / cluster.inside
 
 
 def test_statistics_are_read_for_in_training_only() -> None:
@@ -159,7 +160,7 @@ def test_statistics_are_read_for_in_training_only() -> None:
 @pytest.mark.slow
 def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
     calibrate(tmp_path / "here.yaml")
-    here = plan.cluster(f"{tmp_path / 'here.yaml'}:herex2")
+    here = clusters.cluster(f"{tmp_path / 'here.yaml'}:herex2")
     assert here.accelerator.device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert 0 < here.gather(2**24, 2) < 10
     assert 0.05 < here.gathers < 5

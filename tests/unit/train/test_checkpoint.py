@@ -14,7 +14,7 @@ import torch
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.saving import Saver
 from tests.factories import load_checkpoint, save_checkpoint

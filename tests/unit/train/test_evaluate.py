@@ -26,7 +26,8 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.files import step_of
 from pycls_fast.losses import Criterion
-from pycls_fast.parallel import ALONE, ParallelModel
+from pycls_fast.parallel.parallel_model import ParallelModel
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
 from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, mistakes, roc_auc, set_scores

@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.watchdog import Watchdog
 

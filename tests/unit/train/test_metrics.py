@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train.metrics import Clock, TrainMetrics
 from tests.unit.train.test_step import batch
 from tests.unit.train.test_step import made_of_graphs as made

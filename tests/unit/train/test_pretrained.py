@@ -24,7 +24,7 @@ from pycls_fast.models import TimmNetwork, VisionTransformer
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.network import Network, Units
-from pycls_fast.parallel import ALONE
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights, restore

@@ -14,7 +14,7 @@ from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.parallel import ALONE, World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import resume
 from pycls_fast.train.resolving import as_saved
 from pycls_fast.train.resume import _check_resumable, _print_changes

@@ -16,7 +16,8 @@ from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel import ALONE, World, place_model
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep
