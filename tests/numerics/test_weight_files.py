@@ -360,25 +360,6 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
     assert_same(ours, lambda batch: theirs(batch.flip(1)))
 
 
-def test_pycls_regnet_pyth_into_timms(tmp_path: Path) -> None:
-    theirs = randomise(timm.create_model("regnety_002", num_classes=CLASSES)).eval()
-
-    def renamed(name: str) -> str:
-        name = re.sub(r"\.conv([123])\.conv\.", lambda m: f".f.{'abc'[int(m[1]) - 1]}.", name)
-        name = re.sub(r"\.conv([123])\.bn\.", lambda m: f".f.{'abc'[int(m[1]) - 1]}_bn.", name)
-        name = name.replace(".se.fc1.", ".f.se.f_ex.0.").replace(".se.fc2.", ".f.se.f_ex.2.")
-        return name.replace(".downsample.conv.", ".proj.").replace(".downsample.bn.", ".bn.")
-
-    state = {renamed(name): tensor for name, tensor in theirs.state_dict().items()}
-    assert {"s1.b1.f.se.f_ex.2.bias", "s1.b1.proj.weight", "s2.b1.bn.weight"} <= set(state)
-    torch.save({"model_state": state, "epoch": 99}, tmp_path / "regnet.pyth")
-    ours = TimmNetwork(name="regnety_002", num_classes=CLASSES).double().eval()
-    fitted = load(ours, tmp_path / "regnet.pyth")
-    assert fitted.adapted == {"network.stem.conv.weight": "input channels from BGR to RGB"}
-    assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
-    assert_same(ours, lambda batch: theirs(batch.flip(1)), 64)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("classes", [CLASSES, 3])
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pycls_fast.models.pretrained.names import (
     TRANSFORMERS,
     VITS,
     in_timm_names,
-    regnet_in_timm_names,
 )
 from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_kind, check_settings
@@ -147,8 +146,6 @@ def _in_names_of(
         state, unnamed = in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
         rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
-    elif "s1.b1.f.a.weight" in state:
-        state = regnet_in_timm_names(state)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         before, state = state, _filtered_by_timm(network, state)
         _note_resized(before, state, shapes, fitted)

@@ -44,12 +44,11 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
     Raises:
         UserError: a tensor whose shape contradicts the layout.
     """
-    is_regnet = "s1.b1.f.se.f_ex.0.weight" in state
     if any(f"{prefix}embedding/kernel" in state for prefix in _JAX_PREFIXES):
         return JAX_VIT, *_translate(_flax_in_torch_form(state), _jax_vit(), JAX_VIT)
     if "encoder.block_0.ln_1.weight" in state:
         return PYCLS_VIT, *_translate(state, _PYCLS_VIT, PYCLS_VIT, _PYCLS_VIT_SPELLINGS)
-    if "s1.b1.f.a.weight" in state and not is_regnet:
+    if "s1.b1.f.a.weight" in state:
         # Their blocks are counted from 1.
         spelled = {re.sub(r"(s\d\.b)(\d+)", lambda m: f"{m[1]}{int(m[2]) - 1}", name): t for name, t in state.items()}
         return PYCLS_RESNET, *_translate(spelled, _pycls_resnet(), PYCLS_RESNET)
@@ -104,11 +103,6 @@ def to_resnet(state: State, *, shortcut: ShortcutKind = "conv") -> dict[str, Ten
         ValueError: tensors that theirs has no place for.
     """
     return _all_of(_translate_back(state, _resnet("stem.deep.0.conv.weight" in state, shortcut)))
-
-
-def regnet_in_timm_names(state: State) -> dict[str, Tensor]:
-    """A RegNet of pycls under timm's names; stages, blocks, stem and head have the same names in both."""
-    return dict(zip(_spelled(state, _PYCLS_REGNET), state.values(), strict=True))
 
 
 def _all_of(found: tuple[dict[str, Tensor], list[str]]) -> dict[str, Tensor]:
@@ -273,19 +267,6 @@ def _pycls_resnet() -> list[Row]:
         table += [(f"{theirs}.proj", f"{ours}.shortcut.conv"), (f"{theirs}.bn", f"{ours}.shortcut.norm")]
     return table
 
-
-_PYCLS_REGNET = (
-    (r"\.f\.se\.f_ex\.0\.", ".se.fc1."),
-    (r"\.f\.se\.f_ex\.2\.", ".se.fc2."),
-    (r"\.f\.a\.", ".conv1.conv."),
-    (r"\.f\.a_bn\.", ".conv1.bn."),
-    (r"\.f\.b\.", ".conv2.conv."),
-    (r"\.f\.b_bn\.", ".conv2.bn."),
-    (r"\.f\.c\.", ".conv3.conv."),
-    (r"\.f\.c_bn\.", ".conv3.bn."),
-    (r"\.proj\.", ".downsample.conv."),
-    (r"(\.b\d+)\.bn\.", r"\1.downsample.bn."),
-)
 
 _JAX_PREFIXES = ("opt/target/", "params/img/", "params/", "")
 
