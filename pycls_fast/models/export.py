@@ -125,10 +125,9 @@ def _ends(model: Network) -> dict[str, Any]:
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
     elif isinstance(model, VisionTransformer):
         classifier, first = "head", "patch_embed.proj"
-    elif isinstance(model, ResNet):
-        classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
     else:
-        raise NotImplementedError(f"timm's names of the first and last layers of {type(model).__name__}")
+        assert isinstance(model, ResNet)
+        classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
     return {"classifier": classifier, "first_conv": first}
 
 

@@ -162,16 +162,10 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
-    """A note if another precision is known to be faster on this device."""
-    name, compute, on_gpu = config.precision.name, build.compute_dtype(config), world.device.type == "cuda"
-    if build.level(config).float8:
-        return
-    if on_gpu and compute == torch.bfloat16 and build.cuda_precision(world.device) != "amp_bf16":
-        yield f"precision: {name} is slow on this GPU, which has no units for bfloat16; use precision=amp_fp16"
-    if not on_gpu and compute == torch.float16:
-        # torch has no fast float16 convolution for most CPUs: a step of a ResNet may take minutes.
-        yield f"precision: {name} computes in float16, which CPUs do slowly; use precision=amp_bf16 or fp32"
-    elif not on_gpu and world.is_main:
+    """A note if another precision is much faster on this CPU."""
+    compute = build.compute_dtype(config)
+    is_raced = compute in (torch.float32, torch.bfloat16) and not build.level(config).float8
+    if world.device.type == "cpu" and world.is_main and is_raced:
         ratio = race(config).ratio
         faster, slower = ("fp32", 1 / ratio) if compute == torch.bfloat16 else ("amp_bf16", ratio)
         if slower > _MUCH_SLOWER:

@@ -72,7 +72,7 @@ def open_manifest(
             path.absolute(),
             "manifest",
             CachePolicy.of(data, how),
-            build=partial(_read_table, path, base, names, stamp, is_test=split == "test"),
+            build=partial(_read_table, path, names, stamp, is_test=split == "test"),
             is_fresh=partial(operator.eq, stamp),
         )
         paths = Texts(index.arrays["names"], index.arrays["name_ends"])
@@ -84,7 +84,7 @@ def open_manifest(
     return opened
 
 
-def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict[str, Any], *, is_test: bool) -> Index:
+def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], *, is_test: bool) -> Index:
     reader = _read_parquet if path.suffix.lower() == ".parquet" else _read_csv
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column = stamp["columns"]
@@ -106,7 +106,7 @@ def _read_table(path: Path, base: Path, names: Sequence[str] | None, stamp: dict
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
     classes, numbers, sets = name_classes(labels, names=names, where=str(path), separator=separator)
-    texts = Texts.of(os.fsencode(own) for own in _slashed(base, [str(own) for own in paths]))
+    texts = Texts.of(os.fsencode(str(own)) for own in paths)
     arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers, "splits": splits, "sets": sets}
     given = {name: array for name, array in arrays.items() if array is not None}
     return Index(given, {"classes": list(classes)}, stamp)
@@ -129,17 +129,6 @@ def _columns_of_marks(table: dict[str, Sequence[Any]], label_column: str) -> dic
         if marks
         else {}
     )
-
-
-def _slashed(base: Path, paths: list[str]) -> list[str]:
-    """Windows paths with slashes in place of backslashes.
-
-    On other systems a backslash may be part of a name: then the first path that has one exists.
-    """
-    first = next((path for path in paths if "\\" in path), None)
-    if first is None or os.access(base / first, os.F_OK):
-        return paths
-    return [path.replace("\\", "/") for path in paths]
 
 
 def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:

@@ -84,23 +84,6 @@ def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> No
     assert counts(tmp_path) == {"train": 2, "val": 1}
 
 
-def test_paths_as_windows_writes_them(tmp_path: Path) -> None:
-    """A file whose name has a backslash is still found."""
-    for name in ("cat/1.png", "dog/2.png", r"odd\3.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(CONTENT["train"][0].data)
-
-    def names(*paths: str) -> list[str]:
-        rows = "".join(f"{path},{label}\n" for path, label in zip(paths, "ab", strict=True))
-        for split in ("train", "val"):
-            (tmp_path / f"{split}.csv").write_text(f"path,label\n{rows}")
-        source = opened("manifest", tmp_path)["train"]
-        return [str(Path(source.name(index)).relative_to(tmp_path)) for index in range(len(source))]
-
-    assert names(r"cat\1.png", r"dog\2.png") == ["cat/1.png", "dog/2.png"]
-    assert names(r"odd\3.png", r"odd\3.png") == [r"odd\3.png"] * 2
-
-
 def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,2\nb.jpg,0\n")
     (tmp_path / "val.csv").write_text("path,label\nc.jpg,1\n")

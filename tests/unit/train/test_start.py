@@ -60,7 +60,6 @@ def test_a_precision_that_is_slow_here(
         (["precision=fp32", "speed.compile=model"], ["speed.compile: compiling"]),
         (["precision=amp_bf16", "speed.compile=off"], []),
         (["precision=fp8", "precision.fp8_emulate=true"], []),
-        (["precision=fp16_master"], ["precision: fp16_master computes in float16, which CPUs do slowly"]),
         # 0.99 ** 100 is 0.366.
         (
             ["precision=fp32", "optim.ema_decay=0.99", "optim.ema_warmup=false"],
