@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError, refuse
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models import TimmNetwork
 from pycls_fast.network import Network
-from pycls_fast.optim import freeze as freezing
+from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import Group, by_name, parameter_groups
 from pycls_fast.optim.low_rank import LowRank
@@ -119,9 +119,9 @@ def freeze(config: RunConfig, network: Network) -> set[str]:
     """Freeze everything that `optim.trainable` does not name, and batch norm's statistics if configured, in place;
     returns the names of what `optim.lora_rank` adapts.
     """
-    adapted = freezing.freeze(network, config.optim.trainable, adapted=config.optim.lora_rank is not None)
+    adapted = grouping.freeze(network, config.optim.trainable, adapted=config.optim.lora_rank is not None)
     if config.optim.batch_norm == "frozen":
-        freezing.keep_statistics(network)
+        grouping.keep_statistics(network)
     return adapted
 
 

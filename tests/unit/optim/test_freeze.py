@@ -13,8 +13,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
-from pycls_fast.optim.freeze import freeze
-from pycls_fast.optim.groups import parameter_groups
+from pycls_fast.optim.groups import freeze, parameter_groups
 from pycls_fast.parallel.world import floating_buffers
 
 
