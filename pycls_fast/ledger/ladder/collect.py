@@ -36,7 +36,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
     """The record of a ledger, finished or not."""
     variants, total = ledger.selection.variants(), ledger.total()
     records = [_variant(ledger, variant) for variant in variants]
-    of_different_starts = compare_speed(records, ledger.folder.starts)
+    compare_speed(records)
     rounds = ledger.settings.rounds
     timed = next((record for variant in variants for record in ledger.folder.timings(variant, rounds)), None)
     # Device and ranks of this process, which measures nothing, are not the variants'.
@@ -55,7 +55,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         code=ledger.folder.codes,
         environment={key: value for key, value in here.items() if key not in ("device", "world_size")},
         gradients=_gradients(ledger),
-        unmeasured=ledger.unmeasured | of_different_starts,
+        unmeasured=ledger.unmeasured,
         unfinished=None if finished else Unfinished(done=total - sum(ledger.missing().values()), of=total),
         accuracy=ledger.crossed.record() if ledger.crossed else None,
         variants=records,
@@ -109,7 +109,6 @@ def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
     parts = [record["train"] for record in rounds]
     steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
     p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
-    # Over all rounds; `compare_speed` narrows it to those that are paired.
     rate = geometric_mean([part["images_per_second"] for part in parts]).ratio
     memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
     products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
@@ -126,9 +125,7 @@ def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
         share_of_matmul=float(np.median(shares)) if shares else None,
         memory_peak_bytes=max(memory, default=None),
         rounds=[part["images_per_second"] for part in parts],
-        paired_rounds=[],
         matmul_flops_per_second=products if len(products) == len(rounds) else None,
-        times=[record["time"] for record in rounds],
         image_size=rounds[0]["train_image_size"],
         precision=rounds[0]["precision"],
         switches=rounds[0]["switches"],

@@ -35,7 +35,6 @@ class LedgerFolder:
         accept_code: whether the folder may hold measurements of different code.
 
     Attributes:
-        starts: when each start began, this one last, in seconds since 1970.
         codes: digests of all code that the folder was measured with.
         crossing: what is known of its variants as factors of the trainings, once it trains.
     """
@@ -50,7 +49,6 @@ class LedgerFolder:
     ) -> None:
         self.path = path
         self._plan_file, self._took_file = path / "plan.json", path / "took.json"
-        self.starts: list[float] = []
         self.codes: list[str] = []
         self.crossing: dict[str, Any] = {}
         self._say, self._code, self._accept_code = say, code, accept_code
@@ -74,12 +72,8 @@ class LedgerFolder:
                 self.check(plan)
                 self._write_plan()
                 if self._took_file.is_file():
-                    took = read_measurement(self._took_file)
-                    self._before, self.starts = took["seconds"], took["starts"]
-                self.starts.append(time.time())
+                    self._before = read_measurement(self._took_file)["seconds"]
                 self._started = time.monotonic()
-                # Saved before any timing, so that each round can be assigned to its start.
-                self.lap()
             stack.callback(self.lap)
             yield
 
@@ -117,8 +111,8 @@ class LedgerFolder:
         return self._before + time.monotonic() - self._started
 
     def lap(self) -> None:
-        """Save the seconds and the starts; a kill -9 loses the time since."""
-        write_json(self._took_file, {"seconds": self.seconds, "starts": self.starts})
+        """Save the seconds; a kill -9 loses the time since."""
+        write_json(self._took_file, {"seconds": self.seconds})
 
     def _write_plan(self) -> None:
         write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": self.crossing})

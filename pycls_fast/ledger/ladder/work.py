@@ -1,7 +1,7 @@
 """A ladder at work: time every variant in turns, measure its rounding, train with and without it.
 
 Each measurement is a separate process that writes a file. Measurements whose file exists are not repeated, so that a
-killed ledger resumes where it was.
+killed ledger resumes where it was; only a round of timings that it has cut short is timed anew.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Ledger:
         self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
         # Seconds of this start's processes, those of trainings apart.
         self._took: dict[bool, list[float]] = {False: [], True: []}
+        # Timings of this start.
+        self._timed: set[Path] = set()
 
     def plan(self) -> dict[str, Any]:
         """What the folder belongs to."""
@@ -113,11 +115,13 @@ class Ledger:
                 took = None if finished is None else finished.seconds
                 after_first(took, read_measurement(self.folder.timing_file(variant, 0)))
         s = self.settings
-        for number in range(1, s.rounds):
-            # Alternating order: a steady drift cancels over two rounds.
-            order = self.selection.runnable()
-            for variant in order if number % 2 == 0 else reversed(order):
-                self._time(variant, number)
+        for number in range(s.rounds):
+            # Again for those that `_time` has put aside.
+            for _ in range(2):
+                # Alternating order: a steady drift cancels over two rounds.
+                order = self.selection.runnable()
+                for variant in order if number % 2 == 0 else reversed(order):
+                    self._time(variant, number)
         after_phase()
         if s.numerics_steps is not None:
             for variant in self.with_rounding():
@@ -192,6 +196,11 @@ class Ledger:
         finished = self._measure(what, "time", variant, arguments, file, again=again)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished, is_first=number == 0)
+        elif finished is not None:
+            self._timed.add(file)
+            # Between starts the machine's speed drifts: what an earlier one timed of this round is timed again.
+            for other in {self.folder.timing_file(each, number) for each in self.selection.runnable()} - self._timed:
+                other.unlink(missing_ok=True)
         return finished
 
     def _extra(self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:

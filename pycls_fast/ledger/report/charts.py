@@ -170,12 +170,10 @@ def _throughput(record: Record) -> Chart | None:
         ranks = f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""
         return Bar(variant, found.ratio, f"{found.ratio:.2f}x{ranks}", interval)
 
-    apart = ", ".join(v.name for v, timing in record.timed if timing.speedup and timing.speedup.unpaired)
     return Chart(
         "throughput",
         "Relative throughput",
-        "Rate over the first variant's, paired by round. The thin line is the 95% interval."
-        + (f" Rounds from different starts, not paired: {apart}." if apart else ""),
+        "Rate over the first variant's, paired by round. The thin line is the 95% interval.",
         bars([bar(variant) for variant in record.variants], "images/s, first variant = 1", line=1.0),
     )
 

@@ -134,9 +134,7 @@ def _speed_change(
     """A speed is lost if it fell by more than the tolerance, and the p-value, after Holm, confirms it."""
     beyond, is_shown = now.ratio < before.ratio * (1 - tolerance), p_value <= LEVEL
     lost, text = beyond and is_shown, f"{now.ratio / before.ratio - 1:+.1%}"
-    if before.unpaired or now.unpaired:
-        text += ", timed in different starts: not tested"
-    elif before.low is None or now.low is None:
+    if before.low is None or now.low is None:
         lost, text = beyond, f"{text}, without an interval"
     elif not is_shown:
         text += ", too few rounds to say" if beyond else ", within the intervals"

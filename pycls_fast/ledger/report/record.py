@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,8 +29,9 @@ class _Part(BaseModel):
 class Timing(_Part):
     """A variant's timings, of all ranks together; memory per rank.
 
-    `images_per_second` and `flops_per_second` are over `paired_rounds` (those that one start timed together with the
-    first variant's), or over all `rounds` if none is; `step_seconds_*` are over all steps.
+    `images_per_second` and `flops_per_second` are over all `rounds`, `step_seconds_*` over all steps. The quotient of
+    two rates over the same rounds is the geometric mean of the rounds' quotients, which is the speed-up; medians over
+    all steps would contradict it.
     """
 
     images_per_second: Positive
@@ -45,31 +44,13 @@ class Timing(_Part):
     share_of_matmul: Finite | None
     memory_peak_bytes: int | None
     rounds: Annotated[list[Positive], Field(min_length=1)]
-    paired_rounds: list[int]
     # The machine's own speed in each round.
     matmul_flops_per_second: list[Positive] | None
-    times: list[float]
     image_size: ImageSize
     precision: str
     switches: dict[str, Any]
     speedup: Speedup | None = None
     speedup_before: Speedup | None = None
-
-    def over(self, paired_rounds: Sequence[int]) -> Timing:
-        """The timing with its rates over these rounds, or over all if there are none.
-
-        The quotient of two rates over the same rounds is the geometric mean of the quotients of the rounds, which is
-        the speed-up. Medians over all steps would contradict it.
-        """
-        rate = geometric_mean([self.rounds[i] for i in paired_rounds or range(len(self.rounds))]).ratio
-        flops = self.flops_per_second
-        return self.model_copy(
-            update={
-                "images_per_second": rate,
-                "flops_per_second": None if flops is None else flops * rate / self.images_per_second,
-                "paired_rounds": list(paired_rounds),
-            }
-        )
 
 
 class Rounding(_Part):
@@ -183,47 +164,14 @@ def read_record(file: Path) -> Record:
         return check(Record, file.read_bytes())
 
 
-def compare_speed(variants: Sequence[VariantRecord], starts: Sequence[float]) -> dict[str, str]:
-    """Add `speedup` and `speedup_before` to the timings; returns what is not counted, and why.
-
-    Args:
-        variants: the first is the reference.
-        starts: when each start of the ledger began, in seconds since 1970.
-    """
+def compare_speed(variants: Sequence[VariantRecord]) -> None:
+    """Add `speedup` and `speedup_before` to the timings; the first variant is the reference."""
     by_name = {variant.name: variant for variant in variants}
-    without = {}
     for variant in variants:
         for key, other in (("speedup", variants[0].name), ("speedup_before", variant.before)):
             reference = by_name[other].timing if other in by_name else None
-            timing = variant.timing
-            if timing is None or reference is None:
-                continue
-            together = _paired_rounds(reference, timing, starts)
-            found = _in_pairs(reference, timing, together)
-            timing = timing.over(together) if other == variants[0].name else timing
-            variant.timing = timing.model_copy(update={key: found})
-            rounds = min(len(reference.rounds), len(timing.rounds))
-            if found.rounds < rounds:
-                what = "interval" if found.low is None else f"{rounds - found.rounds} of {rounds} rounds"
-                without[f"{variant.name}: {what} of the speed-up over '{other}'"] = (
-                    "their rounds are from different starts, between which the machine's speed drifts; with more "
-                    "rounds= both are timed again"
-                )
-    return without
-
-
-def _paired_rounds(reference: Timing, timing: Timing, starts: Sequence[float]) -> list[int]:
-    """The rounds in which one start timed both.
-
-    A variant that was repaired, or that failed in an earlier start, may be timed on a different day than the reference.
-    """
-    # After a kill one of them may be a round ahead.
-    rounds = range(min(len(reference.rounds), len(timing.rounds)))
-    return [i for i in rounds if bisect(starts, reference.times[i]) == bisect(starts, timing.times[i])]
-
-
-def _in_pairs(reference: Timing, timing: Timing, together: Sequence[int]) -> Speedup:
-    """The speed-up over paired rounds; if there are none, over all rounds without an interval."""
-    rounds = together or range(min(len(reference.rounds), len(timing.rounds)))
-    found = geometric_mean([timing.rounds[i] / reference.rounds[i] for i in rounds])
-    return found if together else replace(found, low=None, high=None, rounds=0)
+            if variant.timing is not None and reference is not None:
+                # One that fails in a later round has fewer.
+                pairs = zip(variant.timing.rounds, reference.rounds, strict=False)
+                found = geometric_mean([rate / of_reference for rate, of_reference in pairs])
+                variant.timing = variant.timing.model_copy(update={key: found})

@@ -61,18 +61,13 @@ class Speedup:
     Attributes:
         ratio: the geometric mean.
         low, high: its 95% interval (Student's t of the logarithms over the rounds), or None below two rounds.
-        rounds: number of rounds; 0 if no start of a ledger measured both, so that the rounds are from different starts.
+        rounds: number of rounds.
     """
 
     ratio: float
     low: float | None
     high: float | None
     rounds: int
-
-    @property
-    def unpaired(self) -> bool:
-        """Whether it is over rounds from different starts, and so includes the machine's drift."""
-        return self.rounds == 0
 
 
 def geometric_mean(ratios: Sequence[float]) -> Speedup:

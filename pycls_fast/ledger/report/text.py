@@ -149,7 +149,7 @@ def speed_text(speedup: Speedup | None) -> str:
     if speedup is None:
         return ""
     if speedup.low is None or speedup.high is None:
-        return f"{speedup.ratio:.2f}x ({'one round' if speedup.rounds == 1 else 'no interval'})"
+        return f"{speedup.ratio:.2f}x (one round)"
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 

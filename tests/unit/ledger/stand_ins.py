@@ -161,8 +161,7 @@ def timing(rounds: Sequence[float], speedup: Speedup | None = None, **changed: A
     return {
         "images_per_second": rate, "step_seconds_p50": 64 / rate, "step_seconds_p90": 70 / rate, "images_per_step": 64,
         "samples": 9, "flops_per_second": 1e9 * rate, "share_of_matmul": 0.25, "memory_peak_bytes": 2_000_000_000,
-        "rounds": list(rounds), "paired_rounds": [*range(len(rounds))],
-        "matmul_flops_per_second": None, "times": [float(i) for i in range(len(rounds))], "image_size": 224,
+        "rounds": list(rounds), "matmul_flops_per_second": None, "image_size": 224,
         "precision": "fp32", "switches": {}, "speedup": speedup, "speedup_before": speedup, **changed,
     }  # fmt: skip
 

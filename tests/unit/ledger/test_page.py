@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.effects import more_runs
 from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
-from pycls_fast.ledger.report.record import Record, Timing, Unfinished, compare_speed, read_record
+from pycls_fast.ledger.report.record import Record, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, title, verdicts
 from pycls_fast.values import Size
@@ -278,15 +278,12 @@ def test_a_speedup_names_its_ranks(record: Record) -> None:
 
 
 def test_rates_agree_with_the_speedups() -> None:
-    """Over the rounds of the same start; medians over all steps would contradict them."""
-    found = Timing.model_validate(timing([10.0, 40.0], images_per_second=50.0, flops_per_second=500.0)).over([])
-    assert found.images_per_second == pytest.approx(20.0)
-    assert found.flops_per_second == pytest.approx(200.0)
+    """Medians over all steps would contradict them."""
     rounds = {"a": [100.0, 80.0, 120.0], "b": [130.0, 90.0, 170.0], "c": [70.0, 95.0, 101.0]}
     variants = record_of(
         *(variant(n, b, timing=timing(rounds[n])) for n, b in (("a", None), ("b", "a"), ("c", "b")))
     ).variants
-    assert compare_speed(variants, [0.0]) == {}
+    compare_speed(variants)
     a, b, c = (each.timing for each in variants)
     assert a is not None
     assert b is not None
@@ -295,14 +292,12 @@ def test_rates_agree_with_the_speedups() -> None:
     assert c.speedup_before is not None
     assert b.speedup.ratio == pytest.approx(b.images_per_second / a.images_per_second)
     assert c.speedup_before.ratio == pytest.approx(c.images_per_second / b.images_per_second)
-    apart = record_of(
-        variant("a", None, timing=timing([100.0, 100.0], times=[1.0, 11.0])),
-        variant("b", "a", timing=timing([1.0, 130.0], times=[12.0, 13.0])),
+    shorter = record_of(
+        variant("a", None, timing=timing([100.0, 50.0])), variant("b", "a", timing=timing([130.0]))
     ).variants
-    compare_speed(apart, [0.0, 10.0])
-    assert apart[1].timing is not None
-    assert apart[1].timing.speedup is not None
-    assert (apart[1].timing.paired_rounds, apart[1].timing.speedup.ratio) == ([1], pytest.approx(1.3))
+    compare_speed(shorter)
+    assert shorter[1].timing is not None
+    assert shorter[1].timing.speedup == Speedup(pytest.approx(1.3), None, None, 1)
 
 
 @pytest.mark.slow
