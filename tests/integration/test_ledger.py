@@ -124,7 +124,8 @@ def test_sigterm_leaves_the_record_and_the_same_command_resumes(
 
     stamp = timed.stat().st_mtime_ns
     run_process(arguments, cwd=tmp_path)
-    assert timed.stat().st_mtime_ns == stamp
+    # Again, in the same start as the other.
+    assert timed.stat().st_mtime_ns > stamp
     assert _timed(folder) == [True, True]
 
 
