@@ -40,17 +40,19 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEAT
 
 
 def _examples(images: int) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Layers and inputs that time each kind of kernel."""
-    for width, channels in ((384, 64), (768, 128)):
+    """Layers and inputs that time each kind of kernel: in a CPU's caches and beyond, with many channels and few."""
+    for width in (384, 768):
         yield nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)), torch.randn(images, 196, width)
         yield nn.Sequential(nn.LayerNorm(width), nn.GELU()), torch.randn(images, 196, width)
-        small = torch.randn(images, channels, 28, 28)
-        yield nn.Conv2d(channels, channels, 3, padding=1), small
-        yield nn.Conv2d(channels, channels, 3, padding=1, groups=8), small
-        for side in (3, 9):
-            yield nn.Conv2d(channels, channels, side, padding=side // 2, groups=channels), small
-        yield nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), small
         yield _Attention(), torch.randn(images, 6, 196, width // 6)
+    yield nn.Conv2d(3, 64, 7, stride=2, padding=3), torch.randn(images, 3, 112, 112)
+    for channels, side in ((64, 56), (128, 28), (512, 7)):
+        features = torch.randn(images, channels, side, side)
+        yield nn.Conv2d(channels, channels, 3, padding=1), features
+        yield nn.Conv2d(channels, channels, 3, padding=1, groups=8), features
+        for taps in (3, 9):
+            yield nn.Conv2d(channels, channels, taps, padding=taps // 2, groups=channels), features
+        yield nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), features
 
 
 class _Attention(nn.Module):
