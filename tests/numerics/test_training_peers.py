@@ -22,7 +22,6 @@ from torch.nn.functional import one_hot
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.mix import Mixed
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
@@ -116,14 +115,14 @@ def mixed_batches(config: RunConfig) -> list[Batch]:
         images, labels = torch.randn(count, 3, *size, dtype=torch.float64), torch.randint(CLASSES, (count,))
         lam = float(torch.rand(()))
         mixed = lam * images + (1 - lam) * images.roll(1, 0)
-        found.append(Batch(mixed, labels, torch.arange(count), None, mixed=Mixed(lam)))
+        found.append(Batch(mixed, labels, torch.arange(count), None, lam=lam))
     return found
 
 
 def timm_loss(config: RunConfig, logits_BK: Tensor, batch: Batch) -> Tensor:
-    assert isinstance(batch.mixed, Mixed)
+    assert batch.lam is not None
     one_BK, other_BK = (one_hot(labels_B, CLASSES).double() for labels_B in (batch.labels_B, batch.labels_B.roll(1, 0)))
-    target_BK = batch.mixed.lam * one_BK + (1 - batch.mixed.lam) * other_BK
+    target_BK = batch.lam * one_BK + (1 - batch.lam) * other_BK
     # In float64; timm's own smoothing, in float32, is compared in `tests/unit/test_losses.py`.
     target_BK = (1 - config.loss.label_smoothing) * target_BK + config.loss.label_smoothing / CLASSES
     if config.loss.name == "bce":
