@@ -116,7 +116,6 @@ _LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "MASTER_PORT=abc": {"MASTER_PORT": "abc", "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     "no RANK": {"WORLD_SIZE": "2"},
     "RANK=5 of 2": {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
-    "no such host": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
     "no home": {"HOME": "", "XDG_CACHE_HOME": ""},
     "no folder for temporary files": {"TMPDIR": "/nonexistent"},
     "SLURM_PROCID=x": {"SLURM_PROCID": "x"},
@@ -127,6 +126,12 @@ _NOFILE, _DATA, _FSIZE, _STACK = (
 
 CASES: Mapping[str, Case] = {
     **{name: Case(_train(), environment=variables) for name, variables in _LAUNCHERS.items()},
+    # Its name may come later: a launcher starts ranks that give up again.
+    "no such host": Case(
+        _train("parallel.timeout_seconds=5"),
+        environment={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
+        allowed=(1,),
+    ),
     **{
         f"{limit} descriptors, {workers} workers": Case(
             _train(f"data.num_workers={workers}"), _limit(_NOFILE, limit), workers_tell=workers > 0
