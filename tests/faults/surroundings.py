@@ -134,7 +134,10 @@ CASES: Mapping[str, Case] = {
     ),
     **{
         f"{limit} descriptors, {workers} workers": Case(
-            _train(f"data.num_workers={workers}"), _limit(_NOFILE, limit), workers_tell=workers > 0
+            # A worker that cannot send its batch is waited for.
+            _train(f"data.num_workers={workers}", "parallel.timeout_seconds=20"),
+            _limit(_NOFILE, limit),
+            workers_tell=workers > 0,
         )
         for limit in (25, 40, 64)
         for workers in (0, 2)
