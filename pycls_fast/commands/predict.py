@@ -41,6 +41,8 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     """The number of classes per image."""
     every: PositiveFloat = 1.0
     """Seconds from one frame of a video to the next; each is an image, called clip.mp4@12.0s."""
+    tta: Literal["none", "flip"] = "none"
+    """flip: average each image and its mirror image."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
     """The format of the computation."""
     batch_size: PositiveInt | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.given import give
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.network import Network
+from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
 from pycls_fast.train.weights import Restored, restore
 
@@ -157,6 +158,7 @@ class Classifier:
         batch_size: int | None = None,
         num_workers: int | None = None,
         every: float = 1.0,
+        tta: Literal["none", "flip"] = "none",
         skip: Skip | None = None,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Prediction]:
@@ -169,6 +171,7 @@ class Classifier:
             batch_size: images at a time.
             num_workers: processes that read and decode; None: none for few images, else one per core.
             every: seconds from one frame of a video to the next.
+            tta: "flip": average the probabilities of each image and its mirror image.
             skip: called for each unreadable image, which is then left out. None: an unreadable image is an error.
             advance: called with the number of images done since the last call.
 
@@ -177,7 +180,7 @@ class Classifier:
         """
         source = images if isinstance(images, GivenImages) else self.given(images, every)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
-            scores_BK = self.scores(batch).double()
+            scores_BK = self.scores(batch, tta).double()
             if not torch.isfinite(scores_BK).all():
                 raise UserError(
                     f"weights: {self.origin.path} gives scores that are not finite; if they are with precision=fp32 "
@@ -240,14 +243,19 @@ class Classifier:
                 yield batch
 
     @torch.no_grad()
-    def scores(self, batch: Batch) -> Tensor:
-        """Logits (B, K) of a batch, in the format that the precision gives them."""
+    def scores(self, batch: Batch, tta: Literal["none", "flip"] = "none") -> Tensor:
+        """Logits (B, K) of a batch, in the format that the precision gives them; for `tta` see `stream`."""
+        network = FlipAveraged(self.network, sigmoid=self._sigmoid) if tta == "flip" else self.network
         with float32_convolutions(), self._autocast():
-            return self.network(self.inputs(batch))
+            return network(self.inputs(batch))
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
         """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
-        return scores_BK.sigmoid() if self.config.loss.criterion().sigmoid else scores_BK.softmax(dim=1)
+        return scores_BK.sigmoid() if self._sigmoid else scores_BK.softmax(dim=1)
+
+    @property
+    def _sigmoid(self) -> bool:
+        return self.config.loss.criterion().sigmoid
 
     def inputs(self, batch: Batch) -> Tensor:
         """A batch as the network takes it: (B, C, H, W), normalised."""

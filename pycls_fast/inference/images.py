@@ -151,9 +151,9 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
     """The files that arguments name, in the order of the arguments.
 
     Args:
-        words: files with any name; folders, whose images at any depth are taken in the order of their paths, without
-            hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]` and `**`;
-            addresses of files, with `*` of several. A file that is called like a video stands for its frames.
+        words: files with any name; folders, whose images and videos at any depth are taken in the order of their
+            paths, without hidden ones, and each folder once whatever links lead to it; patterns with `*`, `?`, `[...]`
+            and `**`; addresses of files, with `*` of several. A file that is called like a video stands for its frames.
         every: seconds from one frame of a video to the next.
 
     Raises:
@@ -169,7 +169,7 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
             if is_remote(word):
                 here = [Address(name) for name in (list_files(word) if "*" in word else [word])]
             elif path.is_dir():
-                here = sorted(Path(name) for name in files_below(str(path), EXTENSIONS))
+                here = sorted(Path(name) for name in files_below(str(path), (*EXTENSIONS, *VIDEOS)))
                 problem = f"holds no images ({' '.join(EXTENSIONS)})"
             elif path.exists():
                 here = [path]

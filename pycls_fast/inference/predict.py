@@ -35,6 +35,7 @@ def predict(
     images: Sequence[str],
     *,
     every: float = 1.0,
+    tta: str = "none",
     format: str,  # noqa: A002  # the key that the user types
     output: str | None,
     topk: int,
@@ -59,8 +60,8 @@ def predict(
     bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
     with enough_memory("batch_size", classifier.device, too_many, cpu="device"), bar as advance:
-        settings: Any = {"topk": topk, "batch_size": batch_size, "num_workers": num_workers, "advance": advance}
-        predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), **settings)
+        settings: Any = {"topk": topk, "tta": tta, "batch_size": batch_size, "num_workers": num_workers}
+        predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), advance=advance, **settings)
         if format == "csv":
             _write_csv(path, predictions)
         else:

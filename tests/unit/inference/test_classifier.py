@@ -159,6 +159,16 @@ def test_a_network_trained_class_by_class_has_sigmoids(tmp_path: Path, pixels: n
     assert [guess.probability for guess in each.top] == pytest.approx(wanted.tolist(), rel=1e-3)
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_an_image_and_its_mirror_image_are_averaged(tmp_path: Path, pixels: np.ndarray, loss: str) -> None:
+    classifier = pycls_fast.load(make_run(tmp_path / "run", f"loss={loss}"))
+    mirrored = np.ascontiguousarray(pixels[:, :, ::-1])
+    both = [classifier.probabilities(classifier.logits(images).double()) for images in (pixels, mirrored)]
+    found = classifier.predict(pixels, topk=99, tta="flip")
+    for each, mean in zip(found, (both[0] + both[1]) / 2, strict=True):
+        assert [guess.probability for guess in each.top] == pytest.approx(mean.sort(descending=True).values.tolist())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("amp_bf16", 0.1), ("fp16", 0.02)])
 def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance: float) -> None:

@@ -58,10 +58,13 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_frames_of_videos_and_damaged_ones(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_clip(folder / "clip.mp4", 3)
-    (folder / "cut.mkv").write_bytes((folder / "clip.mp4").read_bytes()[:300])
-    where = [folder / "clip.mp4", folder / "cut.mkv", folder / "0.png"]
-    assert run_tool("predict", run_dir, *where, "format=csv", "every=1.5", "num_workers=2", "batch_size=1") == 0
+    where = [folder / "clips" / name for name in ("clip.mp4", "cut.mkv", "picture.png")]
+    where[0].parent.mkdir()
+    write_clip(where[0], 3)
+    where[1].write_bytes(where[0].read_bytes()[:300])
+    where[2].write_bytes((folder / "0.png").read_bytes())
+    given = (where[0].parent, "format=csv", "every=1.5", "num_workers=2", "batch_size=1")
+    assert run_tool("predict", run_dir, *given) == 0
     said = capsys.readouterr()
     rows = list(csv.DictReader(io.StringIO(said.out)))
     assert [row["image"] for row in rows] == [f"{where[0]}@0.0s", f"{where[0]}@1.5s", str(where[2])]
