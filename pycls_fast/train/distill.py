@@ -33,6 +33,7 @@ class Distillation:
     Attributes:
         share: of the teacher's loss in the sum; the labels' has the rest.
         factor_C11, shift_C11: turn images as the network gets them into those of the teacher's normalisation.
+        classes: the data's; either network may have more outputs, of which the teacher says nothing.
     """
 
     teacher: nn.Module
@@ -42,18 +43,19 @@ class Distillation:
     hard: bool
     factor_C11: Tensor
     shift_C11: Tensor
+    classes: int
 
     @torch.no_grad()
     def target(self, images_BCHW: Tensor) -> Tensor:
-        """The teacher's logits (B, K), in float32 or wider."""
+        """The teacher's logits of the classes (B, K), in float32 or wider."""
         with self.autocast():
-            logits_BK = self.teacher(images_BCHW * self.factor_C11 + self.shift_C11)
+            logits_BK = self.teacher(images_BCHW * self.factor_C11 + self.shift_C11)[:, : self.classes]
         return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
 
     def __call__(self, loss: Tensor, logits_BK: Tensor, images_BCHW: Tensor) -> Tensor:
         """The weighted sum of the labels' loss, a mean over the images, and the teacher's."""
         target_BK = self.target(images_BCHW)
-        logits_BK, hot = logits_BK.to(target_BK.dtype), self.temperature
+        logits_BK, hot = logits_BK[:, : self.classes].to(target_BK.dtype), self.temperature
         if self.hard:
             taught = F.cross_entropy(logits_BK, target_BK.argmax(dim=1))
         else:
@@ -90,4 +92,5 @@ def distillation(config: RunConfig, data: Images, world: World, switches: Speed)
         settings.targets == "hard",
         (own_std / its_std).to(like.dtype),
         ((own_mean - its_mean) / its_std).to(like.dtype),
+        len(data.classes),
     )

@@ -24,7 +24,7 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     images, logits = torch.randn(7, 3, 2, 2).double(), torch.randn(7, 5).double().requires_grad_()
     factor, shift = torch.rand(2, 3, 1, 1).double()
-    loss = Distillation(teacher, nullcontext, 0.3, 4.0, hard, factor, shift)
+    loss = Distillation(teacher, nullcontext, 0.3, 4.0, hard, factor, shift, 5)
     found = loss(torch.tensor(2.0).double(), logits, images)
     taught = teacher(images * factor + shift).detach()
     # Hinton et al. write cross-entropy with the soft targets: the same but for the teacher's entropy, a constant.
@@ -37,6 +37,11 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
     (expected,) = torch.autograd.grad(0.3 * own, logits)
     torch.testing.assert_close(gradient, expected)
     assert all(parameter.grad is None for parameter in teacher.parameters())
+    # Spare outputs of either network change nothing.
+    spare = nn.Sequential(nn.Flatten(), nn.Linear(12, 8)).double()
+    spare[1].load_state_dict({name: torch.cat([v, v[:3]]) for name, v in teacher[1].state_dict().items()})
+    more = Distillation(spare, nullcontext, 0.3, 4.0, hard, factor, shift, 5)
+    assert torch.equal(more(torch.tensor(2.0).double(), F.pad(logits, (0, 2), value=9.0), images), found)
 
 
 def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
