@@ -12,6 +12,7 @@ the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ class Head:
     Attributes:
         weight_KD, bias_K: float32.
         penalty: of `PENALTIES`, the one with the highest held-out accuracy.
-        accuracy: that one, as a fraction.
+        accuracy: that one, as a fraction; NaN if there are too few images to hold any out.
     """
 
     weight_KD: Tensor
@@ -127,35 +128,38 @@ class Head:
     accuracy: float
 
 
-def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int) -> Head:
+def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int, *, bias: bool = True) -> Head:
     """Multinomial logistic regression with the penalty that is best on held-out images.
 
     Args:
         features_ND: float32, on the CPU.
         labels_N: int64; classes may be without images.
+        bias: without it, `bias_K` is zeros.
     """
     labels = labels_N.numpy()
-    mean_D = features_ND.mean(0)
+    mean_D = features_ND.mean(0) if bias else torch.zeros(features_ND.shape[1])
     centred_ND = features_ND - mean_D
     scale = float(centred_ND.std()) or 1.0
     rotated, back = _rotated((centred_ND / scale).double())
     right, loss = np.zeros(len(PENALTIES)), np.zeros(len(PENALTIES))
-    for fitted, held_out in _parts(labels):
-        for place, (weight, bias) in enumerate(_path(rotated[fitted], labels[fitted], outputs)):
-            logits = rotated[held_out] @ weight.T + bias
+    parts = _parts(labels)
+    for fitted, held_out in parts:
+        for place, (weight, shift) in enumerate(_path(rotated[fitted], labels[fitted], outputs, bias=bias)):
+            logits = rotated[held_out] @ weight.T + shift
             logits -= logits.max(1, keepdims=True)
             own = logits[np.arange(len(held_out)), labels[held_out]]
             right[place] += (logits.argmax(1) == labels[held_out]).sum() / len(labels)
             loss[place] += (np.log(np.exp(logits).sum(1)) - own).sum()
     best = min(range(len(PENALTIES)), key=lambda place: (-right[place], loss[place]))
-    *_, (weight, bias) = _path(rotated, labels, outputs, PENALTIES[: best + 1])
+    *_, (weight, shift) = _path(rotated, labels, outputs, PENALTIES[: best + 1], bias=bias)
     weight_KD = (torch.from_numpy(weight) @ back / scale).float()
     # The share that was held out: all images in folds.
-    tried = sum(len(held_out) for _, held_out in _parts(labels)) / len(labels)
-    return Head(weight_KD, torch.from_numpy(bias).float() - weight_KD @ mean_D, PENALTIES[best], right[best] / tried)
+    tried = sum(len(held_out) for _, held_out in parts) / len(labels)
+    accuracy = float(right[best]) / tried if tried else math.nan
+    return Head(weight_KD, torch.from_numpy(shift).float() - weight_KD @ mean_D, PENALTIES[best], accuracy)
 
 
-def fit_each(features_ND: Tensor, true_NK: Tensor) -> tuple[Tensor, Tensor]:
+def fit_each(features_ND: Tensor, true_NK: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor]:
     """A logistic regression for each class, for images with several labels; see `fit_logistic`.
 
     Args:
@@ -167,7 +171,7 @@ def fit_each(features_ND: Tensor, true_NK: Tensor) -> tuple[Tensor, Tensor]:
     weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
     bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
     for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
-        head = fit_logistic(features_ND, true_NK[:, k].long(), 2)
+        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, bias=bias)
         weight_KD[k], bias_K[k] = head.weight_KD.diff(dim=0)[0], head.bias_K.diff()[0]
     return weight_KD, bias_K
 
@@ -202,27 +206,27 @@ def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _path(
-    features: np.ndarray, labels: np.ndarray, outputs: int, penalties: tuple[float, ...] = PENALTIES
+    features: np.ndarray, labels: np.ndarray, outputs: int, penalties: tuple[float, ...] = PENALTIES, *, bias: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields weights (K, D) and biases (K,) for each penalty, each found from the one before."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True)
+    model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True, fit_intercept=bias)
     for penalty in penalties:
         model.C = 1.0 / (penalty * len(labels))
         with warnings.catch_warnings():
             # A nearly converged head is trained further, or judged by what it gets right.
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(features, labels)
-        weight, bias = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT)
+        weight, shift = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT if bias else 0.0)
         if len(model.classes_) == 2:
             # One row for both, the difference.
             weight[model.classes_] = np.concatenate([-model.coef_, model.coef_]) / 2
-            bias[model.classes_] = np.concatenate([-model.intercept_, model.intercept_]) / 2
+            shift[model.classes_] = np.concatenate([-model.intercept_, model.intercept_]) / 2
         else:
-            weight[model.classes_], bias[model.classes_] = model.coef_, model.intercept_
-        yield weight, bias
+            weight[model.classes_], shift[model.classes_] = model.coef_, model.intercept_
+        yield weight, shift
 
 
 def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
@@ -231,7 +235,8 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
-    scorer, outputs = run.scorer(after_batch), parts.network.last_layer().out_features
+    scorer, layer = run.scorer(after_batch), parts.network.last_layer()
+    outputs, bias = layer.out_features, layer.bias is not None
     features_ND, labels_N = collect_features(scorer, parts.network, train, "train")
     fitted, sets_LK = None, parts.step.sets_LK
     if sets_LK is None:
@@ -239,9 +244,9 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     if run.world.is_main and (sets_LK is not None or len(labels_N.unique()) > 1):
         numbers: dict[str, float] = {"images": len(labels_N)}
         if sets_LK is not None:
-            fitted, told = fit_each(features_ND, sets_LK.cpu()[labels_N]), "class by class"
+            fitted, told = fit_each(features_ND, sets_LK.cpu()[labels_N], bias=bias), "class by class"
         else:
-            head = fit_logistic(features_ND, labels_N, outputs)
+            head = fit_logistic(features_ND, labels_N, outputs, bias=bias)
             fitted, k = (head.weight_KD, head.bias_K), min(_NEIGHBOURS, len(labels_N))
             votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
             knn = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
@@ -256,7 +261,8 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     state = weights.state_dict()
     with torch.no_grad():
         for parameter, values in zip(("weight", "bias"), fitted, strict=True):
-            assign(state[f"{name}.{parameter}"], values)
+            if (key := f"{name}.{parameter}") in state:
+                assign(state[key], values)
         weights.load_state_dict(state)
         if parts.step.ema is not None:
             parts.step.ema.load(weights.live())

@@ -100,10 +100,10 @@ class Drawn(Dataset[tuple[Image.Image, int]]):
 
 
 class Own(nn.Module):
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, *, bias: bool = True) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten())
-        self.out = nn.Linear(width * 4 * 4, 10)
+        self.out = nn.Linear(width * 4 * 4, 10, bias=bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.out(self.layers(images))
@@ -138,8 +138,8 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
 def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"data": digits, "epochs": 1, "device": "cpu", "image_size": 8, "batch_size": 32}
     first, second = (
-        pycls_fast.train_net(model=Own(width), run_dir=tmp_path / str(width), data__num_workers=0, **words)
-        for width in (8, 4)
+        pycls_fast.train_net(model=Own(width, bias=bias), run_dir=tmp_path / str(width), data__num_workers=0, **words)
+        for width, bias in ((8, True), (4, False))
     )
     copy = first.export(tmp_path / "copy.safetensors")
     assert pycls_fast.load(copy, device="cpu", model=Own(8)).network.last_layer().in_features == 8 * 4 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pycls_fast.train.features import PENALTIES, fit_each, fit_logistic
 
@@ -40,13 +41,25 @@ def test_it_is_the_optimum_of_its_penalty() -> None:
         assert gradient.abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("counts", [[40, 40], [30, 30, 30]])
+def test_a_head_without_a_bias(counts: list[int]) -> None:
+    """It is fitted as it will be used: the bias of another one is not left out."""
+    features, labels = clusters(counts, 64, 0.7)
+    head = fit_logistic(features, labels, len(counts), bias=False)
+    assert not head.bias_K.any()
+    others, other_labels = clusters(counts, 64, 0.7, seed=1)
+    assert ((others @ head.weight_KD.T).argmax(1) == other_labels).double().mean() > 0.95
+    each, _ = fit_each(features, F.one_hot(labels), bias=False)
+    assert ((others @ each.T).argmax(1) == other_labels).double().mean() > 0.95
+
+
 def test_classes_without_images_are_never_predicted() -> None:
     features, labels = clusters([20, 20], 16, 0.5)
     head = fit_logistic(features, 2 * labels + 1, 5)
     assert set((features @ head.weight_KD.T + head.bias_K).argmax(1).tolist()) == {1, 3}
 
 
-@pytest.mark.parametrize("counts", [[2, 2], [1, 1, 1], [1, 9]])
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [1, 1, 1], [1, 9]])
 def test_hardly_any_images(counts: list[int]) -> None:
     features, labels = clusters(counts, 16, 0.1)
     head = fit_logistic(features, labels, len(counts))
