@@ -99,7 +99,7 @@ class Hub(Source, name="hub"):
     train: Text | None = None
     """The hub's split for training, if not train."""
     val: Text | None = None
-    """The hub's split for validation, if it does not have a usual name."""
+    """The hub's split for validation; null: the one with a usual name, unless train is given."""
     label_column: Text = "label"
     """The column, or the field of a tar's .json, that holds the classes."""
     image_column: Text | None = None

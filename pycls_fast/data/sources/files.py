@@ -196,6 +196,8 @@ def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
         if not matching:
             raise UserError(f"{key}: there is no file {place}")
         files += matching
+    if not files:
+        raise UserError(f"{key}: {pattern} counts down and names no file; use {{FIRST..LAST}}")
     return tuple(files)
 
 

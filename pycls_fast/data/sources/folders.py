@@ -244,7 +244,9 @@ def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
     Raises:
         UserError: no labels, or labels that do not fit.
     """
-    files = [entry.name for entry in os.scandir(root) if entry.name.lower().endswith(EXTENSIONS)]
+    # macOS's archives have a hidden `._NAME` beside each image.
+    names = (file.name for file in root.iterdir())
+    files = [name for name in names if name[0] != "." and name.lower().endswith(EXTENSIONS)]
     stems = {name: name.partition(".")[0] for name in files}
     if not any(VAL_NUMBER.fullmatch(stem) for stem in stems.values()):
         return None

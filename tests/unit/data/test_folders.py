@@ -199,6 +199,7 @@ def flat_val(root: Path) -> tuple[list[str], list[int]]:
     for number, position in enumerate(order, start=1):
         names.append(f"ILSVRC2012_val_{number:08d}")
         (root / "val" / f"{names[-1]}.JPEG").write_bytes(samples[position].data)
+        (root / "val" / f"._{names[-1]}.JPEG").write_bytes(b"of macOS")
     return names, [ids[samples[position].label] for position in order]
 
 
