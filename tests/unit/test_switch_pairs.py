@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -148,6 +148,7 @@ def compiles(*choices: Choice) -> bool:
     return bool(COMPILED & completed(dict(choices)).keys())
 
 
+@cache
 def sample(size: int, *, of_each_kind: int, compiled: bool) -> list[Pair]:
     """Pairs that a CPU runs, the same in every run of the tests: each value at least once, and so many at least."""
     found = [pair for pair, told in together("cpu").items() if not told and compiles(*pair[1:]) == compiled]
@@ -167,9 +168,17 @@ def sample(size: int, *, of_each_kind: int, compiled: bool) -> list[Pair]:
     return drawn + [pair for pair in found if pair not in drawn][: max(0, size - len(drawn))]
 
 
-UNCOMPILED_PAIRS = sample(SAMPLE, of_each_kind=3, compiled=False)
-MORE_PAIRS = sample(LARGER_SAMPLE, of_each_kind=3, compiled=False)[len(UNCOMPILED_PAIRS) :]
-COMPILED_PAIRS = sample(COMPILED_SAMPLE, of_each_kind=2, compiled=True)
+# Drawn when a test asks: every collection would take seconds longer.
+def uncompiled_pairs() -> list[Pair]:
+    return sample(SAMPLE, of_each_kind=3, compiled=False)
+
+
+def more_pairs() -> list[Pair]:
+    return sample(LARGER_SAMPLE, of_each_kind=3, compiled=False)[len(uncompiled_pairs()) :]
+
+
+def compiled_pairs() -> list[Pair]:
+    return sample(COMPILED_SAMPLE, of_each_kind=2, compiled=True)
 
 
 class Trained(NamedTuple):
@@ -251,30 +260,21 @@ def check_pair(kind: str, *choices: Choice) -> None:
         check(kind, found, plain, near=1e-3, lag_near=1e-2)
 
 
-def describe(value: Any) -> str:
-    return f"{value[0]}={value[1]}" if isinstance(value, tuple) else str(value)
-
-
-@pytest.mark.parametrize(("kind", "one", "two"), UNCOMPILED_PAIRS, ids=describe)
-def test_a_pair_agrees_with_the_reference(kind: str, one: Choice, two: Choice) -> None:
-    check_pair(kind, one, two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "one", "two"), MORE_PAIRS, ids=describe)
-def test_one_pair_of_many_agrees_with_the_reference(kind: str, one: Choice, two: Choice) -> None:
-    check_pair(kind, one, two)
+@pytest.mark.parametrize("drawn", [uncompiled_pairs, pytest.param(more_pairs, marks=pytest.mark.slow)])
+def test_pairs_agree_with_the_reference(drawn: Callable[[], list[Pair]]) -> None:
+    for kind, one, two in drawn():
+        check_pair(kind, one, two)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not build.device.has_compiler("cpu"), reason="needs a C++ compiler")
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(("kind", "one", "two"), COMPILED_PAIRS, ids=describe)
-def test_a_compiled_pair_agrees_with_the_reference(kind: str, one: Choice, two: Choice) -> None:
-    # After some recompilations of the same code it would be run uncompiled.
-    torch._dynamo.reset()
-    check_pair(kind, one, two)
+def test_compiled_pairs_agree_with_the_reference() -> None:
+    for kind, one, two in compiled_pairs():
+        # After some recompilations of the same code it would be run uncompiled.
+        torch._dynamo.reset()
+        check_pair(kind, one, two)
 
 
 @pytest.mark.parametrize("kind", BASE)
@@ -284,12 +284,11 @@ def test_the_fast_preset_agrees_with_the_reference(kind: str) -> None:
 
 
 def test_every_value_that_a_cpu_runs_is_in_a_pair() -> None:
-    for drawn, compiled in ((UNCOMPILED_PAIRS, False), (COMPILED_PAIRS, True)):
+    for drawn, compiled in ((uncompiled_pairs(), False), (compiled_pairs(), True)):
         assert {kind for kind, _, _ in drawn} == set(BASE)
         there = {choice for (_, choice), told in alone("cpu").items() if not told and compiles(choice) == compiled}
         assert {choice for _, *pair in drawn for choice in pair if compiles(choice) == compiled} == there
-    assert len(UNCOMPILED_PAIRS) + len(MORE_PAIRS) == LARGER_SAMPLE
-    assert not {*UNCOMPILED_PAIRS} & {*MORE_PAIRS}
+    assert len({*uncompiled_pairs(), *more_pairs()}) == LARGER_SAMPLE
 
 
 def assert_clear(refused: Mapping[Any, tuple[str, ...]]) -> None:
