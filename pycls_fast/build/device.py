@@ -255,7 +255,8 @@ def has_compiler(kind: Device) -> bool:
     if kind == "cuda":
         commands = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     else:
-        commands = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]]
+        # It may be set to nothing, which finds no compiler.
+        commands = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[:1]
     header = Path(sysconfig.get_path("include", scheme="posix_prefix")) / "Python.h"
     return any(shutil.which(command) for command in commands) and header.is_file()
 

@@ -10,7 +10,7 @@ from pycls_fast.config import Purpose, RunConfig, Verb, variant
 from pycls_fast.config.ladder import LadderSettings, Mode, Repeats, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
-from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate
+from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Text
 
 
 def _split(value: Any) -> Any:
@@ -60,7 +60,7 @@ class TimeVerb(Verb):
     """The side of the matrices whose product is timed for comparison; null: by the device."""
     compare: Texts = ()
     """Variants, each a text of overrides; they are timed in turns and compared with the first."""
-    output: str | None = None
+    output: Text | None = None
     """A JSON file; null: timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     @property
@@ -96,9 +96,9 @@ class TimeVerb(Verb):
 class ReportVerb(Verb, default=None, words=("ledger",)):
     """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
 
-    ledger: str
+    ledger: Text
     """A ledger.json."""
-    output: str | None = None
+    output: Text | None = None
     """The folder of the page; null: that of the file."""
 
     def __call__(self) -> int:
@@ -113,9 +113,9 @@ class CheckVerb(Verb, default=None, words=("baseline", "new")):
     Prints how two ledgers differ. Exit status: 0, or 1 if something is lost.
     """
 
-    baseline: str
+    baseline: Text
     """The ledger.json of an earlier state."""
-    new: str
+    new: Text
     """That of the present one."""
     tolerance: Rate = 0.05
     """The share of its speed that a variant may lose."""
@@ -140,7 +140,7 @@ class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     """The steps before them."""
     loss_scale: PositiveFloat = 65536.0
     """The scale that is tried on the gradients."""
-    output: str | None = None
+    output: Text | None = None
     """A JSON file; null: one in gradients/, or in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
@@ -154,7 +154,7 @@ class NumericsVerb(Verb, purpose=Purpose(trains=True)):
 
     steps: PositiveInt = 20
     """They are measured before training, and after so many steps."""
-    output: str = "numerics.json"
+    output: Text = "numerics.json"
     """A JSON file."""
 
     def __call__(self, config: RunConfig) -> int:
@@ -202,7 +202,7 @@ class LedgerVerb(
     """Print the plan and an estimate of its time, from a few steps of the first variant."""
     accept_code: bool = False
     """Resume in a folder that was measured before the code changed."""
-    output: str | None = None
+    output: Text | None = None
     """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes."""
 
     def __call__(self, config: RunConfig) -> int:
@@ -269,11 +269,11 @@ class CompareVerb(Verb, default=None, words=("run_a", "run_b")):
     `index.html` (one page with everything) and `compare.json`. The runs need not be finished.
     """
 
-    run_a: str
+    run_a: Text
     """A run's folder."""
-    run_b: str
+    run_b: Text
     """Another one."""
-    output: str | None = None
+    output: Text | None = None
     """A folder; null: one in comparisons/."""
     images: NonNegativeInt = 24
     """Images shown per kind of disagreement."""

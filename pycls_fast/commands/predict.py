@@ -35,7 +35,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     format: Literal["table", "json", "csv", "sheet"] | None = None
     """csv is written row by row; sheet is a contact sheet with the predictions; null: as output ends (.json, .csv,
     .png), else a table."""
-    output: str | None = None
+    output: Text | None = None
     """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
     topk: PositiveInt = 5
     """The number of classes per image."""
@@ -74,7 +74,7 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     rollout: through all blocks (Abnar and Zuidema 2020); features: the last ones of each patch, their first three
     principal components over all given images as red, green and blue; class: evidence for the predicted class
     (Grad-CAM), for convolutional networks, also timm's; null: attention, or class for a network without it."""
-    output: str | None = None
+    output: Text | None = None
     """A PNG file; null: attention.png, ..., or maps.png without kind."""
     heads: bool = True
     """attention: each head's; false: only their mean."""

@@ -18,11 +18,11 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
 
     split: str = "val"
     """val, train, test, or all of data that is not split."""
-    output: str | None = None
+    output: Text | None = None
     """A JSON file for the numbers."""
-    predictions: str | None = None
+    predictions: Text | None = None
     """A CSV file of all images and predictions, worst first."""
-    report: str | None = None
+    report: Text | None = None
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
     exported: Text | None = None
@@ -98,7 +98,7 @@ class KnnVerb(Verb, default="finetune", config_of_weights=True):
     """A vote counts exp(similarity / temperature)."""
     split: str = "val"
     """The split that is classified by the neighbours in train."""
-    output: str | None = None
+    output: Text | None = None
     """A JSON file for the numbers."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""

@@ -10,7 +10,7 @@ from pydantic import Field
 from pycls_fast.config import Purpose, RunConfig, Verb
 from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of
 from pycls_fast.files import user_path
-from pycls_fast.values import PositiveFloat, PositiveInt
+from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
 
     mode: Literal["pack", "verify", "index"] | None = None
     """What to do, the first word of the command: pack, verify or index."""
-    output: str | None = None
+    output: Text | None = None
     """pack: the folder to write; verify: a JSON file for all that was found."""
     split: str | None = None
     """Only this split; null: all."""
@@ -142,7 +142,7 @@ def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) 
 class MachineVerb(Verb, default=None):
     """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
 
-    output: str = "here.yaml"
+    output: Text = "here.yaml"
     """A YAML file."""
 
     def __call__(self) -> int:
@@ -172,12 +172,13 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """Training images, for the hours of the schedule; the default is ImageNet's."""
     top: PositiveInt = 12
     """Layouts to print."""
-    write: str | None = None
+    write: Text | None = None
     """A file for the overrides of the best layout: `pycls-fast train $(cat FILE) ...`."""
-    output: str | None = None
+    output: Text | None = None
     """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
 
     def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.plan.auto import epochs_of
         from pycls_fast.plan.cluster import cluster
         from pycls_fast.plan.report import Report
         from pycls_fast.plan.search import Search
@@ -199,7 +200,8 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
                 f"cluster: no layout of {config.config_name} fits into {memory / 1e9:.0f} GB; the smallest needs "
                 f"{min(each.memory for each in outcomes) / 1e9:.0f} GB; use more ranks or a smaller model"
             )
-        steps = round(config.schedule.epochs * self.images / batch)
+        epochs = epochs_of(self.images, batch) if config.schedule.epochs == AUTO else config.schedule.epochs
+        steps = round(epochs * self.images / batch)
         steps = min(steps, config.schedule.max_steps or steps)
         report = Report(f"{config.config_name} on {self.cluster}", outcomes, steps, chosen, self.price)
         console, rows = wide_console(), report.rows(self.top)
@@ -258,7 +260,7 @@ class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):
     """optim.lr of the first step."""
     lr_max: Annotated[float, Field(gt=0.0)] = 1.0
     """optim.lr of the last step."""
-    output: str | None = None
+    output: Text | None = None
     """The folder for the numbers and the picture; null: a new one in lr_find/."""
 
     def __call__(self, config: RunConfig) -> int:

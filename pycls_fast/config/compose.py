@@ -316,10 +316,10 @@ def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path])
         return override if is_name or not separator else override.removesuffix(value) + quoted(value)
     if override.startswith(("+", "~", "hydra.", "hydra/")):
         return override
-    return f"++{_readable(override)}"
+    return f"++{readable(override)}"
 
 
-def _readable(override: str) -> str:
+def readable(override: str) -> str:
     """`data.root=/photos (2024)` -> `data.root="/photos (2024)"`: what Hydra's grammar cannot read is one text."""
     key, _, value = override.partition("=")
     for written in (override, f"{key}={quoted(value)}"):

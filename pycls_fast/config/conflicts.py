@@ -375,7 +375,7 @@ def _vit_sizes(model: ViTModel, image_size: Size, together: int, apart: int) -> 
         ("parallel.tensor_degree", together, ("heads", "mlp_width")),
         ("parallel.expert_degree", apart, ("experts",)),
     ):
-        fits = max(n for n in range(1, degree + 1) if all(getattr(model, size) % n == 0 for size in sizes))
+        fits = math.gcd(degree, *(getattr(model, size) for size in sizes))
         if fits < degree:
             of = " and ".join(f"model.{size}={getattr(model, size)}" for size in sizes)
             yield key, f"{degree} does not divide {of}; use {key}={fits}"

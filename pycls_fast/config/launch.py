@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
-import yaml
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
@@ -35,6 +34,7 @@ from pycls_fast.config.compose import (
     compose_here,
     import_modules_of,
     notes,
+    readable,
     require_folders,
     typed_overrides,
     validate,
@@ -48,6 +48,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
 from pycls_fast.files import timestamp
+from pycls_fast.values import Text
 
 
 class Verb(Section):
@@ -114,8 +115,8 @@ def _run(verb: type[Verb], arguments: list[str]) -> int:
     flags = _flags(arguments)
     folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
     if flags.help:
-        modules = [override.partition("=")[2] for override in flags.overrides if override.startswith("imports=")]
-        import_modules_of({"imports": yaml.safe_load(",".join(modules))})
+        named = [override for override in flags.overrides if override.startswith("imports=")]
+        import_modules_of({"imports": _value(named[-1]) if named else None})
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE
@@ -249,7 +250,8 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
     for argument in arguments:
         key, separator, text = argument.partition("=")
         if separator and key in verb.model_fields:
-            if verb.model_fields[key].annotation in (str, str | None):
+            annotation = verb.model_fields[key].annotation
+            if annotation is str or (annotation == Text | None and text != "null"):
                 texts[key] = text  # A path may look like a number.
             else:
                 values[key] = _value(argument)
@@ -273,7 +275,7 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
 
 def _value(override: str) -> Any:
     with explaining([]):
-        (parsed,) = OverridesParser.create().parse_overrides([override])
+        (parsed,) = OverridesParser.create().parse_overrides([readable(override)])
     return override.partition("=")[2] if parsed.is_sweep_override() else parsed.value()
 
 

@@ -49,7 +49,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     if batch == AUTO:
         batch = fitting_batch(config, _batch(images, world.data_size * config.optim.microbatches), world, classes)
     if epochs == AUTO:
-        epochs = _epochs(images, batch)
+        epochs = epochs_of(images, batch)
         if warmup > epochs:
             raise UserError(
                 f"schedule.warmup_epochs: {warmup:g} is longer than the training of {epochs} epochs that "
@@ -71,7 +71,8 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     return with_accumulation(config, world, classes)
 
 
-def _epochs(images: int, batch: int) -> int:
+def epochs_of(images: int, batch: int) -> int:
+    """What `schedule.epochs=auto` means for so many training images."""
     low, high = _EPOCHS
     steps_per_epoch = max(images // batch, 1)
     return min(max(-(-_STEPS // steps_per_epoch), low), high)

@@ -146,10 +146,10 @@ def cluster(text: str) -> Cluster:
     Raises:
         UserError: there is no such cluster or file.
     """
-    found = re.fullmatch(r"(?:(.+\.yaml):)?(\w+?)(?:x(\d+))?", text)
+    found = re.fullmatch(r"(?:(.+\.yaml):)?(\w+?)(?:x([1-9]\d*))?", text)
     file = _FILE if found is None or found[1] is None else user_path(found[1])
     known = constants(file).clusters
-    one_of("cluster", text if found is None or found[3] == "0" else found[2], known, more=", with a number: h100x64")
+    one_of("cluster", text if found is None else found[2], known, more=", with a number: h100x64")
     assert found is not None
     ranks, settings = int(found[3] or 1), known[found[2]]
     if ranks > settings.per_node and ranks % settings.per_node:

@@ -45,6 +45,8 @@ ONE_MISTAKE = [
     ("data.image_size=30", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("data.image_size=[16,30]", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
+    # Told at once, however large it is.
+    ("parallel={name: fsdp, tensor_degree: 2147483646}", "parallel.tensor_degree: 2147483646 does not divide ..."),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
     ("data=insects", 'data.source: must be one of auto, ...; got "insects", and there is no folder insects here; '
      f"give its path as data=PATH {HERE}"),

@@ -174,6 +174,13 @@ def test_a_list_on_standard_input(
     assert [Path(row["image"]).name for row in json.loads(capsys.readouterr().out)["images"]] == ["3.png", "1.png"]
 
 
+def test_what_a_value_is() -> None:
+    """A path is text, whatever it looks like; null is none, and no file of this name."""
+    for text, value in (("7", "7"), ("null", None), ("of (two), [3].json", "of (two), [3].json")):
+        assert dict(read_options(["run", "1.png", f"output={text}"], find_verb("predict")))["output"] == value
+    assert dict(read_options(["runs", "output=of (two).csv"], find_verb("runs")))["output"] == "of (two).csv"
+
+
 @pytest.mark.parametrize(
     ("tool", "arguments", "line"),
     [
@@ -181,6 +188,7 @@ def test_a_list_on_standard_input(
         ("predict", ["RUN"], "images: none were given; give files, folders or patterns"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.abc"], "output: x.abc cannot be written (unknown file"),
+        ("maps", ["RUN", "IMAGES", "output="], "output: string should have at least 1 character"),
         ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for convolutional networks"),
         ("maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],

@@ -171,6 +171,9 @@ def test_the_command_shows_writes_and_draws(
     flag, name, *overrides = shlex.split((tmp_path / "chosen").read_text())
     assert (flag, name) == ("--config-name", "vit_digits")
     assert overrides == found[0]["overrides"]
+    # `auto` epochs: those of so many images.
+    assert run([*VIT, "schedule.epochs=auto", "images=6400", "output=out"], monkeypatch) == 0
+    assert "1,000 steps of 64 images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,7 @@ def test_the_command_shows_writes_and_draws(
     [
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
+        (["cluster=h100x00"], "error: cluster: must be one of "),
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
         (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
         (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
