@@ -28,6 +28,8 @@ _LEFT = "has left the run"
 # Connections that are tried after one is lost: the store's host may have been slow once.
 _ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
+# There a rank that reads or writes files waits for nobody; its collectives are functions of other modules.
+_FILES = "torch/distributed/checkpoint"
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ def _function(frame: FrameType | None) -> str:
         return ""
     frames = [outer for outer, _ in traceback.walk_stack(frame)]
     waiting = [f for f in frames if any(part in f.f_code.co_filename for part in _WAITING)]
+    waiting = [f for f in waiting if _FILES not in f.f_code.co_filename]
     if not waiting:
         return _name(frame)
     return _name(next((f for f in waiting if _WAITING[0] in f.f_code.co_filename), waiting[0])) + _FOR_OTHERS

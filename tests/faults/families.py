@@ -94,7 +94,7 @@ def ranks(this: Try) -> None:
     number, lost = this.draw.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)), this.draw.randrange(2)
     delay = this.draw.uniform(0.5, 5.0)
     this.about, this.tried = f"{number.name} of rank {lost} after {delay:.2f} s", 1
-    both = this.lab.two_ranks(this.folder)
+    both = this.lab.two_ranks(this.folder, "parallel.timeout_seconds=5")
     if both[lost].runs_for(delay):
         both[lost].signal(number)
     outcome = both[1 - lost].end()

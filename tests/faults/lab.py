@@ -92,14 +92,14 @@ class Lab:
 
         return attempt(action, folder).text.strip().rpartition("state ")[2]
 
-    def two_ranks(self, folder: Path) -> list[Child]:
+    def two_ranks(self, folder: Path, *options: str) -> list[Child]:
         """Two processes of one run."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         return [
             Child(
-                tool(*self.train, "run_dir=run", "parallel=ddp", "parallel.timeout_seconds=5"),
+                tool(*self.train, "run_dir=run", "parallel=ddp", *options),
                 folder,
                 environment={
                     "RANK": str(rank),

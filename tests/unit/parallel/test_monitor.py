@@ -64,11 +64,11 @@ def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-def wait_for_others(rank: Rank, seconds: float) -> threading.Thread:
+def wait_for_others(rank: Rank, seconds: float, file: str = "torch/distributed/waits.py") -> threading.Thread:
     """Let the rank's main thread, for this time, be in a function that the monitor takes for a collective one."""
     functions: dict[str, Callable[[float], None]] = {}
     code = "import time\ndef all_reduce(seconds):\n    time.sleep(seconds)"
-    exec(compile(code, "torch/distributed/waits.py", "exec"), functions)
+    exec(compile(code, file, "exec"), functions)
     thread = threading.Thread(target=functions["all_reduce"], args=(seconds,), daemon=True)
     thread.start()
     assert thread.ident is not None
@@ -121,6 +121,8 @@ def test_a_rank_that_has_left_is_missed_only_by_those_who_wait(
             assert first.ended.wait(20)
             assert "rank 1: has left the run" in capsys.readouterr().err
         else:
+            # It reads a checkpoint alone.
+            wait_for_others(first, 60, "torch/distributed/checkpoint/filesystem.py")
             time.sleep(3.0)
             assert not first.ended.is_set()
 
