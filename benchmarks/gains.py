@@ -1,0 +1,120 @@
+"""What options beside the defaults gain: `python benchmarks/gains.py DATA WEIGHTS OUT [key=value ...]`.
+
+DATA, WEIGHTS and tasks as in `benchmarks/finetune.py`, with the images of its seed 0. OUT is a folder: what was trained
+there is not trained again. A row is a default `finetune` with one more option, trained with the same seeds and scored
+on the task's test images. `task=10x100@64`, `seeds=3` and `rows=tta,calibrate,soup,crop,lora,labels` choose.
+
+Rows: `tta=flip` when scoring; `calibrate`; `soup`, the mean of the weights of all seeds; `crop`, whole images (squashed
+or with a border) in training and scoring; `lora`: the head alone, and with low-rank factors in the rest; `labels`:
+several of each image (`finetune_multi_label`), what CIFAR-10's classes are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from finetune import ROOT, split
+
+# Of airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck.
+LABELS = ("vehicle;flies", "vehicle;wheels", "animal;flies", "animal;pet", "animal;hooves", "animal;pet",
+          "animal;water", "animal;hooves", "vehicle;water", "vehicle;wheels")  # fmt: skip
+LORA = ("optim.trainable=head", "optim.lora_rank=8")
+
+
+class Bench:
+    """The trainings and scores of one task.
+
+    Args:
+        parts: (file, label) of train, val and test.
+    """
+
+    def __init__(
+        self, parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seeds: int, folder: Path
+    ) -> None:
+        self.folder, self.size, self.seeds = folder, size, range(seeds)
+        tables = {name: ["path,label"] for name in parts}
+        for name, items in parts.items():
+            for file, label in items:
+                place = folder / ("tested" if name == "test" else f"data/{name}") / str(label) / file.name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if not place.exists():
+                    place.symlink_to(file)
+                tables[name].append(f"{place},{LABELS[label] if label < len(LABELS) else label}")
+        for name, lines in tables.items():
+            (folder / f"{name}.csv").write_text("\n".join(lines))
+        beside = folder / "tf_efficientnet_lite0.safetensors"
+        if not beside.exists():
+            beside.symlink_to(weights)
+
+    def call(self, *words: str) -> None:
+        """Run a verb in the folder."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-m", "pycls_fast", *words], cwd=self.folder, check=True, env=environment,
+                       capture_output=True)  # fmt: skip
+
+    def train(self, name: str, *options: str, experiment: str = "finetune", data: str = "data") -> list[str]:
+        """The runs of all seeds, called `name`."""
+        runs = [f"{name}_{seed}" for seed in self.seeds]
+        for seed, run in enumerate(runs):
+            if not (self.folder / run / "summary.json").is_file():
+                given = ["weights=timm:tf_efficientnet_lite0", f"data.root={data}", f"data.image_size={self.size}"]
+                self.call("train", "--config-name", experiment, *given, f"seed={seed}", f"run_dir={run}", *options)
+        return runs
+
+    def score(self, weights: str, *options: str, data: str = "tested") -> dict[str, float]:
+        """The numbers of `pycls-fast test` on all test images."""
+        self.call("test", f"weights={weights}", f"data.root={data}", "split=all", *options, "output=score.json")
+        return dict(json.loads((self.folder / "score.json").read_text()))
+
+    def row(self, name: str, scores: list[dict[str, float]], keys: tuple[str, ...] = ("top1",)) -> None:
+        """Print the means over seeds, and of each the standard deviation."""
+        cells = []
+        for key in keys:
+            values = [score[key] for score in scores]
+            spread = f" ± {np.std(values, ddof=1):.3g}" if len(values) > 1 else ""
+            cells.append(f"{key} {np.mean(values):.4g}{spread}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
+    asked = {"task": "10x100@64", "seeds": "3", "rows": "tta,calibrate,soup,crop,lora,labels"}
+    asked |= dict(argument.split("=") for argument in sys.argv[4:])
+    task, rows = asked["task"], asked["rows"].split(",")
+    size = int(task.partition("@")[2])
+    bench = Bench(split(root, task, 0), weights, size, int(asked["seeds"]), out / task)
+    runs = bench.train("default")
+    sure = ("top1", "loss", "calibration_error")
+    bench.row("default", [bench.score(run) for run in runs], sure)
+    if "tta" in rows:
+        bench.row("tta=flip", [bench.score(run, "tta=flip") for run in runs], sure)
+    if "calibrate" in rows:
+        for run in runs:
+            bench.call("calibrate", f"weights={run}", f"output={run}/calibrated.safetensors", "overwrite=true")
+        bench.row("calibrate", [bench.score(f"{run}/calibrated.safetensors") for run in runs], sure)
+    if "soup" in rows:
+        first, *others = runs
+        for method in ("uniform", "greedy"):
+            bench.call("soup", f"weights={first}", f"others=[{','.join(others)}]", f"method={method}",
+                       "output=soup.safetensors", "overwrite=true")  # fmt: skip
+            bench.row(f"soup, {method}", [bench.score("soup.safetensors")], sure)
+    for crop in ("squash", "border") if "crop" in rows else ():
+        bench.row(f"augment.crop={crop}", [bench.score(run) for run in bench.train(crop, f"augment.crop={crop}")])
+    if "lora" in rows:
+        bench.row("linear_probe", [bench.score(run) for run in bench.train("head", experiment="linear_probe")])
+        bench.row(" ".join(LORA), [bench.score(run) for run in bench.train("lora", *LORA)])
+    if "labels" in rows:
+        tables = [f"data.{name}={bench.folder}/{name}.csv" for name in ("train", "val")]
+        several = bench.train("labels", *tables, experiment="finetune_multi_label")
+        for option in ([], ["tta=flip"]):
+            scores = [bench.score(run, *option, data="test.csv") for run in several]
+            bench.row(" ".join(["finetune_multi_label", *option]), scores, ("map", "f1"))
+
+
+if __name__ == "__main__":
+    main()
