@@ -107,6 +107,8 @@ class GraphedStep(Step):
                 self.recorder.record(lambda: self._recorded(metrics))
             self.recorder.replay()
         self._done += 1
+        # Of tensors that the replay writes; what it would add to is not among the fixed ones.
+        metrics.add_facts(self._facts())
 
     def _write(self, step: int, images_BCHW: Tensor, targets: Targets) -> None:
         """Write a step's inputs where the graph reads them.

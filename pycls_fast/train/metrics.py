@@ -225,9 +225,12 @@ class StepProfile:
         self._display.note(running.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=40))
         place = f"{self._file} (open it in https://ui.perfetto.dev)"
         self._display.note(f"profile of steps {self._first} to {step}: {place}")
+        self._first = None
 
     def close(self) -> None:
-        """Stop a profile that the end of the run has cut off."""
+        """Stop a profile that the end of the run has cut off, and say so if there is none."""
         if self._running is not None:
             self._running.stop()
-            self._display.note("runtime.profile_step: no profile; the run ended before its last step")
+        if self._first is not None:
+            steps = f"{self._first} to {self._first + STEPS - 1}"
+            self._display.note(f"runtime.profile_step: no profile; not all of the steps {steps} were trained here")

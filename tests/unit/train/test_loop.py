@@ -219,3 +219,5 @@ def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[
         trace = json.load(file)
     updates = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("Optimizer.step")]
     assert len(updates) == 3
+    run(tmp_path, "runtime.profile_step=5", "speed=reference")
+    assert "no profile; not all of the steps 5 to 7 were trained here" in capsys.readouterr().out

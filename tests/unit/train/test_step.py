@@ -217,6 +217,7 @@ SMALL_OF_GRAPHS = {
     ),
     "resnet": ("resnet_digits", "model.depth=18"),
 }
+SMALL_OF_GRAPHS["moe"] = ("vit_moe_digits", *SMALL_OF_GRAPHS["vit"][1:])
 COMMON = (
     "speed.preset=fast", "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
     "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.mix_probability=0.7",
@@ -291,9 +292,9 @@ def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, f
     for position in range(STEPS):
         step(position, [batch(position)], metrics)
         read = metrics.read(ALONE)
-        # The network's own numbers, of which these have none.
-        assert read.pop("facts") == {}
-        numbers.append(read)
+        facts = read.pop("facts")
+        assert bool(facts) == (kind == "moe")
+        numbers.append(read | facts)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     return numbers, {**state, **{f"average of {name}": value.clone() for name, value in step.ema.values.items()}}
 
@@ -307,8 +308,9 @@ def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, f
         ("vit", ("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "precision=fp16_master")),
         ("vit", ("precision=bf16_params", "model.classifier=pooled")),
         ("resnet", ("speed.ema=loop",)),
+        ("moe", ()),
     ],
-    ids=["vit", "vit-bce-sgd", "vit-fp16-unmixed", "vit-bf16", "resnet"],
+    ids=["vit", "vit-bce-sgd", "vit-fp16-unmixed", "vit-bf16", "resnet", "moe"],
 )
 def test_replayed_steps_are_the_steps(kind: str, overrides: tuple[str, ...]) -> None:
     expected, plain = trained(kind, *overrides, graphed=False)
