@@ -11,6 +11,7 @@ width, as any MLP.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
 
     # On a CPU, gloo gathers instead.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    # Nothing changes what leaves an expert in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*ExpertLinear")
 
     names = mesh.mesh_dim_names or ()
 

@@ -213,7 +213,8 @@ def run_ranks(cases: dict[str, Any], folder: Path, ranks: int, device: str = "cp
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     worker = [sys.executable, str(ROOT / "tests/integration/strategy_worker.py")]
-    run_process(under_torchrun([*worker, str(folder / "cases.json"), str(folder), device], ranks), cwd=folder)
+    done = run_process(under_torchrun([*worker, str(folder / "cases.json"), str(folder), device], ranks), cwd=folder)
+    assert "FSDP2-wrapped" not in done.stderr
     return folder
 
 
