@@ -62,7 +62,11 @@ def publish(path: Path, write: Callable[[Path], None]) -> int:
 
 
 def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
-    """The path, if this format can be written there."""
+    """The path, if this format can be written there; its folder is made."""
+    if dtype == "int8" and format != "onnx":
+        raise UserError("dtype: int8 is for format=onnx")
+    if dtype not in (None, "int8") and format in ("onnx", "openvino", "program"):
+        raise UserError(f"dtype: format={format} computes in float32; leave it out")
     suffix, problem = SUFFIXES[format], None
     try:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):
@@ -82,12 +86,6 @@ def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> P
         problem = f"{path} cannot be written ({error.strerror})"
     if problem is not None:
         raise UserError(f"output: {problem}; give another path")
-    if dtype == "int8" and format != "onnx":
-        problem = "int8 is for format=onnx"
-    elif dtype not in (None, "int8") and format in ("onnx", "openvino", "program"):
-        problem = f"format={format} computes in float32; leave it out"
-    if problem is not None:
-        raise UserError(f"dtype: {problem}")
     return path
 
 

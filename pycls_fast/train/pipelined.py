@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.errors import UserError
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
@@ -31,11 +30,6 @@ class PipelinedStep(Step):
             inputs.append((images_BCHW, targets))
             states.append(torch.default_generator.get_state())
         images = [images_BCHW for images_BCHW, _ in inputs]
-        if len({each.shape for each in images}) > 1:
-            raise UserError(
-                "data.root: damaged images leave microbatches of different sizes, and a pipeline needs equal ones; "
-                "repair or remove them (pycls-fast prepare verify), or use parallel.pipeline_degree=1"
-            )
         losses = torch.zeros(len(images), dtype=torch.get_default_dtype(), device=images[0].device)
 
         # A scaler begins with its first loss, which only the last stage has.

@@ -118,7 +118,11 @@ class Evaluations:
         return True
 
     def take(self, done: int) -> None:
-        """Evaluate the model and its average, if there is one."""
+        """Evaluate the model and its average, if there is one.
+
+        Raises:
+            UserError: no image can be read; the same on all ranks.
+        """
         run = self.run
         run.world.at(f"evaluating after step {done}")
         self.finite = True
@@ -130,6 +134,9 @@ class Evaluations:
     def _take(self, done: int, weights: str) -> None:
         run = self.run
         result = evaluate(run.scorer(self.on_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
+        if not result.count:
+            run.damaged.report(done)
+            raise UserError("data.root: no image of val can be read; repair them (pycls-fast prepare verify)")
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._write_down(done, weights, result)

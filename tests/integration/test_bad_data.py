@@ -111,6 +111,18 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["damaged_images"] == len(bad)
 
 
+def test_no_image_is_left_to_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good(tmp_path / "images")
+    for path in (tmp_path / "images" / "val").rglob("*.*"):
+        path.write_bytes(b"<html>not found</html>")
+    settings = [*TINY, "data=folder", "data.global_batch_size=4", f"data.root={tmp_path / 'images'}",
+                "data.num_workers=0", f"run_dir={tmp_path / 'run'}"]  # fmt: skip
+    with pytest.raises(UserError, match=r"^data\.root: no image of val can be read"):
+        train(load_config("vit_digits", settings))
+    assert capsys.readouterr().out.count("left out") == 8
+    assert newest_checkpoint(tmp_path / "run")["step"] == 2
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_memory_that_does_not_suffice(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, device: str

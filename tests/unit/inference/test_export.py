@@ -169,7 +169,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["format=timm"], "output: format=timm writes a folder net; give another path"),
         (["format=timm", "output=run"], "output: run exists; use overwrite=true"),
         (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
-        (["format=onnx", "output=n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
+        (["format=onnx", "output=new/n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
         (["output=there.safetensors/net.safetensors"], "net.safetensors cannot be written (File exists)"),
         (["output=there.safetensors"], "output: there.safetensors exists; use overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
@@ -186,6 +186,7 @@ def test_mistakes_get_a_line(
         read_options([*usual, *arguments], ExportVerb)()
     assert any(line in told.replace(f"{tmp_path}/", "") for told in caught.value.lines), caught.value.lines
     assert not Path("net.safetensors").exists()
+    assert not Path("new").exists()
 
 
 @pytest.fixture
