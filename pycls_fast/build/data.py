@@ -48,11 +48,13 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     root = root if "://" in root else str(user_path(root))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     how = Opening(seed=config.seed, index_all=index_all, processes=ranks)
+    # An experiment's root says nothing of a source that needs none.
+    key, where = ("data.root", root) if data.needs_root else ("data.source", data.source)
     try:
-        with refusing(f"data.root: {root[:200]} cannot be read", use="give another"):
-            return as_splits(data.open(root, how), data, where=root or data.source, whole=whole)
+        with refusing(f"{key}: {where[:200]} cannot be read", use="give another"):
+            return as_splits(data.open(root, how), data, where=where, whole=whole)
     except UserError as error:
-        lines = (line if line.startswith("data.") else f"data.root: {line}" for line in error.lines)
+        lines = (line if line.startswith(("data.", "data: ")) else f"{key}: {line}" for line in error.lines)
         raise UserError(*lines) from error
 
 

@@ -133,6 +133,8 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
     assert run.predict(digits)[0].class_name in "0123456789"
     with pytest.raises(UserError, match=r"^model: the given Own does not classify 10 classes of 16 px images"):
         pycls_fast.train_net(data=digits, model=module, **{**words, "image_size": 16})
+    with pytest.raises(UserError, match=r"^data.source: given \(train\): images without labels, or none"):
+        pycls_fast.train_net(data=Subset(whole, []), model=module, data__root=digits, **words)
 
 
 def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> None:

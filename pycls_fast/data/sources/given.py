@@ -10,11 +10,12 @@ from PIL import Image
 
 from pycls_fast.data.decode import decode
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError
+from pycls_fast.data.sources.files import labels_of, name_classes
+from pycls_fast.errors import UserError, refusing
 
 
 class DatasetImages(Images):
-    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on, or
+    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on, names, or
     rows of zeros and ones, a column for each class.
 
     Labels are those of `targets`, as torchvision's datasets have it, also below a `torch.utils.data.Subset`; without
@@ -22,17 +23,27 @@ class DatasetImages(Images):
     """
 
     def __init__(self, dataset: Any) -> None:
+        """
+        Raises:
+            UserError: images or labels of other kinds, or more classes than names.
+        """
         self._dataset, self.where = dataset, type(dataset).__name__
-        self.labels = _labels(dataset).astype(np.int32)
-        count = int(self.labels.max(initial=-1)) + 1
-        if self.labels.ndim == 2:
-            count = self.labels.shape[1]
-            self.label_sets, labels = np.unique(self.labels > 0, axis=0, return_inverse=True)
-            self.labels = labels.reshape(-1).astype(np.int32)
+        what = f"data: labels of the {self.where} are no whole numbers or names, or rows of zeros and ones"
+        with refusing(what, ValueError):
+            labels = _labels(dataset)
         while not hasattr(dataset, "classes") and hasattr(dataset, "indices"):
             dataset = dataset.dataset
-        names = getattr(dataset, "classes", range(count))
-        self.classes = tuple(map(str, names))
+        names = tuple(map(str, dataset.classes)) if hasattr(dataset, "classes") else None
+        if labels.ndim == 2:
+            names = names or tuple(map(str, range(labels.shape[1])))
+            if len(names) != labels.shape[1]:
+                raise UserError(f"data: labels of the {self.where} have {labels.shape[1]} columns, not {len(names)}")
+            found = labels_of((np.flatnonzero(row > 0).tolist() for row in labels), names)
+        elif labels.ndim != 1 or labels.dtype.kind not in "iuU":
+            raise UserError(f"{what}, but {labels.dtype} {labels.shape}")
+        else:
+            found = name_classes(labels.tolist(), names=names, where=f"data: {self.where}")
+        self.classes, self.labels, self.label_sets = found
         if len(self):
             # A dataset with other images is refused before training.
             self.read(0)
@@ -50,10 +61,16 @@ class DatasetImages(Images):
 
 def _labels(dataset: Any) -> np.ndarray:
     if hasattr(dataset, "targets"):
-        return np.asarray(dataset.targets)
-    if hasattr(dataset, "indices"):
-        return _labels(dataset.dataset)[np.asarray(dataset.indices)]
-    return np.array([np.asarray(dataset[index][1]) for index in range(len(dataset))])
+        labels = np.asarray(dataset.targets)
+    elif hasattr(dataset, "indices"):
+        labels = _labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    else:
+        labels = np.array([np.asarray(dataset[index][1]) for index in range(len(dataset))])
+    if labels.ndim == 1 and labels.dtype.kind in "bf":
+        # Whole numbers in another format.
+        whole = labels.astype(np.int64)
+        labels = whole if np.array_equal(whole, labels) else labels
+    return labels
 
 
 def open_given(datasets: Any) -> dict[str, Images]:

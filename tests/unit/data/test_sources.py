@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import webdataset
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
@@ -21,6 +22,7 @@ from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.given import DatasetImages
 from pycls_fast.data.transforms import TrainTransform
+from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
@@ -151,6 +153,38 @@ def test_a_dataset_of_torch_with_several_labels() -> None:
     source = DatasetImages(TensorDataset(torch.zeros(8, 4, 4, 3, dtype=torch.uint8), marks_NK.float()))
     assert source.classes == ("0", "1", "2")
     assert said(source) == [{str(k) for k in own} for own in SETS]
+
+
+class Labelled(TensorDataset):
+    """Black images with these labels, of two classes with names."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, *targets: Any) -> None:
+        super().__init__(torch.zeros(len(targets), 4, 4, 3, dtype=torch.uint8))
+        self.targets = targets
+
+
+@pytest.mark.parametrize("labels", [(1, 0, 1), (1.0, 0.0, 1.0), (True, False, True), ("dog", "cat", "dog")])
+def test_a_dataset_of_torch(labels: tuple[Any, ...]) -> None:
+    source = DatasetImages(Labelled(*labels))
+    assert [sorted(source.classes_of(index)) for index in range(3)] == [["dog"], ["cat"], ["dog"]]
+    assert DatasetImages(Subset(Labelled(*labels), [2, 1])).labels.tolist() == [1, 0]
+    assert len(DatasetImages(Subset(Labelled(*labels), []))) == 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ((1, 2), "data: Labelled: the label 2: labels count the classes, 0 to 1"),
+        ((0.5, 1.5), r"data: labels of the Labelled are no whole numbers or names, .*, but float64 \(2,\)"),
+        (((0, 1), (0,)), "data: labels of the Labelled are no whole numbers or names, .*inhomogeneous"),
+        (((0, 1, 1),), "data: labels of the Labelled have 3 columns, not 2"),
+    ],
+)
+def test_labels_of_torch_that_are_refused(labels: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        DatasetImages(Labelled(*labels))
 
 
 def test_a_source_of_one_label_has_no_several(tmp_path: Path) -> None:
