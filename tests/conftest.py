@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -69,6 +70,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.option.minutes
     if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         pytest.skip(f"the {minutes:g} minutes are over")
+
+
+PICTURES = ("draw_curves", "draw_confusion")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Runs in this process draw no pictures, which takes half of the time of a small one; see `drawn`."""
+    validation = sys.modules.get("pycls_fast.train.validation")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PICTURES if validation is not None else ():
+            patch.setattr(validation, name, lambda *arguments: None)
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn."""
+    from pycls_fast.train import pictures, validation
+
+    for name in PICTURES:
+        monkeypatch.setattr(validation, name, getattr(pictures, name))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ gpu, cpu_step = script("gpu"), script("cpu_step")
 SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2"]
 
 
+@pytest.mark.slow
 def test_the_rows_are_settings_that_a_gpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is accepted by what checks the configuration for a GPU, and none is measured twice."""
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)

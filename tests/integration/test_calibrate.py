@@ -42,6 +42,7 @@ def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) 
         best_temperature(scores_NK, torch.arange(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
 def test_the_written_weights_are_calibrated(
     loss: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -44,6 +44,7 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
     assert torch.equal(more(torch.tensor(2.0).double(), F.pad(logits, (0, 2), value=9.0), images), found)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
     words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
     teacher = pycls_fast.train_net("vit_digits", words, run_dir=tmp_path / "teacher", optim__lr=0.002)

@@ -179,6 +179,7 @@ def test_goes_on_when_the_weights_are_gone(images: Path, weights: Path, tmp_path
         assert {key: saved[key] for key in STATISTICS} == STATISTICS
 
 
+@pytest.mark.slow
 def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: Path) -> None:
     """Through a stop and a start, with an average of the weights and balanced classes."""
     settings = [f"weights={weights}", "schedule.epochs=2", "schedule.warmup_epochs=0", "optim.ema_decay=0.9",
@@ -212,6 +213,7 @@ def assert_stopped_early(run: Path, first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_stops_when_nothing_gets_better(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert finetune(images, run, *IMPATIENT) == 0
@@ -250,6 +252,7 @@ def test_two_ranks_fit_the_head_of_one(images: Path, weights: Path, tmp_path: Pa
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["zero", "small"])
 def test_a_head_that_is_not_fitted(images: Path, weights: Path, tmp_path: Path, head: str) -> None:
     """It begins by knowing nothing: with a loss of ln 3, or nearly so."""

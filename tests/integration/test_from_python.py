@@ -137,6 +137,7 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
         pycls_fast.train_net(data=Subset(whole, []), model=module, data__root=digits, **words)
 
 
+@pytest.mark.slow
 def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"data": digits, "epochs": 1, "device": "cpu", "image_size": 8, "batch_size": 32}
     first, second = (

@@ -24,7 +24,7 @@ EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_los
     [
         (["ddp"], []),
         (["fsdp"], []),
-        (["fsdp", "parallel.tensor_degree=2"], []),
+        pytest.param(["fsdp", "parallel.tensor_degree=2"], [], marks=pytest.mark.slow),
         pytest.param(["ddp"], EXPERTS, marks=pytest.mark.slow),
         pytest.param(["fsdp", "speed.recompute=full"], EXPERTS, marks=pytest.mark.slow),
     ],

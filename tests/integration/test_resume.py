@@ -126,7 +126,7 @@ def test_killed_in_the_middle_of_an_epoch(tmp_path: Path, digits: Path, uninterr
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_eight_steps_are_five_and_three(tmp_path: Path, digits: Path, adapted: bool) -> None:
     keys: tuple[str, ...] = ("data.num_workers=0",)
     if adapted:

@@ -126,14 +126,8 @@ def test_other_images_are_not_resumed_with(
         go_on(tmp_path / "moved", run, "schedule.max_steps=4")
 
 
-@pytest.mark.parametrize(
-    ("format_name", "ending"),
-    [
-        ("onnx", "onnx"),
-        ("program", "pt2"),
-        pytest.param("openvino", "xml", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("program", "pt2"), ("openvino", "xml")])
 def test_an_exported_file_is_scored(run: Path, images: Path, tmp_path: Path, format_name: str, ending: str) -> None:
     file, other = tmp_path / f"model.{ending}", tmp_path / "other"
     export(str(run), str(file), which="auto", dtype=None, overwrite=False, format=format_name)

@@ -160,6 +160,7 @@ def test_from_packed_images_to_calibrated_probabilities(
     assert scores[1]["f1"] == pytest.approx(scores[0]["f1"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_ranks_train_and_score_as_one_process(table: Path, tmp_path: Path) -> None:
     arguments = [word for word in words(table, "loss=bce", "loss.label_smoothing=0") if "num_workers" not in word]
     arguments += ["schedule.max_steps=4", "schedule.warmup_epochs=0", "model.drop_path=0",

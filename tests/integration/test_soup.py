@@ -30,6 +30,7 @@ def test_the_greedy_soup_keeps_what_does_not_harm() -> None:
     assert asked[4:] == [[best, copy], [best, copy, good], [best, copy, good, bad]]
 
 
+@pytest.mark.slow
 def test_the_mean_of_runs(digits: Path, tmp_path: Path) -> None:
     words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
     a, b = (

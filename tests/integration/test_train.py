@@ -33,6 +33,7 @@ def assert_fills_the_same(first: Weights, second: Weights) -> None:
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
+@pytest.mark.usefixtures("drawn")
 def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, digits, "trackers=[tensorboard]", "optim.ema_decay=0.9") == 0
     names = {path.name for path in tmp_path.iterdir()}
