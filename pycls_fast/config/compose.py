@@ -333,7 +333,12 @@ def readable(override: str) -> str:
 
 # The beginning of keys, what decides whether they are read, and when they are.
 _READ_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
-    ("precision.loss_scale", "precision.name", lambda config: LEVELS[config.precision.name].scaled),
+    # `auto` may become a level that scales, on an older GPU.
+    (
+        "precision.loss_scale",
+        "precision.name",
+        lambda config: config.precision.name == "auto" or LEVELS[config.precision.name].scaled,
+    ),
     ("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
     ("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
     ("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),

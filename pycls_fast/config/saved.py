@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,7 +15,7 @@ from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.presets import groups
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.reading import interpolation
 
@@ -58,14 +58,12 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     return validate(RunConfig, values, lambda key: where)
 
 
-def _refuse_places(saved: SavedConfig, given: Collection[str]) -> None:
-    """Contact no address, and write nowhere, that only a saved configuration names.
+def own_places(saved: SavedConfig, given: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong) for addresses, and places to write to, that only a saved configuration names: nothing
+    is to be contacted and written there.
 
     Args:
         given: the keys on the command line.
-
-    Raises:
-        UserError: it names one.
     """
     data = saved.values.get("data")
     if "data" in given or not isinstance(data, Mapping):
@@ -76,9 +74,7 @@ def _refuse_places(saved: SavedConfig, given: Collection[str]) -> None:
         written = key == "root" and data.get("source") == "digits" and outside and not user_path(place).is_dir()
         if f"data.{key}" not in given and ("://" in place or written):
             what = "no folder, so the digits would be written there" if written else "an address"
-            raise UserError(
-                f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
-            )
+            yield f"data.{key}", f"{place} is {what}, and only {saved.file} names it"
 
 
 # What is taken from these sections; the rest depends on training, its machine and its number of ranks.
@@ -100,7 +96,8 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
     overrides = [long_name(override, [CONFIGS]) for override in overrides]
-    _refuse_places(saved, {key_of(override) for override in overrides})
+    places = own_places(saved, {key_of(override) for override in overrides})
+    refuse(f"{key}: {what}; to allow it, give {key}" for key, what in places)
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}

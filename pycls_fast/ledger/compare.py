@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image
 
 from pycls_fast import build
-from pycls_fast.config.saved import validate_saved
+from pycls_fast.config.of_weights import SavedConfig
+from pycls_fast.config.saved import own_places, validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError, refusing
@@ -149,8 +150,11 @@ def _images(run: SavedRun) -> tuple[Images | None, str | None]:
     # Nothing is built but the data.
     here: dict[str, Any] = {"imports": [], "run_dir": None, "weights": None}
     here |= {"parallel": {"name": "single"}, "runtime": {"device": "cpu"}}
+    file = run.path / "config.yaml"
+    for key, what in own_places(SavedConfig(run.config, file)):
+        return None, f"{key}: {what}"
     try:
-        checked = validate_saved({**run.config, **here}, str(run.path / "config.yaml"))
+        checked = validate_saved({**run.config, **here}, str(file))
         with build.world(checked) as world:
             return build.sources(checked, world)["val"], None
     except UserError as error:

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, switches
 from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
+from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
 from pycls_fast.errors import UserError, refusing
@@ -302,22 +303,25 @@ class MemoryPlan:
 
     def elsewhere(self, memory: float) -> str:
         """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
-        config, whole = self.config, level(self.config)
-        can_shard = (
-            self.world.size == self.world.data_size
-            and config.optim.shardable
-            and (whole.weights == "float32" or whole.masters == "kept")
-        )
-        for ranks in _RANKS if can_shard else ():
+        config, known = self.config, set(problems(self.config, Purpose()))
+
+        def fits(made: MemoryPlan) -> bool:
+            # What the other settings refuse is no way out.
+            if set(problems(made.config, Purpose())) - known:
+                return False
+            try:
+                return made.fitting(memory) is not None
+            except UserError:
+                return False
+
+        for ranks in _RANKS if self.world.size == self.world.data_size else ():
             if ranks < self.world.size or config.data.global_batch_size % ranks:
                 continue
-            sharded = MemoryPlan.imagined(
-                config.with_values(parallel={"name": "fsdp"}), self.world.device, ranks, self.classes
-            )
-            if sharded.fitting(memory) is not None:
+            sharded = config.with_values(parallel={"name": "fsdp"})
+            if fits(MemoryPlan.imagined(sharded, self.world.device, ranks, self.classes)):
                 return f"fits with parallel=fsdp on {ranks}"
         recomputing = replace(self, config=config.with_values(speed={"recompute": "full", **_ONLY_RECOMPUTED}))
-        return "fits with speed.recompute=full" if recomputing.fitting(memory) is not None else ""
+        return "fits with speed.recompute=full" if fits(recomputing) else ""
 
 
 @contextmanager

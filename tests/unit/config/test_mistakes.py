@@ -107,6 +107,7 @@ def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Pat
     [
         (["precision=amp_bf16", "precision.loss_scale=1024"], True),
         (["precision=fp16", "precision.loss_scale=1024"], False),
+        (["precision=auto", "precision.loss_scale=1024"], False),
         (["optim.ema_every_steps=2"], True),
         (["optim.ema_every_steps=2", "optim.ema_decay=0.9"], False),
     ],

@@ -221,6 +221,14 @@ def test_data_that_is_gone(a: Path, b: Path, tmp_path: Path) -> None:
     assert "the true class differs for" in reason(a, b)
 
 
+def test_no_address_is_contacted_that_only_a_run_names(a: Path) -> None:
+    config = yaml.safe_load((a / "config.yaml").read_text())
+    config["data"]["root"] = "ftp://127.0.0.1/x"
+    (a / "config.yaml").write_text(yaml.safe_dump(config))
+    missing = read_run_files(str(a)).missing
+    assert missing == f"data.root: ftp://127.0.0.1/x is an address, and only {a / 'config.yaml'} names it"
+
+
 def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     whole = Predictions.load(b / "predictions.npz")
     kept = np.arange(IMAGES) != 30

@@ -234,6 +234,20 @@ def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
         resolved("runtime.device_memory=10MB")
 
 
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ("speed.cuda_graphs=on speed.optimizer=fused speed.metrics=interval", "recompute"),
+        ("speed.compile=model speed.compile_mode=reduce-overhead", "fsdp"),
+        ("optim.lora_rank=4 optim.trainable=[blocks.0,head]", "fsdp"),
+    ],
+)
+def test_no_way_out_is_one_that_the_settings_refuse(settings: str, refused: str) -> None:
+    config = load_config(VIT[0], [*VIT[1:], "precision=amp_bf16", *settings.split()])
+    made = MemoryPlan.imagined(config, torch.device("cuda"), 1, 10)
+    assert all(refused not in made.elsewhere(memory) for memory in (2e6, 10e6))
+
+
 def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have one name in a configuration."""
     monkeypatch.setattr(race, "_run", lambda config: race.Race("fp32", len(raced), None, 1.0))
