@@ -221,7 +221,8 @@ def degrees(settings: Parallel, ranks: int) -> tuple[int, int]:
     """
     size, shard, replicate = ranks // settings.tensor_degree, settings.shard_degree, settings.replicate_degree
     if shard is None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) // settings.tensor_degree
+        # A node may have the ranks of several stages.
+        here = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks) // settings.tensor_degree
         shard = max(here if replicate is None else size // replicate, 1)
     if replicate is None:
         replicate = max(size // shard, 1)

@@ -124,6 +124,8 @@ def test_the_gpu_of_a_rank(
         (8, 2, None, 4, (4, 2)),
         (8, None, 2, 8, (2, 4)),
         (6, 3, 2, 6, (2, 3)),
+        # Four of a node's eight ranks have one stage of a pipeline.
+        (4, None, None, 8, (1, 4)),
         (1, None, None, 1, (1, 1)),
     ],
 )
