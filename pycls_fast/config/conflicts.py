@@ -288,7 +288,6 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "parallel.compression=bf16 or precision=amp_fp16"),
     (_SYNCED, "model.kind=timm", "timm's batch norms may include an activation, which would be lost", _NOT_SYNCED),
     (_SYNCED, "model.stem=patch", "the network has no batch norm", _NOT_SYNCED),
-    (_SYNCED, "optim.trainable!=[all]", "frozen statistics would be replaced", _NOT_SYNCED),
     ("optim.lora_rank!=null", "optim.trainable=[all]", "all is trained already", "optim.trainable=head"),
     ("optim.lora_rank!=null", SHARDED, "it adapts whole weights", "parallel=ddp"),
     ("optim.lora_rank!=null", HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),

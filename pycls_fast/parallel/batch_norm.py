@@ -23,14 +23,18 @@ class _Sum(torch.autograd.Function):
         return _Sum.forward(ctx, gradient)
 
 
-class HostSyncBatchNorm(nn.BatchNorm2d):
+class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's SyncBatchNorm written out, because torch's does not run on a CPU."""
 
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # torch's name
+        """Any number of dimensions."""
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Maps (B, C, H, W) of any floating-point format; statistics and arithmetic are float32 or wider."""
+        """Maps (B, C, ...) of any floating-point format; statistics and arithmetic are float32 or wider."""
         if not self.training:
             return super().forward(input)
-        maps_BCM = input.flatten(2) if input.dtype == torch.float64 else input.flatten(2).float()
+        maps_BCM = input.reshape(*input.shape[:2], -1)
+        maps_BCM = maps_BCM if input.dtype == torch.float64 else maps_BCM.float()
         # Every rank has a microbatch of the same size.
         count = maps_BCM.shape[0] * maps_BCM.shape[2] * dist.get_world_size()
         mean_C: Tensor = _Sum.apply(maps_BCM.sum(dim=(0, 2))) / count
@@ -53,10 +57,10 @@ class HostSyncBatchNorm(nn.BatchNorm2d):
 
 
 def synchronise(network: nn.Module, device: torch.device) -> None:
-    """Replace every batch norm in place; parameters and buffers stay the same objects under the same names."""
-    if device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        return
+    """Replace the class of every batch norm of torch's, in place: all else of it stays, also that it is frozen."""
+    kind: type[nn.Module] = nn.SyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
     for module in network.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = HostSyncBatchNorm
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            module.__class__ = kind
+            # All ranks, as by default.
+            vars(module)["process_group"] = None

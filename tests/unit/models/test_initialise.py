@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.parallel.batch_norm import synchronise
 from tests.factories import small_vit
 
 Check = Callable[[Tensor], None]
@@ -83,10 +84,9 @@ def test_meta_then_to_empty_then_initialise_is_the_direct_build(name: str) -> No
 
 @pytest.mark.parametrize("name", ["vit-conv-stem", "resnet18"])
 def test_batch_norms_of_all_ranks_begin_like_those_of_one(name: str) -> None:
-    """torch's conversion, which CUDA takes, makes other modules of them."""
     torch.manual_seed(3)
-    direct = MODELS[name]()
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(MODELS[name]())
+    direct, converted = MODELS[name](), MODELS[name]()
+    synchronise(converted, torch.device("cuda"))
     torch.manual_seed(3)
     converted.initialise()
     for key, tensor in everything(direct).items():

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.parallel.batch_norm import synchronise
+from pycls_fast.optim.groups import keep_statistics
+from pycls_fast.parallel.batch_norm import HostSyncBatchNorm, synchronise
 from pycls_fast.parallel.ddp import _bucket_megabytes
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
@@ -57,18 +58,32 @@ def test_large_models_have_large_buckets_and_every_model_several(millions: int, 
     assert _bucket_megabytes(network) is None
 
 
-def test_batch_norm_over_one_rank_is_batch_norm(world: World) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_frozen_batch_norm_of_all_ranks_stays_frozen(device: str) -> None:
+    network = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    keep_statistics(network[0])
+    synchronise(network, torch.device(device))
+    assert not any(isinstance(norm, nn.BatchNorm2d) for norm in network)
+    network.eval().train()
+    assert [norm.training for norm in network] == [False, True]
+    network.eval()
+    maps = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(network(maps), maps / (1 + 1e-5))
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_batch_norm_over_one_rank_is_batch_norm(world: World, sides: int) -> None:
     torch.manual_seed(0)
-    plain = nn.BatchNorm2d(3).double()
+    plain = (nn.BatchNorm1d if sides == 1 else nn.BatchNorm2d)(3).double()
     nn.init.normal_(plain.weight)
     nn.init.normal_(plain.bias)
     synchronised = copy.deepcopy(plain)
     owned = dict(synchronised.named_parameters())
     synchronise(nn.Sequential(synchronised), torch.device("cpu"))
-    assert type(synchronised) is not nn.BatchNorm2d
+    assert type(synchronised) is HostSyncBatchNorm
     assert all(value is owned[name] for name, value in synchronised.named_parameters())
     for _ in range(2):
-        maps = torch.randn(4, 3, 5, 5, dtype=torch.float64) * 3 + 1
+        maps = torch.randn(4, 3, *[5] * sides, dtype=torch.float64) * 3 + 1
         results = []
         for norm in (plain, synchronised):
             images = maps.clone().requires_grad_()
