@@ -76,7 +76,7 @@ class GivenNetwork(WrappedNetwork):
     def __init__(self, module: nn.Module, classes: int, image_size: Size) -> None:
         super().__init__()
         self._given = dict(named_tensors(module))
-        self.network = copy.deepcopy(module).to(torch.get_default_device())
+        self.network = copy.deepcopy(module).to(torch.get_default_device(), torch.get_default_dtype())
         what = f"does not classify {classes} classes of {image_size} px images by a last linear layer"
         with refusing(f"model: the given {type(module).__name__} {what}", Exception):
             self._layer_names, self._unit_names = find_blocks(self.network, classes, image_size)

@@ -62,7 +62,8 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
     All ranks call this.
 
     Raises:
-        UserError: more damaged images than `data.max_damaged`, or no other.
+        UserError: more damaged images than `data.max_damaged`, or no other; or the head gets several vectors of an
+            image.
     """
     world = scorer.world
     features: list[Tensor] = []
@@ -79,6 +80,11 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
     if not found:
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    if features_ND.ndim != 2:
+        raise UserError(
+            f"model: the last layer, {network.head_name}, gets {tuple(features_ND.shape[1:])} numbers of an image, not "
+            "one vector, so there are no features; train with head=small"
+        )
     return features_ND, labels_N
 
 

@@ -99,6 +99,18 @@ class Drawn(Dataset[tuple[Image.Image, int]]):
         return Image.open(self.files[index]).convert("L"), int(self.files[index].parent.name)
 
 
+class Pixelwise(nn.Module):
+    """Its last layer sees each pixel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(images.flatten(2).transpose(1, 2)).mean(1)
+        return logits
+
+
 class Own(nn.Module):
     def __init__(self, width: int = 8, *, bias: bool = True) -> None:
         super().__init__()
@@ -141,9 +153,13 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
 def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"data": digits, "epochs": 1, "device": "cpu", "image_size": 8, "batch_size": 32}
     first, second = (
-        pycls_fast.train_net(model=Own(width, bias=bias), run_dir=tmp_path / str(width), data__num_workers=0, **words)
-        for width, bias in ((8, True), (4, False))
+        pycls_fast.train_net(
+            model=Own(width, bias=bias).to(dtype), run_dir=tmp_path / str(width), data__num_workers=0, **words
+        )
+        for width, bias, dtype in ((8, True, torch.float32), (4, False, torch.float16))
     )
+    with pytest.raises(UserError, match=r"^model: the last layer, network.out, gets \(64, 3\) numbers of an image"):
+        pycls_fast.train_net(model=Pixelwise(), run_dir=tmp_path / "pixels", data__num_workers=0, **words)
     copy = first.export(tmp_path / "copy.safetensors")
     assert pycls_fast.load(copy, device="cpu", model=Own(8)).network.last_layer().in_features == 8 * 4 * 4
     assert first.predict(digits)[0].class_name in "0123456789"
