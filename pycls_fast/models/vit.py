@@ -261,12 +261,15 @@ class VisionTransformer(Network):
         return torch.stack(losses).sum() if losses else None
 
     def facts(self) -> Mapping[str, Tensor]:
-        """The experts' load and the dropped tokens (see `moe`), means over the blocks."""
-        facts = [layer.facts for layer in self._expert_layers()]
+        """The experts' load and the dropped tokens (see `moe`), means over the blocks that are trained."""
+        layers = self._expert_layers()
+        facts = [layer.facts for layer in layers if layer.facts]
+        # Those of other stages have theirs; frozen ones evaluate.
+        mixtures = self.mixtures - (len(layers) - len(facts))
         nothing = torch.zeros((), device=next(self.parameters()).device)
         return {
-            name: torch.stack([nothing, *(each[name] for each in facts)]).sum() / self.mixtures
-            for name in (FACTS if self.mixtures else ())
+            name: torch.stack([nothing, *(each[name] for each in facts)]).sum() / mixtures
+            for name in (FACTS if mixtures else ())
         }
 
     def forward(self, images_BCHW: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pycls_fast.models.layers import Mlp
 from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
 from pycls_fast.models.pretrained import fit, read_weights
+from pycls_fast.optim.groups import freeze
 from tests.factories import randomise, small_vit
 
 WIDTH, HIDDEN, TOKENS = 8, 12, 40
@@ -168,3 +169,13 @@ def test_training_sums_the_losses_of_the_routers() -> None:
     assert set(network.facts()) == {"expert_load", "dropped_tokens"}
     loss.backward()
     assert layers[0].router.weight.grad is not None
+
+
+@pytest.mark.parametrize(("trained", "count"), [("head", 0), ("blocks.3", 1)])
+def test_frozen_experts_have_no_numbers(trained: str, count: int) -> None:
+    network = small_vit(depth=4, experts=Experts(count=4))
+    freeze(network, [trained])
+    network.train()(torch.randn(3, 3, 32, 32))
+    own = [block.mlp.facts for block in network.blocks if isinstance(block.mlp, ExpertsMlp)][-1]  # type: ignore[union-attr]
+    assert network.facts() == (own if count else {})
+    assert (network.auxiliary_loss() is None) == (count == 0)
