@@ -6,8 +6,10 @@ import errno
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from urllib.request import urlopen
 
 import numpy as np
@@ -29,6 +31,7 @@ _KINDS = "a path, an address, a Pillow image, or a uint8 array or tensor (height
 # The longest wait for a server.
 _SECONDS = 30
 _PAGES = ("http://", "https://")
+_IN_ADDRESSES = "%:/?#[]@!$&'()*+,;=~"
 
 
 class Address(str):
@@ -93,15 +96,15 @@ def _fetched(address: str) -> bytes:
     """The contents of an address, which is an image that cannot be read if they cannot be fetched."""
     # One more than is allowed, to see whether there are more.
     limit = IMAGE_BYTES + 1
-    if address.startswith(_PAGES):
-        # For these fsspec would need aiohttp.
-        with urlopen(address, timeout=_SECONDS) as file:
-            data: bytes = file.read(limit)
-    else:
-        try:
+    try:
+        if address.startswith(_PAGES):
+            # For these fsspec would need aiohttp. Spaces and letters with accents are escaped, as browsers do.
+            with urlopen(quote(address, _IN_ADDRESSES), timeout=_SECONDS) as file:
+                data: bytes = file.read(limit)
+        else:
             data = read_range(address, 0, limit)
-        except UserError as error:
-            raise OSError(str(error)) from error
+    except (UserError, HTTPException, ValueError) as error:
+        raise OSError(str(error)) from error
     if len(data) == limit:
         raise OSError(errno.EFBIG, f"has more than {IMAGE_BYTES:,} bytes", address)
     return data

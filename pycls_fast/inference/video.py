@@ -65,6 +65,8 @@ def find_frames(path: Path | str, every: float) -> list[Frame]:
     try:
         with _opened(path) as container:
             stream = container.streams.video[0]
+            # Once the container is closed, the stream's numbers are those of freed memory.
+            unit = stream.time_base or 1
             if stream.duration is not None and stream.time_base is not None:
                 length = float(stream.duration * stream.time_base)
             elif container.duration is not None and len(container.streams) == 1:
@@ -72,7 +74,7 @@ def find_frames(path: Path | str, every: float) -> list[Frame]:
             packets = sorted((each.pts, each.is_keyframe) for each in container.demux(stream) if each.pts is not None)
         for time, is_key in packets:
             start = time if is_key else start
-            seconds = float((time - packets[0][0]) * (stream.time_base or 1))
+            seconds = float((time - packets[0][0]) * unit)
             if seconds >= due * every - 1e-6:
                 found.append(Frame(path, round(seconds, 3), time, start))
                 due = int((seconds + 1e-6) / every) + 1

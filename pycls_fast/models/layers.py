@@ -288,7 +288,7 @@ class SinCos2dPositions(nn.Module):
 
     Args:
         rows, columns: the grid of patches.
-        width: D, a multiple of 4 and at least 8.
+        width: D, a multiple of 4.
         extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
     """
 
@@ -321,7 +321,7 @@ def sincos2d(rows: int, columns: int, width: int) -> Tensor:
     def count(n: int) -> Tensor:
         return torch.arange(n, device="cpu", dtype=torch.float64)
 
-    frequencies = 10_000.0 ** (-count(width // 4) / (width // 4 - 1))
+    frequencies = 10_000.0 ** (-count(width // 4) / max(width // 4 - 1, 1))
     x_angles = count(columns).repeat(rows)[:, None] * frequencies
     y_angles = count(rows).repeat_interleave(columns)[:, None] * frequencies
     return torch.cat([x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()], dim=1)

@@ -120,6 +120,12 @@ def test_addresses_are_read(folder: Path) -> None:
         def log_message(self, *words: object) -> None:
             pass
 
+        def do_GET(self) -> None:
+            if self.path == "/cut.png":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nabc")
+            else:
+                super().do_GET()
+
     with ThreadingHTTPServer(("localhost", 0), partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://localhost:{server.server_port}/1.png"
@@ -127,8 +133,12 @@ def test_addresses_are_read(folder: Path) -> None:
         assert source.name(0) == address
         assert source.read(0) == (folder / "1.png").read_bytes() == source.read(2)
         assert len(source) == 5
-        with pytest.raises(OSError, match="404"):
-            given_images(f"{address}x").read(0)
+        (folder / "my é.png").write_bytes((folder / "1.png").read_bytes())
+        for name in ("my é.png", "my%20%C3%A9.png"):
+            assert given_images(address.replace("1.png", name)).read(0) == source.read(2)
+        for name, says in (("x.png", "404"), ("cut.png", "IncompleteRead")):
+            with pytest.raises(OSError, match=says):
+                given_images(address.replace("1.png", name)).read(0)
         write_clip(folder / "clip.mp4", 2)
         address = f"http://localhost:{server.server_port}/clip.mp4"
         source = given_images([address, f"{address}4.mp4"])

@@ -69,12 +69,12 @@ def expected_position(row: int, column: int, width: int) -> list[float]:
     """`posemb_sincos_2d` of big_vision (github.com/google-research/big_vision, models/vit.py), one number at
     a time: angle = position / 10000^(i / (width / 4 - 1)); first sin x, then cos x, sin y, cos y."""
     quarter = width // 4
-    angles = [[position / 10_000 ** (i / (quarter - 1)) for i in range(quarter)] for position in (column, row)]
+    angles = [[position / 10_000 ** (i / max(quarter - 1, 1)) for i in range(quarter)] for position in (column, row)]
     return [function(angle) for axis in angles for function in (math.sin, math.cos) for angle in axis]
 
 
 @pytest.mark.parametrize("class_token", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 5, 8), (4, 4, 24)])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 5, 8), (4, 4, 24), (2, 3, 4)])
 def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, class_token: bool) -> None:
     module = SinCos2dPositions(rows, columns, width, extra_tokens=int(class_token)).double()
     module.reset_parameters()
