@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config import Purpose, RunConfig
+from pycls_fast.config import Purpose, RunConfig, load_config
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.of_weights import saved_in_run
@@ -39,6 +40,12 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     register(saved, overrides)
     composed = dataclasses.replace(compose(SAVED, overrides, [CONFIGS]), config_name=saved.name, saved=saved.file)
     return check(composed, Purpose(scores_sets=True))
+
+
+@cache
+def config_of(*overrides: str, name: str = "vit_digits") -> RunConfig:
+    """As `load_config`, once in a process: Hydra takes a quarter of a second."""
+    return load_config(name, overrides)
 
 
 def randomise(model: Any) -> Any:

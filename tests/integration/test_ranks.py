@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,20 @@ from pycls_fast.train import train
 from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
 COMMON = (*TINY, "schedule.max_steps=20", "schedule.epochs=1", "schedule.warmup_epochs=0.5", "optim.clip_norm=1.0")
+SAME = (*COMMON, "optim.ema_decay=0.9", "optim.accumulation_steps=2")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Callable[..., Path]:
+    """What one process trains, once for each model."""
+
+    @cache
+    def run(*model: str) -> Path:
+        folder = tmp_path_factory.mktemp("one")
+        assert train(load_config("vit_digits", [*SAME, *model, f"data.root={digits}", f"run_dir={folder}"])) == 0
+        return folder
+
+    return run
 
 
 # With room for all tokens; the balancing loss is of each rank's own tokens.
@@ -29,14 +45,13 @@ EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_los
         pytest.param(["fsdp", "speed.recompute=full"], EXPERTS, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_equal_one(tmp_path: Path, digits: Path, strategy: list[str], model: list[str]) -> None:
+def test_two_ranks_equal_one(
+    alone: Callable[..., Path], tmp_path: Path, digits: Path, strategy: list[str], model: list[str]
+) -> None:
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
-    overrides = [*COMMON, *model, f"data.root={digits}", "optim.ema_decay=0.9", "optim.accumulation_steps=2"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert train(load_config("vit_digits", [*overrides, f"run_dir={one}"])) == 0
-    run_process(
-        under_torchrun(command(*overrides, f"parallel={strategy[0]}", *strategy[1:], f"run_dir={two}"), 2), cwd=tmp_path
-    )
+    one, two = alone(*model), tmp_path / "two"
+    overrides = [*SAME, *model, f"data.root={digits}", f"parallel={strategy[0]}", *strategy[1:], f"run_dir={two}"]
+    run_process(under_torchrun(command(*overrides), 2), cwd=tmp_path)
     for name in ("loss", "grad_norm"):
         ours = [record[name] for record in records(two, "train")]
         theirs = [record[name] for record in records(one, "train")]

@@ -91,6 +91,7 @@ def test_from_the_table_to_predictions(
     assert ";".join(over[whole]) in file.read_text()
 
 
+@pytest.mark.slow
 def test_the_head_first_and_mixing(run: pycls_fast.Trained, table: Path, tmp_path: Path) -> None:
     """New classes on the weights of the run: the fitted head is better than chance before the first step. Two tables,
     which have sets of labels in other orders."""

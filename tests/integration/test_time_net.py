@@ -54,6 +54,7 @@ def check_stages(found: dict[str, Any]) -> None:
     assert found["images"] == KEYS["repeats"] * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "parts"),
     [("train", {"train"}), ("model", {"train", "inference"}), ("loader", {"loader"}), ("both", {"both"})],

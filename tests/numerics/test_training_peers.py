@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from tests.factories import Convert, in_our_names, randomise
+from tests.factories import Convert, config_of, in_our_names, randomise
 
 CLASSES, BATCH, EPOCHS, STEPS_PER_EPOCH, STEPS = 7, 8, 4, 2, 5
 COMMON = (
@@ -151,7 +151,7 @@ def timm_parts(case: Case, config: RunConfig, model: nn.Module) -> tuple[Any, An
 )
 def test_steps_are_those_of_timms_loop(name: str) -> None:
     case = CASES[name]
-    config = load_config(case.experiment, [*COMMON, *case.overrides, "needs_weights=false"])
+    config = config_of(*COMMON, *case.overrides, "needs_weights=false", name=case.experiment)
     is_vit = config.model.kind == "vit"
     theirs = vit(**case.model) if is_vit else randomise(timm.create_model("resnet18", num_classes=CLASSES))
     convert: Convert = in_our_names if not is_vit else from_split_vit if case.model.get("split") else in_our_names

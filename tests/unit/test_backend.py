@@ -12,16 +12,16 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.build import device as build_device
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment
+from tests.factories import config_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def set_backend(*overrides: str, threads: str = "null", device: torch.device = CPU) -> None:
-    config = load_config("vit_digits", [*overrides, f"runtime.threads={threads}"])
-    build.set_backend(config, device, build.switches(config, device))
+    found = config_of(*overrides, f"runtime.threads={threads}")
+    build.set_backend(found, device, build.switches(found, device))
 
 
 @pytest.fixture(autouse=True)
@@ -155,9 +155,6 @@ def test_determinism_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(True, False), (False, True)]
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("text", "cores"),
     [("400000 100000", 4), ("150000 100000", 2), ("20000 100000", 1), ("max 100000", None), (None, None)],
@@ -187,25 +184,24 @@ def test_the_smaller_of_both_counts(monkeypatch: pytest.MonkeyPatch, quota: int 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)))
     monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
     assert build.cores() == environment(CPU, 1)["cpu_count"] == cores
-    config = load_config("vit_digits", ["data.num_workers=null"])
-    assert build.num_workers(config) == cores
+    assert build.num_workers(config_of("data.num_workers=null")) == cores
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert build.num_workers(config) == cores // 3
+    assert build.num_workers(config_of("data.num_workers=null")) == cores // 3
 
 
 def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(40)))
     monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
     for count, workers in (("null", 16), ("20", 20)):
-        assert build.num_workers(load_config("vit_digits", [f"data.num_workers={count}"])) == workers
+        assert build.num_workers(config_of(f"data.num_workers={count}")) == workers
 
 
 @pytest.mark.parametrize(
-    ("quota", "omp", "overrides", "threads"),
-    [(1, None, [], 1), (None, None, [], 2), (1, "2", [], 2), (1, None, ["runtime.threads=2"], 2)],
+    ("quota", "omp", "chosen", "threads"),
+    [(1, None, "null", 1), (None, None, "null", 2), (1, "2", "null", 2), (1, None, "2", 2)],
 )
 def test_threads_stay_within_the_limit(
-    monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, overrides: list[str], threads: int
+    monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, chosen: str, threads: int
 ) -> None:
     """Unless somebody chose their number."""
     monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
@@ -216,8 +212,7 @@ def test_threads_stay_within_the_limit(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        config = load_config("vit_digits", ["runtime.threads=null", *overrides])
-        build.set_backend(config, CPU, build.switches(config, CPU))
+        set_backend(threads=chosen)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from pycls_fast import build, speed
-from pycls_fast.build import data as build_data
-from pycls_fast.config import RunConfig, load_config
 from pycls_fast.data.mix import Mixer
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import SyntheticImages
@@ -23,6 +20,7 @@ from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.assemble import make_step
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 REFERENCE = Speed()
@@ -42,46 +40,29 @@ def world(rank: int = 0, size: int = 1, device: torch.device = CPU) -> World:
     return World(rank=rank, size=size, device=device)
 
 
-def vit(*overrides: str) -> RunConfig:
-    return load_config("vit_digits", overrides)
-
-
-class Recorder:
-    """Stands in for a constructor and keeps what it was called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        self.calls.append({**{str(i): value for i, value in enumerate(arguments)}, **named})
-        return object()
-
-
-def record(monkeypatch: pytest.MonkeyPatch, name: str, where: ModuleType = build_data) -> list[dict[str, Any]]:
-    recorder = Recorder()
-    monkeypatch.setattr(where, name, recorder)
-    return recorder.calls
-
-
 class TestModel:
     def test_initial_weights_are_the_seeds(self) -> None:
-        states = [build.model(vit(f"seed={seed}"), 10, REFERENCE).state_dict() for seed in (1, 1, 2)]
+        states = [build.model(config_of(f"seed={seed}"), 10, REFERENCE).state_dict() for seed in (1, 1, 2)]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
         assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
 
     def test_number_of_classes(self) -> None:
         source = SyntheticImages(4, 8, 6, 0)
-        assert build.num_classes(vit(), source) == 6
-        assert build.num_classes(vit("model.num_classes=9"), source) == 9
+        assert build.num_classes(config_of(), source) == 6
+        assert build.num_classes(config_of("model.num_classes=9"), source) == 9
         with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for 6 classes; use"):
-            build.num_classes(vit("model.num_classes=5"), source)
+            build.num_classes(config_of("model.num_classes=5"), source)
 
 
 class TestData:
     def test_steps_of_an_epoch(self) -> None:
-        assert [build.steps_per_epoch(vit("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [1, 1, 2]
+        assert [build.steps_per_epoch(config_of("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [
+            1,
+            1,
+            2,
+        ]
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
-            build.steps_per_epoch(vit("data.global_batch_size=8"), 7)
+            build.steps_per_epoch(config_of("data.global_batch_size=8"), 7)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -93,31 +74,25 @@ class TestData:
     )
     def test_mixing_of_what_a_rank_has(self, ranks: int, overrides: list[str], says: str) -> None:
         with pytest.raises(UserError, match=says):
-            build.check_mixing(vit(*SYNTHETIC, *overrides), world(size=ranks))
-        build.check_mixing(vit(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
-        build.check_mixing(vit(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
+            build.check_mixing(config_of(*SYNTHETIC, *overrides), world(size=ranks))
+        build.check_mixing(config_of(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
+        build.check_mixing(config_of(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
 
-    def test_mixing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert build.mixer(vit()) is None
-        assert build.mixer(vit("augment.mixup_alpha=0.2")) is not None
-        assert build.mixer(vit("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
-        made = record(monkeypatch, "Mixer")
-        build.mixer(
-            vit(
-                "augment.mixup_alpha=0.3", "augment.cutmix_alpha=0.7", "augment.mix_probability=0.9",
-                "augment.mix_switch_probability=0.4",
-            )
-        )  # fmt: skip
-        assert made == [{"mixup_alpha": 0.3, "cutmix_alpha": 0.7, "probability": 0.9, "switch_probability": 0.4}]
+    def test_mixing(self) -> None:
+        assert build.mixer(config_of()) is None
+        assert build.mixer(config_of("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
+        keys = ("mixup_alpha=0.3", "cutmix_alpha=0.7", "mix_probability=0.9", "mix_switch_probability=0.4")
+        made = build.mixer(config_of(*(f"augment.{key}" for key in keys)))
+        assert made == Mixer(mixup_alpha=0.3, cutmix_alpha=0.7, probability=0.9, switch_probability=0.4)
 
     @pytest.mark.parametrize(("ranks", "accumulation", "images"), [(1, 1, 64), (2, 1, 32), (2, 4, 8), (1, 64, 1)])
     def test_the_size_of_a_microbatch(self, ranks: int, accumulation: int, images: int) -> None:
-        config = vit(f"optim.accumulation_steps={accumulation}")
+        config = config_of(f"optim.accumulation_steps={accumulation}")
         assert build.microbatch_size(config, world(0, ranks)) == images
 
     def test_a_batch_that_the_ranks_cannot_share(self) -> None:
         with pytest.raises(UserError) as caught:
-            build.microbatch_size(vit("optim.accumulation_steps=2"), world(0, 3))
+            build.microbatch_size(config_of("optim.accumulation_steps=2"), world(0, 3))
         assert caught.value.lines == (
             "data.global_batch_size: 64 is not divisible by 3 ranks x optim.accumulation_steps=2; use 60 or 66, or, "
             "to keep the batch of a run that resumes, other ranks or accumulation steps",
@@ -134,8 +109,8 @@ class TestOptimizing:
         ],
     )
     def test_the_loss(self, overrides: list[str], loss: LossFunction) -> None:
-        assert build.loss(vit(*overrides), REFERENCE, CPU, 10) == loss
-        fused = build.loss(vit(*overrides), REFERENCE.replace(cross_entropy="fused"), CPU, 10)
+        assert build.loss(config_of(*overrides), REFERENCE, CPU, 10) == loss
+        fused = build.loss(config_of(*overrides), REFERENCE.replace(cross_entropy="fused"), CPU, 10)
         assert isinstance(fused, FusedLoss)
         assert fused.plain == loss
 
@@ -146,7 +121,7 @@ class TestOptimizing:
     def test_a_threshold_that_tells_no_class_from_another(
         self, smoothing: float, threshold: float, classes: int, every: str
     ) -> None:
-        config = vit("loss=bce", f"loss.label_smoothing={smoothing}", f"loss.bce_threshold={threshold}")
+        config = config_of("loss=bce", f"loss.label_smoothing={smoothing}", f"loss.bce_threshold={threshold}")
         targets = Targets(torch.tensor([1, 2]))
         dense = BinaryCrossEntropy(smoothing).dense(targets, torch.zeros(2, classes)).gt(threshold).sum(dim=1)
         if every:
@@ -173,12 +148,12 @@ class TestOptimizing:
             monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: "/there/is/none")
         there = torch.device(device)
         switches = REFERENCE.replace(compile="blocks")
-        config = vit("speed.compile=blocks")
+        config = config_of("speed.compile=blocks")
         line = rf"needs a {compiler} and Python's headers on .* and did not find both; install g.* or use speed\."
         with pytest.raises(UserError, match=rf"^speed\.compile: blocks {line}compile=off$"):
             build.wrap(config, build.model(config, 10, switches), world(device=there), switches)
         with pytest.raises(UserError, match=rf"^speed\.cross_entropy: fused {line}cross_entropy=plain$"):
-            build.loss(vit(), REFERENCE.replace(cross_entropy="fused"), there, 10)
+            build.loss(config_of(), REFERENCE.replace(cross_entropy="fused"), there, 10)
 
     @pytest.mark.parametrize(
         ("variables", "there", "found"),
@@ -210,7 +185,7 @@ class TestOptimizing:
 
     @pytest.mark.parametrize("implementation", ["foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:
-        config = vit("optim.lr=0.5", "optim.betas=[0.7,0.8]", "optim.eps=1e-5", "optim.weight_decay=0.4")
+        config = config_of("optim.lr=0.5", "optim.betas=[0.7,0.8]", "optim.eps=1e-5", "optim.weight_decay=0.4")
         model = build.model(config, 10, REFERENCE)
         made = build.optimizer(config, model, REFERENCE.replace(optimizer=implementation))
         assert isinstance(made, torch.optim.AdamW)
@@ -225,7 +200,7 @@ class TestOptimizing:
     def test_a_rank_that_owns_nothing_of_a_group(self, monkeypatch: pytest.MonkeyPatch, owned: tuple[int, int]) -> None:
         """FairScale's OSS gives such groups to what makes a rank's optimizer."""
         monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
-        config = vit("optim=adamw")
+        config = config_of("optim=adamw")
         network = build.model(config, 10, REFERENCE)
         groups = [{"params": list(network.parameters())[:count], "weight_decay": 0.1} for count in owned]
         switches = REFERENCE.replace(optimizer="foreach", optimizer_compile="on")
@@ -233,29 +208,29 @@ class TestOptimizing:
         assert [len(group["params"]) for group in made.param_groups] == list(owned)
 
     def test_sgd(self) -> None:
-        config = load_config("resnet_digits", ["optim.momentum=0.6", "optim.nesterov=false", "optim.lr=0.25"])
+        config = config_of("optim.momentum=0.6", "optim.nesterov=false", "optim.lr=0.25", name="resnet_digits")
         made = build.optimizer(config, build.model(config, 10, REFERENCE), REFERENCE)
         assert isinstance(made, torch.optim.SGD)
         for group in made.param_groups:
             assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.6, False)
 
     def test_the_learning_rate_follows_the_batch(self) -> None:
-        scaled = vit("optim.lr=0.3", "optim.lr_batch_size=256", "data.global_batch_size=64")
+        scaled = config_of("optim.lr=0.3", "optim.lr_batch_size=256", "data.global_batch_size=64")
         assert build.schedule(scaled, 7).lr == pytest.approx(0.3 * 64 / 256)
         groups = build.optimizer(scaled, build.model(scaled, 10, REFERENCE), REFERENCE).param_groups
         assert groups[0]["lr"] == build.schedule(scaled, 7).lr
-        assert build.schedule(vit("optim.lr=0.3"), 7).lr == 0.3
+        assert build.schedule(config_of("optim.lr=0.3"), 7).lr == 0.3
 
     def test_the_schedule(self) -> None:
-        made = build.schedule(vit("schedule.epochs=20", "schedule.warmup_epochs=2.5", "schedule.max_steps=3"), 10)
+        made = build.schedule(config_of("schedule.epochs=20", "schedule.warmup_epochs=2.5", "schedule.max_steps=3"), 10)
         # max_steps stops early and leaves the curve as it is.
         assert (made.curve_steps, made.warmup_steps) == (200, 25)
 
     def test_the_average(self) -> None:
         weights = ModelWeights(nn.Linear(2, 2))
-        assert build.ema(vit(), weights, REFERENCE) is None
+        assert build.ema(config_of(), weights, REFERENCE) is None
         made = build.ema(
-            vit("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, REFERENCE.replace(ema="foreach")
+            config_of("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, REFERENCE.replace(ema="foreach")
         )
         assert made is not None
         assert (made.decay, made.warmup, made.implementation) == (0.75, False, "foreach")
@@ -268,7 +243,7 @@ class TestOptimizing:
             "precision.loss_scale_start=1024", "precision.loss_scale_growth=3", "precision.loss_scale_backoff=0.25",
             "precision.loss_scale_interval=17",
         ]  # fmt: skip
-        config = vit(f"precision={name}", *(scales if name == "amp_fp16" else []))
+        config = config_of(f"precision={name}", *(scales if name == "amp_fp16" else []))
         layer = nn.Linear(3, 3)
         with build.autocast(config, CPU)():
             assert layer(torch.ones(1, 3)).dtype == dtype
@@ -288,7 +263,7 @@ class TestOptimizing:
         alone = build.wrap
         monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
         for clip, foreach in (("loop", False), ("foreach", True)):
-            config = vit(
+            config = config_of(
                 "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20",
                 "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
             )  # fmt: skip
@@ -303,7 +278,7 @@ class TestOptimizing:
 
     def test_a_step_knows_its_number_of_classes(self) -> None:
         """A threshold may make every class the right one."""
-        config = vit("loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.0")
+        config = config_of("loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.0")
         network = build.model(config, 10, REFERENCE)
         with pytest.raises(UserError, match=r"^loss\.bce_threshold: .* makes every class a 1: with 10 classes"):
             make_step(config, network, world(), REFERENCE, steps_per_epoch=7)
@@ -318,7 +293,7 @@ SOURCE = SyntheticImages(24, 16, 3, 0)
 )
 def test_the_size_of_training_images_by_epoch(schedule: str, sides: list[int]) -> None:
     """Three steps are an epoch."""
-    config = load_config("resnet_digits", [*SYNTHETIC, "data.image_size=16", f"data.image_size_schedule={schedule}"])
+    config = config_of(*SYNTHETIC, "data.image_size=16", f"data.image_size_schedule={schedule}", name="resnet_digits")
     switches = build.switches(config, CPU)
     loader = build.train_loader(config, SOURCE, world(), switches, start_step=0, steps=9)
     assert [tuple(batch.images_BHWC.shape[1:3]) for batch in loader] == [(side, side) for side in sides]
@@ -336,7 +311,7 @@ class Seen(Source, name="seen"):
 
 class TestSources:
     def opened(self, *overrides: str, **how: bool) -> tuple[str, Opening]:
-        build.sources(vit("data=seen", "seed=4", *overrides), ALONE, **how)
+        build.sources(config_of("data=seen", "seed=4", *overrides), ALONE, **how)
         return Seen.opened.pop()
 
     def test_a_dataset(self, monkeypatch: pytest.MonkeyPatch) -> None:

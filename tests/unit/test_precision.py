@@ -16,6 +16,7 @@ from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.precision import KEPT_IN_FLOAT32, LEVELS, Name
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
@@ -47,7 +48,7 @@ class TestKeptInFloat32:
     @pytest.mark.parametrize("name", ["amp_bf16", "amp_fp16", "fp8"])
     @pytest.mark.parametrize("operation", KEPT_IN_FLOAT32)
     def test_comes_out_in_float32(self, operation: str, name: str, device: torch.device) -> None:
-        autocast = build.autocast(load_config("vit_digits", [f"precision={name}"]), device)
+        autocast = build.autocast(config_of(f"precision={name}"), device)
         torch.manual_seed(0)
         leaf = torch.randn(4, 8, device=device, requires_grad=True)
         with autocast():
@@ -65,13 +66,13 @@ class TestKeptInFloat32:
         assert set(self.OPERATIONS) == set(KEPT_IN_FLOAT32)
 
     def test_powers_of_and_by_tensors(self) -> None:
-        autocast = build.autocast(load_config("vit_digits", ["precision=amp_bf16"]), CPU)
+        autocast = build.autocast(config_of("precision=amp_bf16"), CPU)
         x = torch.full((2,), 1.5, dtype=torch.bfloat16)
         with autocast():
             assert (x**x).dtype == (2.0**x).dtype == torch.float32
 
     def test_nothing_changes_outside_autocast(self) -> None:
-        build.autocast(load_config("vit_digits", ["precision=amp_bf16"]), CPU)
+        build.autocast(config_of("precision=amp_bf16"), CPU)
         assert torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype == torch.bfloat16
         assert torch.ones(2, dtype=torch.float64).exp().dtype == torch.float64
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -84,7 +85,7 @@ class TestLossScale:
     def test_as_configured(self, name: Name) -> None:
         for value, kind in (("dynamic", RanksScaler), ("512", ConstantScaler)):
             scales = [f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
-            config = load_config("vit_digits", [f"precision={name}", *(scales if LEVELS[name].scaled else [])])
+            config = config_of(f"precision={name}", *(scales if LEVELS[name].scaled else []))
             scaler = build.loss_scaler(config, CPU)
             assert scaler.is_enabled() == LEVELS[name].scaled
             if scaler.is_enabled():
@@ -99,7 +100,7 @@ class TestLossScale:
 
 class TestRefused:
     def test_fp8_off_cuda(self) -> None:
-        config = load_config("vit_digits", ["precision=fp8"])
+        config = config_of("precision=fp8")
         with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA .*amp_bf16"):
             build.apply_precision(config, build.model(config, 10, build.switches(load_config("vit_digits"), CPU)), CPU)
 
@@ -112,7 +113,7 @@ def test_tf32_rounds_products() -> None:
     a, b = torch.randn(2, 256, 256, dtype=torch.float64, device=device)
     errors = {}
     for name in ("tf32", "fp32"):
-        config = load_config("vit_digits", [f"precision={name}"])
+        config = config_of(f"precision={name}")
         build.set_backend(config, device, build.switches(config, device))
         errors[name] = ((a.float() @ b.float()).double() - a @ b).norm().item() / (a @ b).norm().item()
     assert errors["fp32"] < 2e-6 < 1e-4 < errors["tf32"] < 2e-3
@@ -132,12 +133,9 @@ class TestFloat8:
         skip: str = "head,blocks.1",
         depth: int = 2,
     ) -> nn.Module:
-        config = load_config(
-            "vit_digits",
-            [
-                "precision=fp8", f"precision.fp8_recipe={recipe}", f"precision.fp8_emulate={str(emulate).lower()}",
-                f"precision.fp8_skip=[{skip}]",
-            ],
+        config = config_of(
+            "precision=fp8", f"precision.fp8_recipe={recipe}", f"precision.fp8_emulate={str(emulate).lower()}",
+            f"precision.fp8_skip=[{skip}]",
         )  # fmt: skip
         network = self.plain(depth).to(device)
         assert build.apply_precision(config, network, device) is None
@@ -145,8 +143,8 @@ class TestFloat8:
 
     def plain(self, depth: int = 2) -> nn.Module:
         torch.manual_seed(0)
-        switches = build.switches(load_config("vit_digits"), CPU)
-        config = load_config("vit_digits", [f"model.depth={depth}", "model.class_token=true"])
+        switches = build.switches(config_of(), CPU)
+        config = config_of(f"model.depth={depth}", "model.class_token=true")
         network = build.model(config, 10, switches)
         for value in network.parameters():
             value.data.add_(torch.randn_like(value) * 0.1)
@@ -224,14 +222,14 @@ class TestFloat8:
     def test_pooling_stays_out(self) -> None:
         """Its query is one token, the inputs of its MLP one for each image."""
         overrides = ["precision=fp8", "precision.fp8_emulate=true", "model.classifier=map", "speed=reference"]
-        config = load_config("vit_digits", overrides)
+        config = config_of(*overrides)
         network = build.model(config, 10, build.switches(config, CPU))
         build.apply_precision(config, network, CPU)
         found = {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
         assert {name.split(".")[0] for name in found} == {"blocks"}
 
     def test_no_layer_that_fits(self) -> None:
-        config = load_config("vit_digits", ["precision=fp8", "precision.fp8_emulate=true", "precision.fp8_skip=['*']"])
+        config = config_of("precision=fp8", "precision.fp8_emulate=true", "precision.fp8_skip=['*']")
         network = build.model(config, 10, build.switches(config, CPU))
         with pytest.raises(UserError, match=r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$"):
             build.apply_precision(config, network, CPU)

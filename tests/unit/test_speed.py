@@ -16,11 +16,11 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
 from pycls_fast.optim.choices import Optimizer
-from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel.memory import Recomputed, SavedTensors
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve
+from tests.factories import config_of
 
 DEVICES: tuple[Device, ...] = typing.get_args(Device)
 by_switch = pytest.mark.parametrize("switch", SWITCHES.values(), ids=[*SWITCHES])
@@ -41,7 +41,7 @@ def test_what_is_said_of_a_switch_fits_its_field(switch: Switch) -> None:
     assert {*switch.device, *switch.needs, *switch.note} <= set(switch.values) - {switch.reference}
     assert set(switch.models) <= set(MODEL_KINDS)
     for needs in switch.needs.values():
-        load_config("vit_digits", needs.split())
+        config_of(*needs.split())
 
 
 def test_the_document_has_a_row_for_every_switch() -> None:
@@ -160,7 +160,7 @@ def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
 ) -> None:
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
-    config = load_config("vit_s16", ["data=synthetic", "speed=fast", "precision=amp_bf16", *overrides])
+    config = config_of("data=synthetic", "speed=fast", "precision=amp_bf16", *overrides, name="vit_s16")
     assert build.switches(config, torch.device("cpu")).compile == compiled
 
 
@@ -181,7 +181,7 @@ def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
 def test_the_fast_preset_compiles_on_cuda(monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str) -> None:
     found = True
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: found)
-    config = load_config("vit_s16", ["data=synthetic", "speed=fast", *overrides])
+    config = config_of("data=synthetic", "speed=fast", *overrides, name="vit_s16")
     assert build.switches(config, torch.device("cuda")).compile == compiled
     found = False
     assert build.switches(config, torch.device("cuda")).compile == "off"
@@ -190,8 +190,8 @@ def test_the_fast_preset_compiles_on_cuda(monkeypatch: pytest.MonkeyPatch, overr
 def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = ["data=synthetic", "speed=fast", "precision=amp_bf16"]
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert build.switches(load_config("vit_s16", fast), torch.device("cpu")).compile == "off"
-    by_hand = load_config("vit_s16", [*fast, "speed.compile=model"])
+    assert build.switches(config_of(*fast, name="vit_s16"), torch.device("cpu")).compile == "off"
+    by_hand = config_of(*fast, "speed.compile=model", name="vit_s16")
     assert build.switches(by_hand, torch.device("cpu")).compile == "model"
 
 
@@ -216,7 +216,7 @@ def test_what_a_gpu_compiles_depends_on_its_work(
 ) -> None:
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
     base = ["data=synthetic", "speed=fast", "precision=amp_bf16", "data.global_batch_size=128"]
-    config = load_config("vit_s16", [*base, "optim.accumulation_steps=1", *overrides])
+    config = config_of(*base, "optim.accumulation_steps=1", *overrides, name="vit_s16")
     world = World(rank=0, size=1, device=torch.device("cuda"))
     flops = complexity(build.counted_model(config, 1000), image_size=224).forward_flops
     chosen = build.compile_for_gpu(config, build.switches(config, world.device), world, images=images, flops=flops)
@@ -237,7 +237,7 @@ def test_what_a_gpu_compiles_depends_on_its_work(
     ],
 )
 def test_the_fast_preset_gives_way_to_what_is_set(experiment: str, overrides: list[str], found: dict[str, str]) -> None:
-    config = load_config(experiment, ["speed=fast", *overrides])
+    config = config_of("speed=fast", *overrides, name=experiment)
     assert found.items() <= build.switches(config, torch.device("cpu")).values().items()
 
 
@@ -248,20 +248,19 @@ def test_an_optimizer_of_whole_weights_is_not_sharded(overrides: list[str]) -> N
 
 
 def test_the_implementations_of_every_optimizer_fit_together() -> None:
-    for facts in Chosen.choices().values():
+    for name, facts in Optimizer.choices().items():
         there = set(facts.implementations)
         assert facts.implementations[0] == "loop"
         assert set(facts.compilable) <= there - {"fused"}
         assert set(facts.capturable) <= there
-    for name, facts in Chosen.choices().items():
-        assert set(facts.state_keys) <= set(load_config("vit_digits", [f"optim={name}"]).optim.own())
+        assert set(facts.state_keys) <= set(config_of(f"optim={name}").optim.own())
 
 
 REFERENCE = Speed()
 
 
 def wrapped(*overrides: str, **chosen: str) -> nn.Module:
-    config = load_config("vit_digits", overrides)
+    config = config_of(*overrides)
     switches = REFERENCE.replace(**chosen)
     network = build.model(config, 10, switches)
     build.save_activation_memory(config, network, switches)
@@ -297,7 +296,7 @@ def test_skipping_arrives_in_every_drop_path() -> None:
 
 
 def test_the_optimizer_goes_to_the_host() -> None:
-    config = load_config("vit_digits")
+    config = config_of()
     switches = REFERENCE.replace(param_offload="cpu")
     network = build.model(config, 10, switches)
     host = build.optimizer(config, network, switches)

@@ -32,6 +32,7 @@ from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import SWITCHES, Speed, resolve
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
@@ -116,7 +117,7 @@ def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch
         *RECIPE,
         *SIZES_OF[experiment],
     ]
-    config = load_config(experiment, overrides)
+    config = config_of(*overrides, name=experiment)
     source = build.sources(config, ALONE)["train"]
     raw = resolve(Speed(preset="fast", decode=decode), "cpu")
     return list(build.train_loader(config, source, ALONE, raw, start_step=0, steps=20))
@@ -125,7 +126,7 @@ def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch
 @cache
 def curve(images: Path, experiment: str, chosen: str, seed: int) -> torch.Tensor:
     """The loss, a mean for each ten steps, and the norm of the averaged weights behind them."""
-    config = load_config(experiment, [*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}"])
+    config = config_of(*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}", name=experiment)
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     network = place_model(network, ALONE, memory_format=switches.memory_format).train()
@@ -169,7 +170,7 @@ def compiles(in_force: Speed) -> bool:
 @pytest.mark.parametrize(("experiment", "company", "chosen"), arms())
 def test_the_loss_stays_in_the_band(experiment: str, company: str, chosen: str, digits: Path, jpegs: Path) -> None:
     overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
-    switches = build.switches(load_config(experiment, overrides), CPU)
+    switches = build.switches(config_of(*overrides, name=experiment), CPU)
     if compiles(switches) and not build.device.has_compiler("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
@@ -214,7 +215,7 @@ def test_a_curve_is_of_the_switch_that_it_names() -> None:
     assert {experiment for experiment, *_ in arms()} == set(SIZES_OF)
     for experiment, company, chosen in arms():
         overrides = [*RECIPE, *SIZES_OF[experiment], *company.split(), *chosen.split()]
-        in_force = build.switches(load_config(experiment, overrides), CPU)
+        in_force = build.switches(config_of(*overrides, name=experiment), CPU)
         assert switched(chosen).items() <= in_force.values().items()
     with pytest.raises(UserError):
         build.switches(load_config("vit_digits", [*SIZES, *RECIPE, "speed.normalize_on=device"]), CPU)

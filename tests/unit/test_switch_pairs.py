@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
@@ -28,6 +28,7 @@ from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
+from tests.factories import config_of
 
 Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
@@ -98,7 +99,7 @@ def precision(chosen: Mapping[str, str]) -> str:
 @cache
 def composed(kind: str, *also: str) -> RunConfig:
     name, sizes = BASE[kind]
-    return load_config(name, [*sizes, *COMMON, *also])
+    return config_of(*sizes, *COMMON, *also, name=name)
 
 
 def refusal(kind: str, chosen: Mapping[str, str], device: Device = "cpu") -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pycls_fast.speed import Speed
 from tests.unit.config.conftest import Tool
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config() -> RunConfig:
     return load_config("vit_digits", ["seed=5", "data.image_size=20", "optim=sgd", "model.num_classes=7"])
 

@@ -17,12 +17,13 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
 from pycls_fast import build, published
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.data.policies import RandAugment, TimmRandAugment, _TimmPolicy
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.losses import Targets
 from pycls_fast.optim.choices import LAMB, AdamW
 from pycls_fast.optim.groups import parameter_groups
+from tests.factories import config_of
 
 Facts = dict[str, Any]
 
@@ -146,7 +147,7 @@ FACTS: dict[str, Facts] = {
 
 
 def load(name: str) -> RunConfig:
-    return load_config(name, ["data.root=/nowhere"])
+    return config_of("data.root=/nowhere", name=name)
 
 
 def resolved(config: RunConfig) -> Facts:

@@ -18,7 +18,7 @@ from pycls_fast.values import Size
 from tests.factories import load_run_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config() -> RunConfig:
     return load_config("vit_digits", ["seed=5", "optim.betas=[0.8,0.95]", "augment.policy=rand_augment"])
 

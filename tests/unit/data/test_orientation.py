@@ -13,7 +13,6 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.decode import Conversion, decode, jpeg_orientation
 from pycls_fast.data.decoders import DECODERS, open_scaled_region
@@ -21,6 +20,7 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
+from tests.factories import config_of
 from tests.unit.data.conftest import encode as as_file
 
 ALL_DECODERS = {**DECODERS, "region, dct": open_scaled_region}
@@ -155,6 +155,6 @@ def test_the_key_chooses(name: str) -> None:
         ("data.exif_orientation=true", Conversion(upright=True)),
         ("data.transparent=white", Conversion(on_white=True)),
     ):
-        config = load_config("vit_digits", [f"speed.decode={name}", key])
+        config = config_of(f"speed.decode={name}", key)
         found = build.data._decoder(config, build.switches(config, torch.device("cpu")), training=True)
         assert found == replace(DECODERS[name], convert=convert)

@@ -13,13 +13,13 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
-from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.policies import Step, TimmRandAugment
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.seeds import seeded_torch
 from pycls_fast.values import Size
+from tests.factories import config_of
 from tests.unit.data.conftest import PHOTO
 
 MEAN = (0.485, 0.456, 0.406)
@@ -32,7 +32,7 @@ def photo() -> Image.Image:
 
 def recipe(name: str, *overrides: str) -> TrainTransform:
     """The transform of `configs/augment/NAME.yaml`, by way of the configuration."""
-    config = load_config("resnet50", ["data=synthetic", "data.image_size=64", f"augment={name}", *overrides])
+    config = config_of("data=synthetic", "data.image_size=64", f"augment={name}", *overrides, name="resnet50")
     return TrainTransform(config.augment, image_size=64, mean=config.data.mean)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare, to_device
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.losses import Targets
 from pycls_fast.parallel.world import World
 from pycls_fast.train.step import Step
+from tests.factories import config_of
 from tests.unit.data.conftest import assert_same
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
@@ -138,11 +138,10 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, erase_v
     for chosen in (("device",) * 3, places):
         names = ("normalize_on", "erase_on", "mix_on")
         overrides = [f"speed.{name}={value}" for name, value in zip(names, chosen, strict=True)]
-        config = load_config(
-            "vit_digits",
-            ["data=synthetic", "data.image_size=16", "data.global_batch_size=8", "optim.accumulation_steps=2",
-             f"data.num_workers={workers}", "augment.erase_probability=0.5",
-             f"augment.erase_value={erase_value}", "augment.mixup_alpha=0.5", "augment.cutmix_alpha=1.0", *overrides],
+        config = config_of(
+            "data=synthetic", "data.image_size=16", "data.global_batch_size=8", "optim.accumulation_steps=2",
+            f"data.num_workers={workers}", "augment.erase_probability=0.5", f"augment.erase_value={erase_value}",
+            "augment.mixup_alpha=0.5", "augment.cutmix_alpha=1.0", *overrides,
         )  # fmt: skip
         switches = build.switches(config, CPU)
         world = World(rank=1, size=2, device=CPU)

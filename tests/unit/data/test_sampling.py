@@ -15,6 +15,7 @@ from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
+from tests.factories import config_of
 
 
 def global_steps(world_size: int, accumulation_steps: int = 1, **options: int) -> list[list[Key]]:
@@ -210,7 +211,7 @@ class Coloured(Images):
 def test_the_configuration_chooses_and_refuses() -> None:
     source = SyntheticImages(4, 8, 2, seed=0)
     source.labels = np.array([0, 1, 1, 1])
-    config = load_config("vit_digits", ["data.sampling=balanced"])
+    config = config_of("data.sampling=balanced")
     name, order = order_of(source, config.data)
     assert name == "classes"
     assert order is not None
@@ -220,6 +221,6 @@ def test_the_configuration_chooses_and_refuses() -> None:
         order_of(source, config.data)
     assert order_of(source, config.with_values(data={"shuffle": "full"}).data)[0] == "classes"
     source.prefers_blocks = False
-    assert order_of(source, load_config("vit_digits").data) == ("full", None)
+    assert order_of(source, config_of().data) == ("full", None)
     with pytest.raises(UserError, match=r"data.sampling: visits images in any order, but data.shuffle=blocks"):
         load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
-from tests.factories import randomise, save_checkpoint
+from pycls_fast.config import RunConfig
+from tests.factories import config_of, randomise, save_checkpoint
 
 CLASSES = tuple(f"class [{i}]" for i in range(10))
 SMALL = ["data.image_size=8", "augment.eval_crop_ratio=1.0"]
@@ -27,7 +27,7 @@ def make_run(
     classes: Sequence[str] = CLASSES,
 ) -> Path:
     """A run folder that has nothing but a checkpoint."""
-    config = load_config(config_name, [*(VIT if config_name == "vit_digits" else SMALL), *overrides])
+    config = config_of(*(VIT if config_name == "vit_digits" else SMALL), *overrides, name=config_name)
     network = make_network(config)
     state = {
         "step": 7,

@@ -17,19 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import pycls_fast
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
 from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.export import export
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.maps import _mapped
+from tests.factories import config_of
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 
 
 def by_hand(pixels: np.ndarray, *overrides: str, sign: int = 1, config_name: str = "vit_digits") -> Tensor:
     """float64 logits of bytes, without any of the package's preprocessing."""
-    config = load_config(config_name, [*(VIT if config_name == "vit_digits" else SMALL), *overrides])
+    config = config_of(*(VIT if config_name == "vit_digits" else SMALL), *overrides, name=config_name)
     mean, std = (torch.tensor(v, dtype=torch.float64) for v in (config.data.mean, config.data.std))
     network = make_network(config).double()
     if sign < 0:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import pycls_fast
 from pycls_fast import build
 from pycls_fast.commands.predict import ExportVerb
-from pycls_fast.config import load_config, validate_saved
+from pycls_fast.config import validate_saved
 from pycls_fast.config.keys import PATHS
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys
@@ -35,14 +35,14 @@ from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.export import NOT_TOLD, preprocessing
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.weights import restore
-from tests.factories import save_checkpoint
+from tests.factories import config_of, save_checkpoint
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import make_run
 
 ROOT = Path(__file__).parents[3]
 # What stack traces of this machine would contain.
 PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
-CONFIG = load_config("vit_digits", ["model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4"])
+CONFIG = config_of("model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4")
 CLASSES = tuple("0123456789")
 
 
@@ -257,7 +257,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert PACKAGE not in file.read_bytes()
 
 
-@pytest.mark.parametrize("form", ["onnx", "program"])
+@pytest.mark.parametrize("form", [pytest.param("onnx", marks=pytest.mark.slow), "program"])
 def test_what_computes_something_else_is_not_written(
     drawn: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +305,7 @@ def test_openvino_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert "net.bin exists; use overwrite=true" in run_process(command, cwd=tmp_path, expect=2).stderr
 
 
+@pytest.mark.slow
 def test_int8_is_fitted_on_some_images_and_compared_on_others(
     drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,9 +322,10 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
         export(str(drawn), str(tmp_path / "net.pt2"), format="program", dtype="int8")
 
 
-@pytest.mark.parametrize("transparent", ["drop", "white"])
-@pytest.mark.parametrize("size", ["12", "[8,12]"])
-@pytest.mark.parametrize("crop", ["center", "squash", "border"])
+@pytest.mark.parametrize(
+    ("crop", "size", "transparent"),
+    [("center", "12", "drop"), ("squash", "[8,12]", "white"), ("border", "[8,12]", "drop")],
+)
 def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str, transparent: str) -> None:
     found = importlib.util.spec_from_file_location("run_onnx", ROOT / "docs/run_onnx.py")
     assert found is not None

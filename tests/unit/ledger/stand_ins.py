@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder
@@ -23,6 +23,7 @@ from pycls_fast.ledger.report.record import Accuracy, Record, TrainedRun
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
+from tests.factories import config_of
 
 LADDER = Ladder(
     description="two changes",
@@ -130,7 +131,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     """An experiment that has no convolutions, and knows nothing of keys that the ladders here make up."""
     if "c=conv" in overrides:
         raise UserError("c: conv is for a ResNet; use c=1")
-    return load_config("vit_digits")
+    return config_of()
 
 
 def work(
@@ -138,7 +139,7 @@ def work(
 ) -> int:
     """The whole command; returns its status."""
     return run_ladder(
-        load_config("vit_digits", typed), ladder, LadderSettings(**{**SETTINGS, **settings}),
+        config_of(*typed), ladder, LadderSettings(**{**SETTINGS, **settings}),
         base=([], []), compose=composed, folder=folder, dry_run=dry_run,
     )  # fmt: skip
 

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare_runs, comparison, read_run_files
 from pycls_fast.ledger.report.comparison import verdict
@@ -21,6 +20,7 @@ from pycls_fast.ledger.runs import read_run
 from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
+from tests.factories import config_of
 from tests.unit.ledger.test_page import Tags
 
 IMAGES = 359
@@ -45,7 +45,7 @@ class Page(Tags):
 
 
 def labels(digits: Path, *overrides: str) -> np.ndarray:
-    run = load_config("vit_digits", [f"data.root={digits}", *overrides])
+    run = config_of(f"data.root={digits}", *overrides)
     with build.world(run) as world:
         source: Any = build.sources(run, world)["val"]
     return source.labels
@@ -55,7 +55,7 @@ def make_run(
     path: Path, digits: Path, wrong: dict[int, tuple[int, float]], *overrides: str, finished: bool = True
 ) -> Path:
     """A run folder whose latest evaluation was wrong in these images alone."""
-    config = load_config("vit_digits", [f"data.root={digits}", *overrides])
+    config = config_of(f"data.root={digits}", *overrides)
     folder = RunFolder(path)
     folder.create()
     settings = config.model_dump(mode="json")
@@ -93,14 +93,23 @@ def make_run(
     return path
 
 
-@pytest.fixture
-def a(tmp_path: Path, digits: Path) -> Path:
-    return make_run(tmp_path / "a", digits, WRONG_A)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """Two runs, as they are before a test changes its copies."""
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "a", digits, WRONG_A)
+    make_run(root / "b", digits, WRONG_B, "optim.lr=1e-3", "speed=reference")
+    return root
 
 
 @pytest.fixture
-def b(tmp_path: Path, digits: Path) -> Path:
-    return make_run(tmp_path / "b", digits, WRONG_B, "optim.lr=1e-3", "speed=reference")
+def a(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "a", tmp_path / "a"))
+
+
+@pytest.fixture
+def b(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "b", tmp_path / "b"))
 
 
 def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, 
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.text import facts
 from pycls_fast.train.folder import RunFolder
+from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet
 
 
@@ -32,10 +33,10 @@ def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
         with ledger.folder.opened(ledger.plan()):
             pass
 
-    before = conditions(load_config("vit_digits", ["optim.lr=0.001"]), "cpu")
+    before = conditions(config_of("optim.lr=0.001"), "cpu")
     opened(before)
     opened(before)
-    other = conditions(load_config("vit_digits", ["optim.lr=0.002", "schedule.epochs=7"]), "cpu")
+    other = conditions(config_of("optim.lr=0.002", "schedule.epochs=7"), "cpu")
     with pytest.raises(UserError, match=r"holds a ledger with different optim\.lr, schedule\.epochs; choose another"):
         opened(other)
     for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):

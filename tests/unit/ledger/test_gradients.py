@@ -12,6 +12,7 @@ from torch import nn
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import LayerCounts, Watch, count_gradients
+from tests.factories import config_of
 from tests.integration.runs import TINY
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_layers_and_their_sum() -> None:
 def test_a_short_training(tmp_path: Path, digits: Path) -> None:
     output = tmp_path / "g.json"
     overrides = [*TINY, f"data.root={digits}", "data.num_workers=0"]
-    config = load_config("vit_digits", overrides)
+    config = config_of(*overrides)
     assert count_gradients(config, steps=2, warmup_steps=2, loss_scale=4096, output=str(output)) == 0
     record = json.loads(output.read_text())
     parameters = record["parameters"]

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import numerics
 from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import short
 from pycls_fast.train.assemble import make_step
-from tests.factories import randomise
+from tests.factories import config_of, randomise
 
 SMALL = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",
@@ -29,7 +28,7 @@ SMALL = (
 
 def measured(tmp_path: Path, digits: Path, *overrides: str, name: str = "vit_digits") -> list[dict[str, float]]:
     size = SMALL if name == "vit_digits" else SMALL[3:]
-    config = load_config(name, [*size, f"data.root={digits}", *overrides])
+    config = config_of(*size, f"data.root={digits}", *overrides, name=name)
     file = tmp_path / "numerics.json"
     assert measure_numerics(config, steps=3, output=str(file)) == 0
     errors: list[dict[str, float]] = json.loads(file.read_text())["errors"]
@@ -73,7 +72,7 @@ def test_a_wrong_backward_pass_is_seen_before_training(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
 def test_only_a_head_of_zeros_is_replaced_and_only_for_the_measurement(precision: str, digits: Path) -> None:
-    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", f"precision={precision}"])
+    config = config_of(*SMALL, f"data.root={digits}", f"precision={precision}")
     switches = build.switches(config, ALONE.device)
     network = build.model(config, 10, switches)
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
@@ -107,7 +106,7 @@ def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
 
         return run
 
-    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", "precision=fp32"])
+    config = config_of(*SMALL, f"data.root={digits}", "precision=fp32")
     switches = build.switches(config, ALONE.device)
     network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
@@ -129,7 +128,7 @@ def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
 def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk is smaller; BatchNorm has its stored statistics."""
     size = SMALL if name == "vit_digits" else SMALL[3:]
-    config = load_config(name, [*size, f"data.root={digits}", "precision=fp32", loss])
+    config = config_of(*size, f"data.root={digits}", "precision=fp32", loss, name=name)
     switches = build.switches(config, ALONE.device)
     network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
     counts = np.arange(1, 11)

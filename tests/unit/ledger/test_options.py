@@ -10,11 +10,12 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands import measure
 from pycls_fast.commands.measure import LedgerVerb
-from pycls_fast.config import launch, load_config
+from pycls_fast.config import launch
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
+from tests.factories import config_of
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,8 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(run, "run_ladder", instead)
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
-    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
-    assert LedgerVerb(ladder=ladder, **given)(load_config("vit_digits")) == 0
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
+    assert LedgerVerb(ladder=ladder, **given)(config_of()) == 0
     assert asked == [expected or given["mode"]]
 
 
@@ -50,18 +51,12 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     values: dict[str, Any] = {
-        "mode": "crossed", "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8,
-        "seconds": 10.0, "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False,
-            "runs_at_most": 16,
+        "mode": "crossed", "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8, "seconds": 10.0,
+        "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False, "runs_at_most": 16,
     }  # fmt: skip
     assert set(values) == set(LadderSettings.model_fields)
-    more: dict[str, Any] = {
-        "ladder": "modern",
-        "switches": ("sdpa",),
-        "dry_run": True,
-        "output": str(tmp_path),
-    }
-    assert LedgerVerb(**values, **more)(load_config("vit_digits")) == 0
+    more: dict[str, Any] = {"ladder": "modern", "switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
+    assert LedgerVerb(**values, **more)(config_of()) == 0
     ((picked, settings, named),) = asked
     assert settings == LadderSettings(**values)
     assert ([v.name for v in picked.variants], named["dry_run"], named["folder"]) == (["sdpa"], True, tmp_path)
@@ -95,6 +90,6 @@ def test_variants_are_checked_as_what_is_trained(
 
 def test_a_question_whose_answer_is_no_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: load_config("vit_digits", overrides))
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
     with pytest.raises(UserError, match="switches: the experiment has them already"):
-        LedgerVerb(switches=("precision.fp32",))(load_config("vit_digits"))
+        LedgerVerb(switches=("precision.fp32",))(config_of())

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.plan import merged, pick, plan, slug
 from pycls_fast.models.choices import ViTModel
+from tests.factories import config_of
 
 LADDER = Ladder(
     description="three changes",
@@ -106,7 +106,7 @@ def test_a_question_about_the_experiment_as_it_is(switch: str, picked: dict[str,
 def test_a_larger_image_has_whole_patches() -> None:
     ladder = LADDER.model_copy(update={"variants": (Variant(name="larger", image_size_ratio=256 / 224),)})
     for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
-        config = load_config(name, overrides)
+        config = config_of(*overrides, name=name)
         assert isinstance(config.model, ViTModel)
         patch, before = config.model.patch_size, config.data.image_size.height
         (override,) = for_experiment(ladder, config).variants[0].overrides
@@ -114,15 +114,15 @@ def test_a_larger_image_has_whole_patches() -> None:
         assert found % patch == 0
         assert found > before
         assert size is None or found == size
-    config = load_config("vit_s16", ["data.root=/x", "data.image_size=[224,112]"])
+    config = config_of("data.root=/x", "data.image_size=[224,112]", name="vit_s16")
     assert for_experiment(ladder, config).variants[0].overrides == ("data.image_size=[256,128]",)
 
 
 def test_a_batch_is_scaled_from_the_experiments() -> None:
     ladder = LADDER.model_copy(update={"variants": (Variant(name="both", image_size_ratio=2, batch_ratio=1.5),)})
-    config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=96"])
+    config = config_of("data.root=/x", "data.global_batch_size=96", name="vit_s16")
     assert for_experiment(ladder, config).variants[0].overrides == ("data.image_size=448", "data.global_batch_size=144")
-    config = load_config("vit_s16", ["data.root=/x", "data.global_batch_size=auto"])
+    config = config_of("data.root=/x", "data.global_batch_size=auto", name="vit_s16")
     with pytest.raises(UserError, match=r"^data.global_batch_size: auto cannot be scaled .* 'both'\); give a number$"):
         for_experiment(ladder, config)
 
@@ -137,10 +137,10 @@ TOGETHER = sorted(file for file in (CONFIGS / "ladders").glob("*.yaml") if file.
 def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
     """Every variant makes a configuration of a ViT, whose switches go together where all variants are meant to run."""
     ladder = read_ladder(file.stem, [CONFIGS])
-    made = plan(for_experiment(ladder, load_config("vit_digits")), mode)
+    made = plan(for_experiment(ladder, config_of()), mode)
     for variant in made:
         device = torch.device("cpu" if file.stem == "cpu" else "cuda")
-        build.switches(load_config("vit_digits", variant.overrides), device)
+        build.switches(config_of(*variant.overrides), device)
     assert len({slug(variant) for variant in made}) == len(ladder.variants) + 1
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pycls_fast.commands.measure import RunsVerb
-from pycls_fast.config import load_config
 from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
 from pycls_fast.train.folder import RunFolder
+from tests.factories import config_of
 
 
 def make_run(
@@ -27,7 +27,7 @@ def make_run(
     """A run folder with an evaluation for each number, an epoch of 10 steps each."""
     folder = RunFolder(path)
     folder.create()
-    folder.write_config(load_config(config_name, [f"run_dir={path}", *overrides]).model_dump(mode="json"))
+    folder.write_config(config_of(f"run_dir={path}", *overrides, name=config_name).model_dump(mode="json"))
     evaluations = []
     for epoch, score in enumerate(top1, 1):
         folder.add_record("train", 10 * epoch, epoch, loss=1.0, images_per_second=100.0 * epoch)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Mode, for_experiment, read_ladder
 from pycls_fast.ledger.ladder.plan import pick
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.speed import SWITCHES
+from tests.factories import config_of
 from tests.unit.ledger.stand_ins import FakeProcess, made
 
 # What vit_digits cannot have, beside what needs CUDA.
@@ -24,7 +24,7 @@ SHIPPED = sorted((CONFIGS / "ladders").glob("*.yaml"))
 
 
 def shipped(file: Path, mode: Mode, device: str, folder: Path, typed: Sequence[str] = ()) -> Ledger:
-    ladder = for_experiment(read_ladder(file.stem, [CONFIGS]), load_config("vit_digits"))
+    ladder = for_experiment(read_ladder(file.stem, [CONFIGS]), config_of())
     return made(folder, ladder, device=device, typed=typed, mode=mode, rounds=1, numerics_steps=2, gradients=True)
 
 
@@ -44,7 +44,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         for arguments in measured:
             own = ("steps=", "output=")
             # Without the verb and `--config-name`.
-            config = load_config("vit_digits", [a for a in arguments[3:] if not a.startswith(own)])
+            config = config_of(*([a for a in arguments[3:] if not a.startswith(own)]))
             assert config.parallel.name == "single"
         fake.started.clear()
 
@@ -56,12 +56,10 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
     cpu = torch.device("cpu")
     ledger = shipped(file, "crossed", "cpu", tmp_path)
     before = set(ledger.selection.impossible)
-    ledger.selection.rule_out(
-        lambda variant: refusal(variant, lambda overrides: load_config("vit_digits", overrides), cpu)
-    )
+    ledger.selection.rule_out(lambda variant: refusal(variant, lambda overrides: config_of(*overrides), cpu))
     assert set(ledger.selection.impossible) - before == REFUSED.get(file.stem, set())
     for variant in ledger.selection.runnable():
-        config = load_config("vit_digits", variant.overrides)
+        config = config_of(*variant.overrides)
         switches = build.switches(config, cpu)
         build.set_backend(config, cpu, switches)
         build.apply_precision(config, build.model(config, 10, switches), cpu)
@@ -91,7 +89,7 @@ def test_every_value_of_every_switch_is_a_variant_of_a_ladder_that_ships() -> No
         experiment = "vit_digits" if "vit" in switch.models else "resnet_digits"
         # The kernels that FlashAttention and cuDNN have are for 16 bits.
         half = ["precision=amp_bf16"] if value in ("sdpa_flash", "sdpa_cudnn") else []
-        config = load_config(experiment, [*ladder.baseline.overrides, *half, *variant.overrides])
+        config = config_of(*ladder.baseline.overrides, *half, *variant.overrides, name=experiment)
         device = torch.device("cpu" if needed == "cpu" else "cuda")
         assert getattr(build.switches(config, device), switch.name) == value
 
@@ -131,7 +129,7 @@ def test_a_ladder_ends_with_the_fast_step(
     overrides = [text for variant in (ladder.baseline, *ladder.variants) for text in variant.overrides]
 
     def values(*own: str) -> dict[str, str]:
-        config = load_config(experiment, ["data.root=unread", *own])
+        config = config_of("data.root=unread", *own, name=experiment)
         return build.switches(config, torch.device(device)).values()
 
     last, fast = values(*overrides), values("speed=fast", f"precision={precision}")

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.gradients import count_gradients
 from pycls_fast.ledger.measure.numerics import measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.train.tasks.lr_range import lr_range_test
+from tests.factories import config_of
 from tests.integration.runs import TINY
 
 Measure = Callable[[RunConfig, Path], int]
@@ -36,7 +37,7 @@ def learning_rate(config: RunConfig, folder: Path) -> int:
 
 
 def configured(digits: Path, *overrides: str) -> RunConfig:
-    return load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0", *overrides])
+    return config_of(*TINY, f"data.root={digits}", "data.num_workers=0", *overrides)
 
 
 @pytest.mark.parametrize("measure", [gradients, numerics])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import clocks, stages, timing, workloads
 from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]
@@ -144,7 +144,7 @@ class Peak:
 @pytest.fixture
 def loader() -> Callable[..., LoaderPart]:
     def make(order: StepRange | None = None, trainer: Any = None) -> LoaderPart:
-        config = load_config("vit_digits", SMALL)
+        config = config_of(*SMALL)
         source = build.sources(config, ALONE)["train"]
         return LoaderPart(config, source, build.switches(config, CPU), ALONE, order or StepRange(), trainer)
 
@@ -222,7 +222,7 @@ def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.Monke
 
 def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["data.num_workers=8", "data.prefetch_factor=3", "optim.accumulation_steps=2"]
-    config = load_config("vit_digits", [*SMALL[:-1], *settings])
+    config = config_of(*SMALL[:-1], *settings)
     batch = synthetic_batch(4, 8, 10, erase_probability=0.0, seed=0, device=CPU)
     made, taken = [], []
 
@@ -246,7 +246,7 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 
 
 def test_each_stage_of_the_pipeline_is_timed() -> None:
-    config = load_config("vit_digits", SMALL)
+    config = config_of(*SMALL)
     source, chosen = build.sources(config, ALONE)["train"], build.switches(config, CPU)
     found = stages.measure_stages(config, source, ALONE, chosen, start=0, repeats=2)
     assert (found["images"], set(found["stages"])) == (16, set(stages.STAGES))

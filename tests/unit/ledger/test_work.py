@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycls_fast.config import load_config
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import collect as collecting
@@ -20,6 +19,7 @@ from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
+from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, FakeProcess, given, ladder_of, slug_of, start, work
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -209,8 +209,8 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     overrides = ("runtime.device=cpu", "speed.allocator=keep")
     variant = plan(ladder_of(Variant(name="B", overrides=overrides)), "cumulative")[1]
     cuda = torch.device("cuda")
-    assert refusal(variant, lambda overrides: load_config("vit_digits", overrides), cuda) is None
-    assert "keep needs CPU" in str(refusal(variant, lambda overrides: load_config("vit_digits", overrides[1:]), cuda))
+    assert refusal(variant, lambda overrides: config_of(*overrides), cuda) is None
+    assert "keep needs CPU" in str(refusal(variant, lambda overrides: config_of(*overrides[1:]), cuda))
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,14 @@ def by_hand(size: str, patch_size: int, token: bool) -> Complexity:
     )
 
 
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize(("size", "patch_size"), [*((size, 16) for size in SIZES), ("B", 32), ("H", 14), ("Ti", 8)])
+@pytest.mark.parametrize(
+    ("size", "patch_size", "attention"),
+    [
+        *(("Ti", 8, "reference"), ("S", 16, "sdpa"), ("B", 32, "sdpa")),
+        *(pytest.param(size, 16, "reference", marks=pytest.mark.slow) for size in SIZES),
+        pytest.param("H", 14, "sdpa", marks=pytest.mark.slow),
+    ],
+)
 def test_vit_is_the_count_by_hand(size: str, patch_size: int, attention: str) -> None:
     found = complexity(partial(vit, size, patch_size, attention=attention), image_size=224)
     assert found == by_hand(size, patch_size, token=True)

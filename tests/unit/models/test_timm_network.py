@@ -12,11 +12,11 @@ from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel.memory import recompute_units
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, la
 )
 def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_them(name: str, count: int) -> None:
     decay = ["optim.layer_decay=0.75", "optim.layer_decay_groups=14"]
-    config = load_config("finetune", ["data.root=/nowhere", "model=timm", f"model.name={name}", *decay])
+    config = config_of("data.root=/nowhere", "model=timm", f"model.name={name}", *decay, name="finetune")
     with torch.device("meta"):
         model = build.model(config, 5, build.switches(config, CPU))
     assert isinstance(model, TimmNetwork)
@@ -167,7 +167,7 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
 )
 def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
     def built() -> None:
-        config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides])
+        config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides, name="vit_ti16")
         build.model(config, 5, build.switches(config, CPU))
 
     with torch.device("meta"), pytest.raises(UserError, match=line):
@@ -181,7 +181,7 @@ def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
 def test_sizes_that_change(overrides: list[str]) -> None:
     """The same model, where it has positions, can be asked to fit them."""
     schedule = "data.image_size_schedule=[[0,160]]"
-    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides])
+    config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides, name="vit_ti16")
     with torch.device("meta"):
         assert build.model(config, 5, build.switches(config, CPU)).image_size == (224, 224)
 
@@ -199,7 +199,7 @@ def test_sizes_that_change(overrides: list[str]) -> None:
 def test_the_attention_in_force_is_what_the_blocks_have(overrides: list[str], attention: str) -> None:
     """The preset's products for 16 bits on a CPU are ours alone."""
     base = ["data.root=/nowhere", "model=timm", "model.name=vit_tiny_patch16_224", "model.drop_path=0.0"]
-    config = load_config("vit_ti16", [*base, *overrides])
+    config = config_of(*base, *overrides, name="vit_ti16")
     switches = build.switches(config, CPU)
     assert switches.attention == attention
     with torch.device("meta"):
@@ -215,7 +215,7 @@ def test_the_attention_in_force_is_what_the_blocks_have(overrides: list[str], at
 )  # fmt: skip
 def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
     """Layer scales, and biases that are not called so, are in no module of their own."""
-    config = load_config("vit_ti16", ["data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}"])
+    config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}", name="vit_ti16")
     with torch.device("meta"):
         model = build.model(config, 5, build.switches(config, CPU))
     assert isinstance(model, TimmNetwork)

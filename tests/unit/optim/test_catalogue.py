@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
-from tests.factories import make_optimizer
+from tests.factories import config_of, make_optimizer
 
 SHAPES = [(7,), (3, 5), (4, 3, 2, 2)]
 STEPS = 5
@@ -92,7 +91,7 @@ def test_what_is_flat_computes_the_same_on_flattened_weights(name: str, implemen
 
 @pytest.mark.parametrize("name", [name for name, facts in CHOICES if facts.sends_state])
 def test_state_that_can_be_sent_is_of_plain_tensors(name: str) -> None:
-    config = load_config("vit_digits", [f"optim={name}"])
+    config = config_of(f"optim={name}")
     switches = build.switches(config, torch.device("cpu"))
     network = build.model(config, 10, switches)
     for parameter in network.parameters():

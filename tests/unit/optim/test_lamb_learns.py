@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.tasks.lr_range import lr_range_test
+from tests.factories import config_of
 
 TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width=64"]
 
@@ -24,7 +25,7 @@ TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width
 @pytest.mark.parametrize(("init", "learns"), [("trunc_normal", True), ("jax", False)])
 def test_lamb_trains_a_head_that_does_not_begin_with_zeros(init: str, learns: bool) -> None:
     """At |w| = 0 there is no ratio, and a step of the rate's size; after it |w| grows by exp(sum of rates) at most."""
-    config = load_config("vit_digits", [*TINY, "optim=lamb", f"model.init={init}"])
+    config = config_of(*TINY, "optim=lamb", f"model.init={init}")
     switches = Speed()
     model = build.model(config, 10, switches)
     optimizer = build.optimizer(config, model, switches)
@@ -59,9 +60,9 @@ def sweep(config: RunConfig) -> int:
 def test_a_head_that_weights_do_not_fill_is_refused(tmp_path: Path, use: Callable[[RunConfig], int]) -> None:
     small = [*TINY, "data=synthetic", "data.image_size=8", "data.num_workers=0", "data.synthetic_classes=3"]
     small += ["data.synthetic_train_images=64", "data.global_batch_size=64", "model.init=jax", "runtime.progress=plain"]
-    seven = build.model(load_config("vit_digits", small), 7, Speed())
+    seven = build.model(config_of(*small), 7, Speed())
     torch.save(seven.state_dict(), tmp_path / "seven.pt")
     own = [f"weights={tmp_path / 'seven.pt'}", "optim=lamb", f"run_dir={tmp_path / 'run'}"]
-    config = load_config("vit_digits", [*small, *own])
+    config = config_of(*small, *own)
     with pytest.raises(UserError, match=r"^optim\.name: lamb hardly changes head, which begins with zeros"):
         use(config)

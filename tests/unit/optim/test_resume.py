@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
-from tests.factories import compiles
+from tests.factories import compiles, config_of
 
 CPU = torch.device("cpu")
 EVERY = [
@@ -29,10 +28,9 @@ RATES = {"sgd": 0.1, "adamw": 1e-2, "lamb": 1e-1, "lion": 5e-3, "adafactor": 1e-
 
 
 def configured(name: str, *overrides: str) -> RunConfig:
-    return load_config(
-        "vit_digits",
-        [f"optim={name}", f"optim.lr={RATES[name]}", "optim.weight_decay=0.05", "model.width=32", "model.mlp_width=32",
-         "model.depth=2", "schedule.warmup_epochs=0", *overrides],
+    return config_of(
+        f"optim={name}", f"optim.lr={RATES[name]}", "optim.weight_decay=0.05", "model.width=32", "model.mlp_width=32",
+        "model.depth=2", "schedule.warmup_epochs=0", *overrides,
     )  # fmt: skip
 
 
@@ -115,7 +113,7 @@ def test_three_steps_and_three_are_six(name: str, implementation: str) -> None:
 @pytest.mark.slow
 def test_a_resnet_under_muon_and_adafactor() -> None:
     for name in ("muon", "adafactor"):
-        config = load_config("resnet_digits", [f"optim={name}", "schedule.warmup_epochs=0"])
+        config = config_of(f"optim={name}", "schedule.warmup_epochs=0", name="resnet_digits")
         there_and_back(config)
 
 

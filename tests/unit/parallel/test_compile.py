@@ -11,11 +11,11 @@ from small import batch, gradients, resnet, vit
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.parallel.compile import _WithBudget, compile_model, uncompiled
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
+from tests.factories import config_of
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -158,12 +158,10 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
-    [
-        *((strategy, AMP) for strategy in ("single", "ddp", "fsdp")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
-    ],
+    [*((strategy, AMP) for strategy in ("single", "ddp", "fsdp")), *CASES],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )
 def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, overrides: list[str]) -> None:
@@ -172,7 +170,7 @@ def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, ove
     for depth in (3, 5):
         torch._dynamo.reset()
         counters.clear()
-        config = load_config("vit_digits", [*SMALL, f"parallel={strategy}", f"model.depth={depth}", *overrides])
+        config = config_of(*SMALL, f"parallel={strategy}", f"model.depth={depth}", *overrides)
         switches = build.switches(config, CPU)
         network = build.model(config, 10, switches, empty=config.parallel.facts.shards_weights)
         network = place_model(network, world, memory_format="contiguous")

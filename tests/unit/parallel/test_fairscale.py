@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import ModelWeights
@@ -26,7 +25,7 @@ from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.run import Run
-from tests.factories import make_optimizer
+from tests.factories import config_of, make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
 
 TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8")
@@ -43,7 +42,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def wrapped(world: World, *overrides: str, config_name: str = "vit_digits") -> tuple[Any, nn.Module, Any]:
     """The configuration, the network as it was before, and the wrapped one."""
     tiny = TINY if config_name == "vit_digits" else ("model.depth=18", "data.image_size=8")
-    config = load_config(config_name, ["parallel=fairscale_fsdp", *tiny, "data.root=x", *overrides])
+    config = config_of("parallel=fairscale_fsdp", *tiny, "data.root=x", *overrides, name=config_name)
     switches = build.switches(config, world.device)
     plain = build.model(config, 10, switches)
     network = build.model(config, 10, switches, empty=True)
@@ -124,7 +123,7 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
     for strategy in ("fairscale_fsdp", "fairscale_sharded_ddp"):
         # A head of zeros would make all gradients zero.
         own = [f"parallel={strategy}", "data.root=x", "model.init=trunc_normal"]
-        config = load_config("vit_digits", [*TINY, *own])
+        config = config_of(*TINY, *own)
         switches = build.switches(config, world.device).replace(param_offload="cpu")
         network = build.model(config, 10, switches)
         ours = build.wrap(config, network, world, switches)

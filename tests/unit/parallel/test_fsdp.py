@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
@@ -30,6 +29,7 @@ from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
@@ -64,7 +64,7 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
 
 
 def test_ranks_that_cannot_share_experts() -> None:
-    network = build.model(load_config("vit_moe_digits", TINY), 10, Speed(), empty=True)
+    network = build.model(config_of(*TINY, name="vit_moe_digits"), 10, Speed(), empty=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=10)
     try:
         mesh, experts = (make_mesh("cpu", None, 10, timedelta(seconds=60), expert=degree) for degree in (1, 2))
@@ -95,7 +95,7 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
     images, ends = torch.randn(4, 3, 8, 8), []
     # A head of zeros would make all gradients zero.
     own = ["data.image_size=8", "model.classifier=pooled", "model.init=trunc_normal"]
-    config = load_config("vit_digits", [*TINY, *own])
+    config = config_of(*TINY, *own)
     for speed in (Speed(), Speed(param_offload="cpu")):
         network = build.model(config, 10, build.switches(config, CPU), empty=True)
         torch.manual_seed(1)
@@ -119,7 +119,7 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
     The last block's are needed again at once.
     """
     own = f"parallel.reshard_after_forward={str(gathers_again).lower()}"
-    config = load_config("vit_digits", [*TINY, "data.image_size=8", own])
+    config = config_of(*TINY, "data.image_size=8", own)
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
     wrapped = build.wrap(config, network, world, build.switches(config, CPU))
     blocks = [unit for _, unit in network.units()]
@@ -140,7 +140,7 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
     """Norms that stay float32 among 16-bit weights included: one gather for a unit."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
-    config = load_config("vit_digits", [*TINY, "model.depth=4", "precision=fp16_master"])
+    config = config_of(*TINY, "model.depth=4", "precision=fp16_master")
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
     wrapped = build.wrap(config, network, world, build.switches(config, CPU))
     names = [name for name, _ in network.units()]
@@ -179,7 +179,7 @@ def test_weights_travel_in_the_format_of_their_products(
     """And what one process keeps in float32 does so when it is gathered: norms and tokens, under autocast."""
     small = TINY if experiment == "vit_digits" else ["model.depth=18", "parallel=fsdp"]
     own = ["data.image_size=8", f"precision={precision}", "model.drop_path=0.1", "speed=reference"]
-    config = load_config(experiment, [*small, *own])
+    config = config_of(*small, *own, name=experiment)
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches, empty=True)
     step = make_step(config, network, world, switches, steps_per_epoch=4)

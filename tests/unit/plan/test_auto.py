@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.auto import resolve_auto
+from tests.factories import config_of
 
 
 def world(size: int = 1) -> World:
     return World(rank=0, size=size, device=torch.device("cpu"))
 
 
-def finetune(*overrides: str) -> RunConfig:
-    return load_config("finetune", ["data.root=/nowhere", *overrides])
+def finetune(*overrides: str, name: str = "finetune") -> RunConfig:
+    return config_of("data.root=/nowhere", *overrides, name=name)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_numbers_that_are_given_stay() -> None:
 @pytest.mark.parametrize("name", ["finetune", "linear_probe"])
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.1), (2, 0.2), (10, 1.0), (50, 2.0)])
 def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -> None:
-    config = resolve_auto(load_config(name, ["data.root=/nowhere", f"schedule.epochs={epochs}"]), 10_000, world())
+    config = resolve_auto(finetune(name=name).with_values(schedule={"epochs": epochs}), 10_000, world())
     assert config.schedule.warmup_epochs == pytest.approx(warmup)
     rate = build.schedule(config, steps_per_epoch=100)
     # The last step's rate is far below the highest, which the warm-up reaches.

@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.given import give
 from pycls_fast.ledger.measure.workloads import synthetic_batch
@@ -30,6 +30,7 @@ from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
+from tests.factories import config_of
 from tests.integration.fairscale_cpu import play_cuda
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) 
     """A configuration with so many images in a rank's microbatch."""
     parts = next((int(each[-1]) for each in overrides if each.startswith("optim.accumulation_steps=")), 1)
     batch = f"data.global_batch_size={images * ranks * parts}"
-    return load_config(base[0], [*base[1:], f"optim.accumulation_steps={parts}", batch, *overrides])
+    return config_of(*base[1:], f"optim.accumulation_steps={parts}", batch, *overrides, name=base[0])
 
 
 def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
@@ -77,7 +78,7 @@ def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: in
     [
         (VIT, "full", "fp32"),
         (VIT, "off", "amp_bf16"),
-        (RESNET, "off", "fp32"),
+        pytest.param(RESNET, "off", "fp32", marks=pytest.mark.slow),
         pytest.param(RESNET, "full", "amp_bf16", marks=pytest.mark.slow),
     ],
 )
@@ -98,13 +99,18 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
     "overrides",
     [
         (),
-        ("optim.ema_decay=0.9", "optim.trainable=head"),
-        ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=[head,blocks.2]"),
         ("precision=bf16_params", "optim.ema_decay=0.9", "optim.trainable=head"),
-        ("precision=bf16",),
-        ("speed.recompute=selective",),
         ("speed.activation_compression=8bit",),
-        ("speed.optimizer=foreach", "optim.ema_decay=0.9"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                ("optim.ema_decay=0.9", "optim.trainable=head"),
+                ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=[head,blocks.2]"),
+                ("precision=bf16",),
+                ("speed.recompute=selective",),
+                ("speed.optimizer=foreach", "optim.ema_decay=0.9"),
+            )
+        ),
     ],
 )
 def test_one_process_holds_what_the_plan_says(overrides: tuple[str, ...]) -> None:
@@ -125,7 +131,7 @@ def test_one_process_holds_what_the_plan_says(overrides: tuple[str, ...]) -> Non
 def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
     # So wide that rows and columns are few beside their matrix.
     wide = ("model.width=256", "model.mlp_width=1024", "model.depth=2")
-    config = load_config(VIT[0], [*VIT[1:], *wide, *overrides])
+    config = config_of(*VIT[1:], *wide, *overrides, name=VIT[0])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
@@ -178,6 +184,7 @@ def test_a_rank_of_fsdp_holds_what_the_plan_says(
     assert_held(eight, base, *overrides, images=16, within=0.1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_half_of_each_block(eight: World) -> None:
     # A process has these meshes once: DTensor remembers them. Pipelines need ranks that answer: test_plan_ranks.py.
     mesh = make_mesh("cpu", None, 4, datetime.timedelta(seconds=60), tensor=2)
@@ -200,7 +207,7 @@ def test_the_state_of_each_strategy() -> None:
 
 
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:
-    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides])
+    config = config_of(*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides, name=VIT[0])
     return resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
 
 
@@ -243,7 +250,7 @@ def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
     ],
 )
 def test_no_way_out_is_one_that_the_settings_refuse(settings: str, refused: str) -> None:
-    config = load_config(VIT[0], [*VIT[1:], "precision=amp_bf16", *settings.split()])
+    config = config_of(*VIT[1:], "precision=amp_bf16", *settings.split(), name=VIT[0])
     made = MemoryPlan.imagined(config, torch.device("cuda"), 1, 10)
     assert all(refused not in made.elsewhere(memory) for memory in (2e6, 10e6))
 
@@ -255,7 +262,7 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
     for width in (8, 800):
         module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, width), nn.Linear(width, 10))
         keys = ["model=given", f"model.module={give(module)}", "precision=fp32", "data.global_batch_size=8"]
-        config = load_config("vit_digits", keys)
+        config = config_of(*keys)
         peaks.append(MemoryPlan(config, ALONE, 10).peak(1))
         raced.append(race.race(config).ratio)
     assert peaks[1] > 10 * peaks[0]
@@ -264,12 +271,12 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
 
 def test_mixing_gets_two_images() -> None:
     mixes = ("augment.mixup_alpha=0.8", "data.global_batch_size=12")
-    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", *mixes])
+    config = config_of(*VIT[1:], "precision=fp32", *mixes, name=VIT[0])
     assert MemoryPlan(config, ALONE, 10).parts() == [6, 4, 3, 2, 1]
 
 
 def test_stages_take_turns_with_four_microbatches_each() -> None:
-    config = load_config(VIT[0], [*VIT[1:], "precision=fp32", "parallel.pipeline_degree=2", "augment=none"])
+    config = config_of(*VIT[1:], "precision=fp32", "parallel.pipeline_degree=2", "augment=none", name=VIT[0])
 
     def chosen(batch: int, ranks: int = 4) -> RunConfig:
         world = World(rank=0, size=ranks, device=CPU, pipeline=2)

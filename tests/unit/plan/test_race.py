@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.race import Race, compile_if_it_pays, race
 from pycls_fast.speed import Speed
 from pycls_fast.train.resolving import with_precision
+from tests.factories import config_of
 
 # Its function has the same name.
 module = importlib.import_module("pycls_fast.plan.race")
@@ -41,14 +41,14 @@ def timed(monkeypatch: pytest.MonkeyPatch, fp32: float, bf16: float, *, of_two_t
 @pytest.mark.parametrize(("bf16", "chosen"), [(0.3, "amp_bf16"), (0.95, "fp32"), (1.0, "fp32"), (40.0, "fp32")])
 def test_the_faster_format_wins(monkeypatch: pytest.MonkeyPatch, bf16: float, chosen: str) -> None:
     asked = timed(monkeypatch, 1.0, bf16)
-    config = load_config("vit_digits", ["precision=auto"])
+    config = config_of("precision=auto")
     assert with_precision(config, ALONE).precision.name == chosen
     # A hopeless one is tried on the largest product only.
     assert asked.count("amp_bf16") == (1 if bf16 > 4 else asked.count("fp32"))
     count = len(asked)
     assert with_precision(config, ALONE).precision.name == chosen
     assert len(asked) == count
-    typed = load_config("vit_digits", ["precision=bf16"])
+    typed = config_of("precision=bf16")
     assert with_precision(typed, ALONE).precision.name == "bf16"
 
 
@@ -60,19 +60,19 @@ def test_busy_cores_get_fewer_threads(monkeypatch: pytest.MonkeyPatch, of_two: f
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = with_precision(load_config("vit_digits", ["runtime.threads=null"]), ALONE)
+        found = with_precision(config_of("runtime.threads=null"), ALONE)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
     assert found.runtime.threads == threads
-    assert with_precision(load_config("vit_digits", ["runtime.threads=3"]), ALONE).runtime.threads == 3
+    assert with_precision(config_of("runtime.threads=3"), ALONE).runtime.threads == 3
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [((7, 5), "amp_fp16"), ((8, 0), "amp_bf16"), ((9, 0), "amp_bf16")])
 def test_gpus_by_their_generation(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     world = World(rank=0, size=1, device=torch.device("cuda"))
-    assert with_precision(load_config("vit_digits", ["precision=auto"]), world).precision.name == chosen
+    assert with_precision(config_of("precision=auto"), world).precision.name == chosen
 
 
 @pytest.mark.parametrize("name", ["vit_s16", "resnet50", "finetune model=timm model.name=tf_efficientnet_lite0"])
@@ -81,7 +81,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     experiment, *overrides = name.split()
     seen: list[Any] = []
     monkeypatch.setattr(module, "_seconds", lambda product, form: seen.append(product) or 1e-3)
-    config = load_config(experiment, ["data.root=/nowhere", "data.image_size=64", *overrides])
+    config = config_of("data.root=/nowhere", "data.image_size=64", *overrides, name=experiment)
     found = race(config)
     assert found.ratio == pytest.approx(1.0)
     *seen, in_fp32, in_bf16 = seen
@@ -104,12 +104,12 @@ def test_the_pass_that_prepares_kernels_does_not_count(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("batch", "images"), [(8, 8), (256, 16), ("auto", 16)])
 def test_a_race_has_the_runs_images(batch: int | str, images: int) -> None:
     """Few images would only measure the cast of the weights."""
-    config = load_config("vit_s16", ["data.root=/nowhere", "data.image_size=32", f"data.global_batch_size={batch}"])
+    config = config_of("data.root=/nowhere", "data.image_size=32", f"data.global_batch_size={batch}", name="vit_s16")
     assert module._products(config)[1] == images
 
 
 def test_a_real_race_ends() -> None:
-    found = race(load_config("vit_digits"))
+    found = race(config_of())
     assert found.ratio > 0
     assert found.seconds_per_image > 0
 
@@ -117,10 +117,10 @@ def test_a_real_race_ends() -> None:
 @pytest.mark.parametrize(("images", "compiled"), [(1_000, "off"), (100_000, "model")])
 def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: int, compiled: str) -> None:
     monkeypatch.setattr(module, "race", lambda config: Race("amp_bf16", 3.0, None, 0.01))
-    config = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=null"])
+    config = config_of("precision=amp_bf16", "speed.compile=null")
     chosen = Speed(compile="model", gelu="polynomial")
     found = compile_if_it_pays(config, chosen, ALONE, images=images)
     assert found.compile == compiled
     assert found.gelu == ("torch" if compiled == "off" else "polynomial")
-    typed = load_config("vit_digits", ["precision=amp_bf16", "speed.compile=model"])
+    typed = config_of("precision=amp_bf16", "speed.compile=model")
     assert compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen

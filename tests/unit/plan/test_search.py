@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.config import command_line, load_config
+from pycls_fast.config import command_line
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.cluster import accelerator, interval
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Layout, Search
-from tests.factories import script
+from tests.factories import config_of, script
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
 
 
 @pytest.fixture(scope="module")
 def search() -> Search:
-    return Search(load_config("vit_digits", VIT), clusters.cluster("h100x16"), 10)
+    return Search(config_of(*VIT), clusters.cluster("h100x16"), 10)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,10 @@ def test_what_shards_exchange_is_copied_too(search: Search) -> None:
     assert found.outcome(Layout(16, precision="fp32")).exchange == 0.0
 
 
+@pytest.mark.slow
 def test_experts_are_divided_beside_all_else() -> None:
     """What the configuration already has of a layout does not matter."""
-    config = load_config("vit_moe_digits", [*VIT, "parallel=fsdp", "parallel.expert_degree=4"])
+    config = config_of(*VIT, "parallel=fsdp", "parallel.expert_degree=4", name="vit_moe_digits")
     search = Search(config, clusters.cluster("h100x16"), 10)
     assert {(each.expert > 1, each.tensor > 1, each.pipeline > 1) for each in search.layouts()} == set(
         itertools.product((False, True), repeat=3)
@@ -116,8 +117,10 @@ def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) 
     found = search.outcomes()
     assert found == sorted(found, key=lambda each: (not each.fits, each.step))
     assert found[0].loses(found[0]) == ""
-    for each in {str(outcome.layout): outcome.layout for outcome in found}.values():
-        config = load_config("vit_digits", [*VIT, *each.overrides])
+    # One layout of each set of keys.
+    by_keys = {tuple(each.partition("=")[0] for each in outcome.layout.overrides): outcome.layout for outcome in found}
+    for each in by_keys.values():
+        config = config_of(*VIT, *each.overrides)
         assert config.parallel.tensor_degree == each.tensor
 
 
@@ -154,6 +157,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return int(stopped.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_shows_writes_and_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pycls_fast.config import load_config
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units=8, kernel=1e-6)
@@ -25,7 +25,7 @@ DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units
 
 def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
     """FLOPs of the forward and of the backward pass of a configuration."""
-    config = load_config("vit_digits", ["data=synthetic", "precision=fp32", *overrides])
+    config = config_of("data=synthetic", "precision=fp32", *overrides)
     made = MemoryPlan(config, ALONE, 10)
     found = made.activations(images, config.data.image_size, gradients_exist=False)
     forward, backward = (

@@ -19,7 +19,6 @@ from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score,
 from torch import Tensor, nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
@@ -39,7 +38,7 @@ from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import _shares, draw_confusion
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
-from tests.factories import save_checkpoint
+from tests.factories import config_of, save_checkpoint
 
 CPU, SOFTMAX = torch.device("cpu"), Criterion()
 
@@ -121,7 +120,7 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.randint(6, (40,), generator=torch.Generator().manual_seed(1))
     settings = ["loss=bce", "loss.label_smoothing=0.1", "loss.bce_threshold=0.2", "loss.bce_reduction=sum"]
-    criterion = load_config("vit_digits", settings).loss.criterion()
+    criterion = config_of(*settings).loss.criterion()
     assert criterion.sigmoid
     result = score(logits, labels, [25, 15], criterion)
     one_hot = F.one_hot(labels, 6).double()
@@ -133,7 +132,7 @@ def test_a_run_with_sigmoids_reports_its_own_loss() -> None:
     among = torch.tensor([0, 2, 3, 4, 5])
     some = score(logits, labels, [40], criterion, among=among, answers_NM=labels[:, None])
     assert some.count == (labels != 1).sum()
-    assert load_config("vit_digits", []).loss.criterion() == SOFTMAX
+    assert config_of().loss.criterion() == SOFTMAX
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -411,7 +410,7 @@ def test_planted_label_errors_come_first(seed: int) -> None:
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])
 def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]) -> None:
     """And at the end."""
-    config = load_config("vit_digits", ["data.root=x", f"runtime.eval_every_epochs={every}"])
+    config = config_of("data.root=x", f"runtime.eval_every_epochs={every}")
     run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
     evaluations = Evaluations(run, Board(), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == steps
@@ -464,7 +463,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         parts=SimpleNamespace(
             step=SimpleNamespace(ema=None), complexity=SimpleNamespace(parameters=1, forward_flops=1)
         ),
-        config=load_config("vit_digits", ["data.root=x", f"schedule.best_metric={metric}"]),
+        config=config_of("data.root=x", f"schedule.best_metric={metric}"),
         world=world,
         total_steps=5,
         epoch=float,

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import atomic_write
@@ -29,6 +28,7 @@ from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
+from tests.factories import config_of
 
 NUMBERS = {"loss": 1.0, "images_per_second": 10.0}
 
@@ -208,7 +208,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
     monkeypatch.setattr(scoring, "opened", lambda weights, world: None)
     (tmp_path / "file").touch()
-    config = load_config("vit_digits", [f"weights={tmp_path}", "runtime.device=cpu"])
+    config = config_of(f"weights={tmp_path}", "runtime.device=cpu")
     run = partial(TOOLS[tool], config)
     with pytest.raises(UserError, match=r"^output: .* cannot be written \(.*\); give another path$"):
         run(str(tmp_path / "file/a.json"))

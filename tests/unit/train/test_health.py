@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.watchdog import Watchdog
+from tests.factories import config_of
 
 NAN = float("nan")
 ALL, SOME, NONE = (2.0, 10, 10), (2.0, 9, 10), (2.0, 0, 10)
@@ -29,7 +29,7 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
     """A check of a run with these settings."""
     scaled = "precision=amp_fp16" in overrides
     scaler: Any = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
-    precision = load_config("vit_digits", list(overrides)).precision
+    precision = config_of(*list(overrides)).precision
 
     def values() -> list[Tensor]:
         assert network is not None
@@ -208,6 +208,6 @@ def test_backward(build: Any) -> None:
 
 
 def test_one_image_is_too_few_for_batch_norm() -> None:
-    config = load_config("vit_digits", [])
+    config = config_of()
     with pytest.raises(UserError, match="at least 2 images"), enough_to_train(config, ALONE):
         nn.BatchNorm2d(2)(torch.zeros(1, 2, 1, 1))

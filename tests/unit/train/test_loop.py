@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
@@ -26,6 +25,7 @@ from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import Evaluations
 from pycls_fast.train.validation import objective as objective_of
+from tests.factories import config_of
 from tests.integration.runs import TINY
 
 # Three steps an epoch, two epochs.
@@ -36,7 +36,7 @@ SMALL = (
 
 
 def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
-    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == 0
+    assert train(config_of(*SMALL, f"run_dir={tmp_path}", *overrides)) == 0
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
 
     monkeypatch.setattr(saving, "write", fails_once)
     monkeypatch.setattr(Evaluations, "take", stopped)
-    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}"])) == 3
+    assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
     assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
@@ -174,7 +174,7 @@ def _every_interval_has_an_image_that_overflows(monkeypatch: pytest.MonkeyPatch)
 
 def evaluated_and_saved(tmp_path: Path, *overrides: str, status: int = 0) -> list[tuple[str, int]]:
     """Kind and step of the evaluations and checkpoints."""
-    assert train(load_config("vit_digits", [*SMALL, f"run_dir={tmp_path}", *overrides])) == status
+    assert train(config_of(*SMALL, f"run_dir={tmp_path}", *overrides)) == status
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     return [(record["kind"], record["step"]) for record in records if record["kind"] in ("eval", "checkpoint")]
 

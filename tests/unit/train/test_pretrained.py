@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import TimmNetwork, VisionTransformer
@@ -28,6 +27,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights, restore
+from tests.factories import config_of
 
 
 def vit(classes: int) -> VisionTransformer:
@@ -128,7 +128,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def of_kind(kind: str, settings: dict[str, Any], classes: int) -> tuple[Network, RunConfig]:
     """The network of a configuration, and that configuration."""
     model: dict[str, Any] = {"kind": kind, **settings}
-    config = load_config("vit_digits", ["data.image_size=16" if kind == "vit" else "data.image_size=64"])
+    config = config_of("data.image_size=16" if kind == "vit" else "data.image_size=64")
     parsed = TypeAdapter(RunConfig.model_fields["model"].rebuild_annotation()).validate_python(model)
     config = config.model_copy(update={"model": parsed})
     return build.model(config, classes, build.switches(config, torch.device("cpu"))), config
@@ -167,7 +167,7 @@ def test_weights_of_another_size_belong_to_another_model(tmp_path: Path, other: 
     network, mine = of_kind("vit", {**SIZES, **other}, 2)
     with pytest.raises(UserError, match=r"theirs\.safetensors belongs to another model; model=of_weights "):
         load_weights(network, file, classes=AB, model=mine.model.model_dump(mode="json"))
-    chosen = load_config("vit_digits", [f"weights={file}", "model=of_weights"]).model
+    chosen = config_of(f"weights={file}", "model=of_weights").model
     assert chosen == config.model.model_copy(update={"num_classes": None})
 
 
@@ -249,7 +249,7 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
 
 
 def of_source(weights: str | None) -> RunConfig:
-    return load_config("vit_digits", [] if weights is None else [f"weights={weights}"])
+    return config_of(*([] if weights is None else [f"weights={weights}"]))
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -308,7 +308,7 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
 def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> None:
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
     own = [] if ask else ["data.normalization=configured"]
-    config = load_config("finetune", ["data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own])
+    config = config_of("data.root=/nowhere", f"weights={tmp_path / 'google.npz'}", *own, name="finetune")
     said: list[str] = []
     found = resolve_normalization(config, ALONE, note=said.append)
     assert (found.data.mean, found.data.std) == (HALF if ask else IMAGENET)
@@ -327,7 +327,7 @@ def test_weights_that_do_not_say_it_are_reported(tmp_path: Path) -> None:
         (("data.normalization=configured",), False),
     ):
         said: list[str] = []
-        resolve_normalization(load_config("finetune", [*given, *own]), ALONE, note=said.append)
+        resolve_normalization(config_of(*given, *own, name="finetune"), ALONE, note=said.append)
         assert [line.partition(" does not say how its images were normalised")[0] for line in said] == [
             f"data.normalization: {tmp_path / 'mute.safetensors'}"
         ] * reported

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycls_fast.config import load_config
 from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
@@ -19,6 +18,7 @@ from pycls_fast.train import resume
 from pycls_fast.train.resolving import as_saved
 from pycls_fast.train.resume import _check_resumable, _print_changes
 from pycls_fast.train.resume import resume_notes as notes_of
+from tests.factories import config_of
 
 # A change of each, and the key that the line begins with.
 CHANGES = {
@@ -69,8 +69,8 @@ def go_on(
         changed: one more setting of now, which nothing has checked.
     """
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
-    config = load_config("vit_digits", [*own, "data.folds=5", *overrides])
-    saved = load_config("vit_digits", ["optim=adafactor", "data.folds=5"]).model_dump(mode="json")
+    config = config_of(*own, "data.folds=5", *overrides)
+    saved = config_of("optim=adafactor", "data.folds=5").model_dump(mode="json")
     if changed is not None:
         (section, _, key), value = changed[0].partition("."), changed[1]
         config = config.with_values(**{section: {key: value}})
@@ -92,7 +92,7 @@ def go_on(
 def test_what_must_stay(name: str) -> None:
     override, key = CHANGES[name]
     shards = Shards(3, 7)
-    order, _ = order_of(shards, load_config("vit_digits").data)
+    order, _ = order_of(shards, config_of().data)
     with pytest.raises(UserError) as caught:
         go_on(override, source=shards, order=order)
     keys = [line.partition(":")[0] for line in caught.value.lines]
@@ -133,7 +133,7 @@ def test_what_ranks_and_switches_change_is_told() -> None:
 
 @pytest.mark.slow
 def test_the_order_depends_on_the_storage() -> None:
-    config, shards = load_config("vit_digits"), Shards(3, 7)
+    config, shards = config_of(), Shards(3, 7)
     order, _ = order_of(shards, config.data)
     assert go_on(source=shards, order=order) == []
     assert go_on() == []
@@ -155,13 +155,13 @@ def test_what_changes_no_result_is_not_told() -> None:
 def saved_by(ranks: int) -> Any:
     """A checkpoint of a batch of 48 in two microbatches on each rank."""
     given = ["data.root=/nowhere", "data.global_batch_size=48", "optim.accumulation_steps=2", "precision=fp32"]
-    config = load_config("finetune", given).model_dump(mode="json")
+    config = config_of(*given, name="finetune").model_dump(mode="json")
     return SimpleNamespace(plain={"config": config, "world_size": ranks})
 
 
 @pytest.mark.parametrize(("given", "batch"), [("auto", 48), ("16", 16)])
 def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
-    config = load_config("finetune", ["data.root=/nowhere", f"data.global_batch_size={given}"])
+    config = config_of("data.root=/nowhere", f"data.global_batch_size={given}", name="finetune")
     found = as_saved(config, ALONE, saved_by(1))
     assert (found.data.global_batch_size, found.precision.name) == (batch, "fp32")
 
@@ -170,7 +170,7 @@ def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: 
     ("given", "ranks", "steps"), [("auto", 4, 2), ("auto", 1, 8), ("auto", 8, 1), ("auto", 3, 0), ("4", 1, 4)]
 )
 def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, ranks: int, steps: int) -> None:
-    config = load_config("finetune", ["data.root=/nowhere", f"optim.accumulation_steps={given}"])
+    config = config_of("data.root=/nowhere", f"optim.accumulation_steps={given}", name="finetune")
     world = World(rank=0, size=ranks, device=ALONE.device)
     # 0 is `auto`: 3 ranks cannot share 8 microbatches.
     assert as_saved(config, world, saved_by(4)).optim.accumulation_steps == steps
@@ -188,7 +188,7 @@ def test_the_interpreter_stays_as_typed_and_torchrun_takes_its_place(
     monkeypatch.setattr("sys.orig_argv", [python, *TYPED.split()])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     run: Any = SimpleNamespace(
-        config=load_config("vit_digits"), folder=SimpleNamespace(path=Path("RUN")), world=SimpleNamespace(size=ranks)
+        config=config_of(), folder=SimpleNamespace(path=Path("RUN")), world=SimpleNamespace(size=ranks)
     )
     quoted = f"'{python}'" if " " in python else python
     launcher = f"{quoted} -u" if ranks == 1 else "torchrun --nproc_per_node 4"

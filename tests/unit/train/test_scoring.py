@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models import VisionTransformer
@@ -22,7 +21,7 @@ from pycls_fast.train.evaluate import Predictions, predictions_csv
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.tasks import knn
 from pycls_fast.train.tasks.score import score
-from tests.factories import randomise
+from tests.factories import config_of, randomise
 
 TOOLS: dict[str, Callable[[RunConfig], int]] = {
     "score": lambda config: score(config, "val", None),
@@ -41,9 +40,9 @@ BASE = [
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """A large batch for several machines."""
-    network = build.model(load_config("vit_digits", BASE), 3, build.switches(load_config("vit_digits", BASE), _CPU))
+    network = build.model(config_of(*BASE), 3, build.switches(config_of(*BASE), _CPU))
     torch.save(randomise(network).float().state_dict(), tmp_path / "weights.pt")
-    return load_config("vit_digits", [*BASE, f"weights={tmp_path / 'weights.pt'}"])
+    return config_of(*BASE, f"weights={tmp_path / 'weights.pt'}")
 
 
 _CPU = torch.device("cpu")
@@ -80,7 +79,7 @@ def test_images_that_cannot_be_read(
             file.touch()
     keys = [key for key in BASE if "synthetic" not in key]
     folder = [f"data.root={tmp_path / 'images'}", f"data.max_damaged={limit}", f"weights={config.weights}"]
-    config = load_config("vit_digits", [*keys, "data=folder", *folder])
+    config = config_of(*keys, "data=folder", *folder)
     with pytest.raises(UserError, match=message) as caught:
         TOOLS[tool](config)
     assert len(caught.value.lines) == (7 if limit == 5 else 1)

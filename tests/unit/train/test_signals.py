@@ -15,6 +15,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError, end_import
 from pycls_fast.train import train
 from pycls_fast.train.signals import stop_requests
+from tests.factories import config_of
 
 SMALL = ("model.width=32", "model.depth=1", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2")
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -134,7 +135,7 @@ def test_before_the_training_it_ends_at_once(
     """And leaves nothing behind, whether before or behind the files that say what the run is."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(at, lambda *arguments: send(number))
-    config = load_config("vit_digits", [*SMALL, f"data.root={digits}", "runtime.progress=plain"])
+    config = config_of(*SMALL, f"data.root={digits}", "runtime.progress=plain")
     with pytest.raises(type(ends)) as raised:
         train(config)
     assert raised.value.args == ends.args

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.plan.race import Race
@@ -22,6 +21,7 @@ from pycls_fast.train import start
 from pycls_fast.train.agreement import check_same_settings
 from pycls_fast.train.display import Display, plain_table, wide_console
 from pycls_fast.train.start import _notes
+from tests.factories import config_of
 
 SOURCES = {"train": SyntheticImages(4, 8, 2, 0)}
 
@@ -45,7 +45,7 @@ def test_a_precision_that_is_slow_here(
     monkeypatch: pytest.MonkeyPatch, precision: str, ratio: float, told: str | None
 ) -> None:
     monkeypatch.setattr(start, "race", lambda config: Race("fp32", ratio, None, 0.0))
-    config = load_config("vit_digits", [f"precision={precision}", "speed.compile=off"])
+    config = config_of(f"precision={precision}", "speed.compile=off")
     world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
     switches = build.switches(config, world.device)
     run: Any = SimpleNamespace(config=config, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES))
@@ -70,7 +70,7 @@ def test_a_precision_that_is_slow_here(
     ],
 )
 def test_notes(overrides: list[str], told: list[str]) -> None:
-    config = load_config("vit_digits", overrides)
+    config = config_of(*overrides)
     switches = build.switches(config, torch.device("cpu"))
     world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
     run: Any = SimpleNamespace(
@@ -167,6 +167,6 @@ def test_only_paths_may_differ_between_nodes(key: str, same: bool) -> None:
     gathered: list[Any] = []
     world: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or gathered)
     for value in (1, 2):
-        config = load_config("vit_digits", [f"{key}={'/node' if same else ''}{value}"])
+        config = config_of(f"{key}={'/node' if same else ''}{value}")
         with nullcontext() if same or not gathered else pytest.raises(UserError, match="seed: 2 on rank 1"):
             check_same_settings(config, world)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast import build
-from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
@@ -23,6 +22,7 @@ from pycls_fast.train.assemble import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
+from tests.factories import config_of
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -72,11 +72,10 @@ class HostReads(TorchDispatchMode):
 
 def reads(name: str, *overrides: str) -> list[str]:
     """Of the second step of training; the first makes the optimizer's state."""
-    config = load_config(
-        name,
-        ["data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
-         "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.erase_probability=0.5",
-         "schedule.warmup_epochs=0", *overrides],
+    config = config_of(
+        "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
+        "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.erase_probability=0.5",
+        "schedule.warmup_epochs=0", *overrides, name=name,
     )  # fmt: skip
     chosen = build.switches(config, CPU)
     network = place_model(build.model(config, 10, chosen), ALONE, memory_format=chosen.memory_format).train()
@@ -136,11 +135,10 @@ def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
 MICROBATCHES = 4
 
 
-def made(experiment: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
-    config = load_config(
-        experiment,
-        [f"optim.accumulation_steps={MICROBATCHES}", "data.global_batch_size=16", "data.image_size=16",
-         "augment.mixup_alpha=0", "augment.cutmix_alpha=0", *overrides],
+def made(name: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
+    config = config_of(
+        f"optim.accumulation_steps={MICROBATCHES}", "data.global_batch_size=16", "data.image_size=16",
+        "augment.mixup_alpha=0", "augment.cutmix_alpha=0", *overrides, name=name,
     )  # fmt: skip
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
@@ -268,7 +266,7 @@ class OperatorTape(TorchDispatchMode):
 
 def made_of_graphs(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.Module, OperatorTape]:
     name, *sizes = SMALL_OF_GRAPHS[kind]
-    config = load_config(name, [*sizes, *COMMON, *overrides])
+    config = config_of(*sizes, *COMMON, *overrides, name=name)
     switches = build.switches(config, CPU)
     switches = switches.replace(cuda_graphs="on" if graphed else "off")
     network = build.model(config, 10, switches)
@@ -358,7 +356,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     with pytest.raises(ValueError):
         step(1, [batch(1), batch(2)], metrics)
     assert isinstance(step, GraphedStep)
-    config = load_config("vit_digits", [])
+    config = config_of()
     switches = build.switches(config, CPU).replace(cuda_graphs="on")
     two = World(rank=0, size=2, device=CPU)
     with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* not for 2; use speed\.cuda_graphs=off"):

@@ -14,12 +14,12 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 import pycls_fast
-from pycls_fast.config import load_config
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import knn_votes
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
+from tests.factories import config_of
 from tests.unit.inference.conftest import VIT, make_run
 
 
@@ -89,7 +89,7 @@ def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digit
     run = make_run(tmp_path / "run", *settings, classes=list("0123456789"))
     classifier, labels = pycls_fast.load(run), np.repeat(np.arange(10), 20)
     memory, features = (classifier.features(images / split).double().numpy() for split in ("train", "val"))
-    config = load_config("vit_digits", [*settings, f"weights={run}"])
+    config = config_of(*settings, f"weights={run}")
     found = []
     for temperature in (0.01, 1.0):
         reference = KNeighborsClassifier(
@@ -140,12 +140,9 @@ def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(
         return dataclasses.replace(step, **changed)
 
     monkeypatch.setattr(lr_range, "replace", note)
-    config = load_config(
-        "vit_digits",
-        [
-            "data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_train_images=24",
-            "data.synthetic_classes=3", "data.global_batch_size=8", "optim.lr_batch_size=4", "runtime.progress=plain",
-        ],
+    config = config_of(
+        "data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_train_images=24",
+        "data.synthetic_classes=3", "data.global_batch_size=8", "optim.lr_batch_size=4", "runtime.progress=plain",
     )  # fmt: skip
     assert lr_range_test(config, steps=3, lr_min=1e-4, lr_max=1e-2, output=str(tmp_path)) == 0
     assert json.loads((tmp_path / "lr_find.json").read_text())["lr"] == pytest.approx([1e-4, 1e-3, 1e-2])

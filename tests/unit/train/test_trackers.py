@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.config import load_config
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.observers import TensorBoard
 from pycls_fast.train import train
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.trackers import Board, open_board
+from tests.factories import config_of
 from tests.integration.runs import TINY, records
 
 # Three steps an epoch, two epochs.
@@ -167,7 +167,7 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def run(service: Service, run_dir: Path, *overrides: str) -> int:
     given = [*SMALL, f"trackers=[{service.package}]", f"run_dir={run_dir}", *overrides]
-    return train(load_config("vit_digits", given))
+    return train(config_of(*given))
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_all_trackers_hear_how_a_run_ended(error: BaseException | None, status: 
 
 
 def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
-    config = load_config("vit_digits", [*SMALL, f"trackers=[{service.package}]"])
+    config = config_of(*SMALL, f"trackers=[{service.package}]")
     world = SimpleNamespace(is_main=False, from_main=lambda value: value, at=lambda doing: None)
     run_of_rank: Any = SimpleNamespace(config=config, world=world)
     with open_board(run_of_rank) as board:
