@@ -17,7 +17,8 @@ from pycls_fast.inference.classifier import Classifier, float32_convolutions, lo
 from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
-from pycls_fast.models import VisionTransformer, maps
+from pycls_fast.models import maps
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.train.folder import output_file
 
 MOST_IMAGES = 200

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import Targets
-from pycls_fast.models import DropPath
+from pycls_fast.models.drop_path import DropPath
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.parallel.world import World
 from pycls_fast.train.metrics import TrainMetrics

@@ -17,8 +17,9 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.models import TimmNetwork, VisionTransformer, pretrained
-from pycls_fast.models.vit import Classifier, ClassifierNorm, default_classifier_norm
+from pycls_fast.models import pretrained
+from pycls_fast.models.timm_network import TimmNetwork
+from pycls_fast.models.vit import Classifier, ClassifierNorm, VisionTransformer, default_classifier_norm
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
 from pycls_fast.parallel.flat import FlatShards

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, export, pretrained
+from pycls_fast.models import export, pretrained
 from pycls_fast.models.exported import _RUNNERS
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_network import TimmNetwork
 from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 

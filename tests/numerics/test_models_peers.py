@@ -16,8 +16,10 @@ import torchvision
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer, pretrained
+from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained.names import read_names
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from tests.factories import Convert, in_our_names, randomise
 
 

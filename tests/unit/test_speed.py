@@ -13,8 +13,8 @@ from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.models import DropPath
 from pycls_fast.models.complexity import complexity
+from pycls_fast.models.drop_path import DropPath
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.offload import HostOptimizer
 from pycls_fast.parallel.memory import Recomputed, SavedTensors

@@ -24,7 +24,7 @@ from pycls_fast.inference import predict
 from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predict import percent
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models.vit import VisionTransformer
 from tests.unit.inference.conftest import make_run
 from tests.unit.inference.test_images import write_clip
 

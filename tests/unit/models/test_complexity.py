@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.models import ResNet, VisionTransformer
 from pycls_fast.models.complexity import Complexity, complexity
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 
 # Width, depth, heads, MLP width: Dosovitskiy et al. 2021, table 1 (B, L, H); Touvron et al. (DeiT) 2021,
 # table 1 (Ti, S).

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pycls_fast.models import ResNet, VisionTransformer, cpu_kernels
+from pycls_fast.models import cpu_kernels
 from pycls_fast.models.attention import reference_attention
 from pycls_fast.models.cpu_kernels import (
     MaxPool2d,
@@ -30,6 +30,8 @@ from pycls_fast.models.cpu_kernels import (
     products_linear,
 )
 from pycls_fast.models.layers import Compute, Mlp, PatchStem
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.precision import keep_in_float32
 from tests.factories import randomise
@@ -226,7 +228,7 @@ def test_patches_as_a_product_are_the_convolution(memory_format: torch.memory_fo
 
 _IN_BFLOAT16 = """
 import torch
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models.vit import VisionTransformer
 
 fast = dict(attention="products", linear="products", patches="product", qkv="fused")
 sizes = dict(image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from tests.factories import randomise, small_vit
 from tests.unit.models.conftest import draw
 

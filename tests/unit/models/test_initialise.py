@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_network import TimmNetwork
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.batch_norm import synchronise
 from tests.factories import small_vit
 

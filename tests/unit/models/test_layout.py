@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.models import VisionTransformer
 from pycls_fast.models.complexity import complexity
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.compile import compile_model
 from pycls_fast.parallel.memory import recompute_units
 from tests.factories import randomise

@@ -11,7 +11,7 @@ from torch import nn
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
-from pycls_fast.models import ResNet
+from pycls_fast.models.resnet import ResNet
 from tests.factories import randomise, small_vit
 from tests.unit.models.conftest import draw
 

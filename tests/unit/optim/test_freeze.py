@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, TimmNetwork, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.timm_network import TimmNetwork
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.groups import freeze, parameter_groups

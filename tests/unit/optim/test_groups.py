@@ -9,7 +9,8 @@ import timm.optim
 import torch
 from torch import nn
 
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network, Units
 from pycls_fast.optim.choices import AdamW, Muon
 from pycls_fast.optim.groups import Group, by_name, layers, parameter_groups

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.ema import Ema

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pycls_fast.models import VisionTransformer
 from pycls_fast.models.layers import SinCos2dPositions
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.pipeline import Pipeline, cut, owners
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import ScheduleName

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import ResNet, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.health import DivergenceCheck, enough_to_train

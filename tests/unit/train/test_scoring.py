@@ -16,7 +16,7 @@ import torch
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import VisionTransformer
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.train.evaluate import Predictions, predictions_csv
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.tasks import knn
