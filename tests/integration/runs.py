@@ -111,6 +111,7 @@ def assert_same_state(one: Any, other: Any, place: str = "state") -> None:
         for key in one:
             assert_same_state(one[key], other[key], f"{place}.{key}")
     elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, place
         assert torch.equal(one, other), f"{place}: largest difference {(one - other).abs().max()}"
     else:
         assert one == other, place

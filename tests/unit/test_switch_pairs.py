@@ -28,7 +28,7 @@ from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
-from tests.factories import config_of
+from tests.factories import config_of, nudge
 
 Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
@@ -200,11 +200,7 @@ def train(config: RunConfig, *, steps: int = 2) -> Trained:
     """A few steps of the training step that a run makes."""
     chosen = build.switches(config, CPU)
     network = build.model(config, 10, chosen)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(3)
-        for parameter in network.parameters():
-            # The same for every layout; no tensor at a value that hides a mistake.
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    nudge(network)
     network = place_model(network, ALONE, memory_format=chosen.memory_format).train()
     step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
     metrics = TrainMetrics(CPU, read=chosen.metrics)

@@ -13,7 +13,7 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
-from tests.factories import compiles, config_of
+from tests.factories import compiles, config_of, nudge
 
 CPU = torch.device("cpu")
 EVERY = [
@@ -40,11 +40,7 @@ class Training:
     def __init__(self, config: RunConfig) -> None:
         switches = build.switches(config, CPU)
         self.network = build.model(config, 10, switches)
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(5)
-            for value in self.network.parameters():
-                # No tensor is at a value that hides a mistake.
-                value.add_(0.02 * torch.randn(value.shape, generator=generator))
+        nudge(self.network)
         self.optimizer = build.optimizer(config, self.network, switches)
         self.schedule = build.schedule(config, steps_per_epoch=1)
         size = config.data.image_size

@@ -18,6 +18,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.saving import Saver
 from tests.factories import load_checkpoint, save_checkpoint
+from tests.integration.runs import assert_same_state
 
 
 def state(step: int) -> dict[str, Any]:
@@ -37,24 +38,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    else:
-        assert one == other
-
-
 def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     saved = state(3)
     loaded = load_checkpoint(save_checkpoint(saved, tmp_path, 3, keep=2))
     del loaded["format"]
-    assert_equal(loaded, saved)
+    assert_same_state(loaded, saved)
 
 
 def test_the_state_of_an_optimizer_on_the_host_is_read_there(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pycls_fast.train.assemble import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
-from tests.factories import config_of
+from tests.factories import config_of, nudge
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -142,11 +142,7 @@ def made(name: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
     )  # fmt: skip
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
-    # A head of zeros would make the gradients of all other layers zero.
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    nudge(network)
     network = place_model(network, ALONE, memory_format=switches.memory_format)
     step = make_step(config, network, ALONE, switches, 10)
     generator = torch.Generator().manual_seed(1)
@@ -204,18 +200,7 @@ def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
         step(0, (2 * batches)[:count], TrainMetrics(CPU))
 
 
-SMALL_OF_GRAPHS = {
-    "vit": (
-        "vit_digits",
-        "model.patch_size=4",
-        "model.width=16",
-        "model.depth=2",
-        "model.mlp_width=24",
-        "model.heads=2",
-    ),
-    "resnet": ("resnet_digits", "model.depth=18"),
-}
-SMALL_OF_GRAPHS["moe"] = ("vit_moe_digits", *SMALL_OF_GRAPHS["vit"][1:])
+SMALL_OF_GRAPHS = {"vit": VIT, "resnet": RESNET, "moe": ("vit_moe_digits", *VIT[1:])}
 COMMON = (
     "speed.preset=fast", "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
     "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.mix_probability=0.7",
@@ -270,10 +255,7 @@ def made_of_graphs(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.M
     switches = build.switches(config, CPU)
     switches = switches.replace(cuda_graphs="on" if graphed else "off")
     network = build.model(config, 10, switches)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(3)
-        for parameter in network.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    nudge(network)
     network = place_model(network, ALONE, memory_format=switches.memory_format).train()
     tape = OperatorTape()
     return make_step(config, network, ALONE, switches, steps_per_epoch=2, recorder=tape), network, tape
