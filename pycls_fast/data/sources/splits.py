@@ -10,12 +10,13 @@ import numpy as np
 
 from pycls_fast.data.source import Source
 from pycls_fast.data.sources.base import Images, Subset, match_classes
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.data.sources.files import SPLIT_OF
+from pycls_fast.errors import UserError, first_few, one_of
 from pycls_fast.seeds import counter_seed, frozen_generator, mixed
 
 
 def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: bool = False) -> dict[str, Images]:
-    """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others.
+    """The splits of a dataset, "train" and "val" among them, from its parts: "all", or "train" and others (`SPLIT_OF`).
 
     "test" is left out if it has no labels (all are -1), else it serves as "val" if there is none. "all" or "train"
     without other parts is split at random, or is "all" if it stays `whole`. Labels are those of "train".
@@ -24,7 +25,12 @@ def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: 
         UserError: no training images, images without labels, or with another number of them than `data` says,
             classes that "train" lacks, or folds of a dataset with a validation split; see `split_at_random`.
     """
-    parts = {name: source for name, source in opened.items() if name != "test" or np.any(source.labels >= 0)}
+    parts: dict[str, Images] = {}
+    for said, source in opened.items():
+        one_of(f"{where}: the name of a split", said, ["all", *SPLIT_OF])
+        name = SPLIT_OF.get(said, said)
+        if name != "test" or np.any(source.labels >= 0):
+            parts[name] = source
     if "val" not in parts and "test" in parts:
         parts["val"] = parts.pop("test")
     if "all" in parts:

@@ -16,7 +16,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import Texts
-from pycls_fast.data.sources.splits import split_at_random
+from pycls_fast.data.sources.splits import as_splits, split_at_random
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed, frozen_generator
 from tests.unit.data.conftest import WriteTree
@@ -51,6 +51,15 @@ def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -
     """Files that are not there; the class is the name's first part."""
     labels = [classes.index(name.partition("/")[0]) for name in names]
     return FileImages(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
+
+
+def test_names_of_splits() -> None:
+    """Of a user's own source, or a dictionary of datasets."""
+    train, val = source_of(["cat/1", "dog/2"]), source_of(["dog/3"])
+    for name in ("val", "validation", "testing"):
+        assert as_splits({"training": train, name: val}, Folder(), where="here")["val"] is val
+    with pytest.raises(UserError, match=r"here: the name of a split: must be one of .*; got vall; did you mean val\?"):
+        as_splits({"train": train, "vall": val}, Folder(), where="here")
 
 
 def held_out(source: Images, seed: int = 0, **how: Any) -> set[str]:
