@@ -48,7 +48,9 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     # Beside a GPU, or in a data worker ("Caught ..."), it is other memory than the advice is about.
     text = str(error)
-    return "can't allocate memory" in text and not (text.startswith("Caught ") or torch.cuda.is_initialized())
+    # The second is all that oneDNN says.
+    known = "can't allocate memory" in text or text == "could not create a primitive"
+    return known and not (text.startswith("Caught ") or torch.cuda.is_initialized())
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:

@@ -74,6 +74,12 @@ def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert reporting(lambda: len(torch.empty(2**60))) == 2
     assert capsys.readouterr().err.startswith("error: the device is out of memory (can't allocate memory")
 
+    def full() -> int:
+        raise RuntimeError("could not create a primitive")
+
+    assert reporting(full) == 2
+    assert "out of memory (could not create a primitive)" in capsys.readouterr().err
+
 
 def test_a_system_without_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def full() -> int:
