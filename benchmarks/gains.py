@@ -104,7 +104,8 @@ def main() -> None:
                        "output=soup.safetensors", "overwrite=true")  # fmt: skip
             bench.row(f"soup, {method}", [bench.score("soup.safetensors")], sure)
     for crop in ("squash", "border") if "crop" in rows else ():
-        bench.row(f"augment.crop={crop}", [bench.score(run) for run in bench.train(crop, f"augment.crop={crop}")])
+        options = (f"augment.crop={crop}", f"augment.eval_crop={crop}", "augment.eval_crop_ratio=1")
+        bench.row(f"crop={crop}", [bench.score(run) for run in bench.train(crop, *options)])
     if "lora" in rows:
         bench.row("linear_probe", [bench.score(run) for run in bench.train("head", experiment="linear_probe")])
         bench.row(" ".join(LORA), [bench.score(run) for run in bench.train("lora", *LORA)])
