@@ -23,6 +23,7 @@ from pycls_fast.models.layers import (
     Mlp,
     lecun_normal_,
 )
+from pycls_fast.models.moe import ExpertLinear
 
 
 class TokenConvStem(nn.Module):
@@ -171,7 +172,7 @@ def _zero(head: nn.Linear) -> None:
 def _trunc_normal(module: nn.Module) -> None:
     part: Any
     for part in module.modules():
-        if isinstance(part, nn.Linear):
+        if isinstance(part, nn.Linear | ExpertLinear):
             nn.init.normal_(part.weight, std=0.02)
             nn.init.zeros_(part.bias)
         elif isinstance(part, ClassToken | LearnedPositions):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pycls_fast.models.moe import Experts
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
@@ -38,6 +39,8 @@ MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmNetwork]] = {
         "map", class_token=True, registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64, init="trunc_normal"
     ),
     "vit-trunc-normal-conv-stem": lambda: vit(**CONV, init="trunc_normal"),
+    "vit-trunc-normal-experts": lambda: vit(experts=Experts(count=4), init="trunc_normal"),
+    "vit-experts": lambda: vit(experts=Experts(count=4)),
     "resnet18": lambda: ResNet(depth=18, num_classes=10),
     "resnext50d": lambda: ResNet(
         depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool", zero_init_last_gamma=True
