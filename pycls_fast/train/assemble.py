@@ -124,7 +124,9 @@ def _check_head(config: RunConfig, network: Network, world: World) -> None:
     """
     if not config.optim.trust_ratio or not config.optim.weight_decay:
         return
-    if not any(world.gather(bool(local(network.last_layer().weight).any()))):
+    # Of a pipeline's stages only the last one has it.
+    name, parameters = f"{network.head_name}.weight", dict(network.named_parameters())
+    if not any(world.gather(name in parameters and bool(local(parameters[name]).any()))):
         raise UserError(
             f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "
             "are in proportion to the weights; use optim=adamw, or a model with another initial head"

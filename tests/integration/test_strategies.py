@@ -143,6 +143,7 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     "pipeline overflow": ("pipeline", OVERFLOW, 1e-2),
     # Its products are in bfloat16; under ddp it differs by 4e-3.
     "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001"], 1e-2),
+    "pipeline lamb": ("pipeline", LAMB, 1e-5),
     "pipeline compiled": ("pipeline", ["speed.compile=blocks"], 1e-4),
     "tensor overflow": ("tensor", OVERFLOW, 1e-2),
     "flat layers": ("fairscale3", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
