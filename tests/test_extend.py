@@ -109,7 +109,6 @@ def test_a_schedule(images: Path) -> None:
 
 def test_a_policy(images: Path) -> None:
     config = load_config("vit_digits", small(*CHOSEN["my_policy"], "imports=[my_policy]"))
-    assert config.augment.policy is not None
     step = config.augment.policy.build(interpolation="bilinear", image_size=Size(8, 8), mean=(0.5, 0.5, 0.5))
     assert np.asarray(step(Image.new("RGB", (2, 2), (0, 55, 255)))).tolist() == [[[255, 200, 0]] * 2] * 2
     trained("my_policy", images)

@@ -54,7 +54,6 @@ def test_an_own_experiment_is_trained_and_loaded(
         "short", [*small, "optim=sgd", f"run_dir={trained.run_dir}", "schedule.epochs=3"], config_dir="mine"
     )
     assert again.run_dir == trained.run_dir
-    assert again.summary is not None
     assert again.summary["epochs"] == 3
     assert [record["epoch"] for record in records(again.run_dir, "eval")] == [1, 2, 3]
 
@@ -63,7 +62,6 @@ def test_the_words_of_the_command_line(small: Sequence[str], digits: Path, tmp_p
     assert callable(pycls_fast.train)
     words = {"data": digits, "epochs": 2, "device": "cpu", "optim__lr": 1e-3, "runtime": {"threads": 1}}
     run = pycls_fast.train("vit_digits", TINY, run_dir=tmp_path / "run", data__num_workers=0, **words)  # type: ignore[operator]
-    assert run.metrics is not None
     assert run.metrics["top1"] == max(record["top1"] for record in records(run.run_dir, "eval"))
     picture = sorted(digits.glob("*/*"))[0]
     (found,) = run.predict(picture)
@@ -136,7 +134,6 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
         "head": "small",
     }
     run = pycls_fast.train_net(data=splits, model=module, run_dir=tmp_path / "run", **words)
-    assert run.metrics is not None
     assert run.metrics["count"] == len(splits["val"])
     # It began with the module's values, which are still the module's.
     trained = pycls_fast.load(run.run_dir, device="cpu", model=Own()).network.last_layer().weight

@@ -109,7 +109,6 @@ def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> Non
     config = load_config("vit_digits").model_dump(mode="json") | {"imports": ["of_nobody"]}
     save_file({"x": torch.zeros(1)}, "net.safetensors", {"config": json.dumps(config), "classes": '["a", "b"]'})
     saved = saved_with_weights(["weights=net.safetensors"])
-    assert saved is not None
     assert "imports" not in saved.values
     opened = open_weights(Path("net.safetensors"))
     assert opened.config is not None

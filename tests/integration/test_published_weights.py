@@ -225,7 +225,6 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
             pretrained.described(tmp_path / name / "model.safetensors")
     timm_folder(tmp_path / "without_channels", input_size=[100, 100])
     about = pretrained.described(tmp_path / "without_channels" / "model.safetensors")
-    assert about is not None
     assert about.image_size == (100, 100)
     timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
     about = pretrained.described(tmp_path / "odd" / "model.safetensors")
@@ -259,7 +258,6 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
 def test_published_weights_describe_themselves(source: str) -> None:
     """By name, at the size of the published number; resized and cropped to the very pixels of the library."""
     about = pretrained.described(source)
-    assert about is not None
     assert about.weights.startswith(source)
     known = published.WEIGHTS[about.weights]
     assert about.image_size == (known.size, known.size)
@@ -267,7 +265,6 @@ def test_published_weights_describe_themselves(source: str) -> None:
     photo = Image.fromarray(random.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((517, 389))
     if source.startswith("timm:"):
         kept = timm.models.get_pretrained_cfg(source.removeprefix("timm:"))
-        assert kept is not None
         options = resolve_data_config(pretrained_cfg=kept.to_dict(), use_test_size=True)
         theirs = create_transform(**options)
     else:

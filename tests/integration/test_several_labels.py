@@ -60,7 +60,6 @@ def test_from_the_table_to_predictions(
     run: pycls_fast.Trained, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluations = records(run.run_dir, "eval")
-    assert run.metrics is not None
     assert run.metrics["map"] == max(record["map"] for record in evaluations) > 75
     assert evaluations[0]["map"] < run.metrics["map"]
     assert 50 < run.metrics["f1"] <= 100
@@ -119,7 +118,6 @@ def test_the_head_first_and_mixing(run: pycls_fast.Trained, table: Path, tmp_pat
 def test_runs_are_compared_and_averaged_by_what_they_are_judged_by(
     run: pycls_fast.Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.metrics is not None
     one = read_run_files(str(run.run_dir))
     assert why_not_paired(one, one) == "their images have several labels"
     list_runs([str(run.run_dir.parent)], sort="map", output=str(tmp_path / "runs.json"))

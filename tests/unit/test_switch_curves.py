@@ -140,7 +140,6 @@ def curve(images: Path, experiment: str, chosen: str, seed: int) -> torch.Tensor
             batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
         step(number, [batch], metrics)
         losses.append(metrics.read(ALONE)["loss"])
-    assert step.ema is not None
     floating = [value for value in step.ema.values.values() if value.is_floating_point()]
     # No loss reads the average.
     norm = torch.stack([value.norm() for value in floating]).norm()

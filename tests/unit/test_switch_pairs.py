@@ -212,7 +212,6 @@ def train(config: RunConfig, *, steps: int = 2) -> Trained:
             batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
         step(number, [batch], metrics)
         losses.append(metrics.read(ALONE)["loss"])
-    assert step.ema is not None
     weights = {key: value.detach().clone() for key, value in network.state_dict().items()}
     return Trained(losses, weights, step.ema.values, chosen)
 

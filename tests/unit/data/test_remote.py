@@ -57,7 +57,6 @@ def source_of(address: str, folder: Path, *, room: float | None = None) -> TarIm
 
 
 def place(source: TarImages, number: int) -> Path:
-    assert source.cache is not None
     return source.cache.place(*source.shard(number)[:2])
 
 
@@ -199,7 +198,6 @@ def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Pa
     os.utime(place(source, 1), (2, 2))
     # A draft of another process takes its room, and nobody else makes the same copy.
     other = source.cache and source.cache.begin(place(source, 3), source.shard(3)[2] or 0)
-    assert other is not None
     fetch(source, (2,), (3,))
     assert there(source) == [0]
     other.unlink()
@@ -225,7 +223,6 @@ def test_a_copy_that_is_completed_while_room_is_made_keeps_its_room(
 ) -> None:
     source = source_of(address, tmp_path, room=1.1)
     cache, (name, _, size) = source.cache, source.shard(0)
-    assert cache is not None
     assert size is not None
     draft = cache.begin(place(source, 0), size)
     assert draft is not None

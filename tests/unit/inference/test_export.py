@@ -328,8 +328,6 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
 )
 def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str, transparent: str) -> None:
     found = importlib.util.spec_from_file_location("run_onnx", ROOT / "docs/run_onnx.py")
-    assert found is not None
-    assert found.loader is not None
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
     settings = [f"data.image_size={size}", f"data.transparent={transparent}", "model.patch_size=4"]

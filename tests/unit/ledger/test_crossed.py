@@ -121,7 +121,6 @@ def work(ledger: Ledger) -> Record:
 
 def words(record: Record) -> Mapping[str, object]:
     """By variant, its word."""
-    assert record.accuracy is not None
     return {effect.variant: effect.word for effect in record.accuracy.effects}
 
 
@@ -130,7 +129,6 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 ) -> None:
     whole = work(crossed(tmp_path / "whole"))
     assert words(whole) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}
-    assert whole.accuracy is not None
     # Everything is settled at the first look.
     assert len(whole.accuracy.runs) - 32 in range(9)
 
@@ -162,7 +160,6 @@ def test_one_that_breaks_training_is_counted_and_the_others_are_decided(
 ) -> None:
     monkeypatch.setattr(trained, "broken_variant", "c=1")
     record = work(crossed(tmp_path))
-    assert record.accuracy is not None
     assert list(record.accuracy.broken) == ["c"]
     assert "of" in record.accuracy.broken["c"]
     assert words(record) == {"a": "costs", **dict.fromkeys("bdefgh", "free")}
@@ -184,7 +181,6 @@ def test_what_changes_nothing_is_identical_and_not_tested(
     monkeypatch.setattr(trained, "inert", ("c=1", "d=1"))
     record = work(crossed(tmp_path / "a", numerics_steps=2))
     assert words(record) == {**dict.fromkeys("cd", "identical"), "a": "costs", **dict.fromkeys("befgh", "free")}
-    assert record.accuracy is not None
     assert not any({"c", "d"} & set(run.on) for run in record.accuracy.runs)
     # Whoever changes something only later is found out by one training, and tested like all others.
     monkeypatch.setattr(trained, "inert", ("c=1",))

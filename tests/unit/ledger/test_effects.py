@@ -61,7 +61,6 @@ def test_least_squares_are_those_of_a_regression() -> None:
     """Against numpy's own least squares and the textbook's standard errors."""
     made = pairs([-0.5, 0.3, 0, 0, 0, 0, 0, 0.1], 0.2)
     found = fit(made, NAMES)
-    assert found is not None
     x = np.array([[(n in p.on[0]) * 1.0 - (n in p.on[1]) for n in NAMES] for p in made])
     y = np.array([p.difference for p in made])
     beta, rss, _, _ = np.linalg.lstsq(x, y)
@@ -76,7 +75,6 @@ def test_least_squares_are_those_of_a_regression() -> None:
 def test_pairs_that_agree_by_chance_do_not_look_precise() -> None:
     made = [Pair(pair.on, 0.0, 50, 1000) for pair in pairs([0.0] * 8, 0.0)]
     found = fit(made, NAMES)
-    assert found is not None
     assert found.deviation == pytest.approx(100 * math.sqrt(50 / 2) / 1000)
 
 

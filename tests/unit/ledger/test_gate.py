@@ -162,7 +162,6 @@ def test_a_loss_by_chance_in_one_of_many_variants_is_none(change: Callable[[Reco
         for record in (before, now):
             other = variant(f"variant {i}", "base", timing=timing([200.0, 204.0, 196.0], fast))
             record.variants.append(VariantRecord.model_validate(other))
-            assert record.accuracy is not None
             record.accuracy.effects.append(effect(f"variant {i}", "free"))
     assert lost(before, now) == []
 
@@ -245,7 +244,6 @@ def test_the_baseline_is_that_of_the_gates_ladder() -> None:
     kept = read_record(GATE / "baseline.json")
     assert kept.ladder == ladder
     assert [each.name for each in kept.variants] == [ladder.baseline.name, *(each.name for each in ladder.variants)]
-    assert kept.accuracy is not None
     assert [each.variant for each in kept.accuracy.effects] == [each.name for each in ladder.variants]
     assert lost(kept, kept, 0.5, absolute=False) == []
 
@@ -258,7 +256,6 @@ def test_the_gate_sees_a_variant_at_0_4_of_its_speed() -> None:
     for case in range(120):
         now, slow = kept.model_copy(deep=True), 1 + case % 3
         for place, (_, each) in enumerate(now.timed[1:], 1):
-            assert each.speedup is not None
             share = 0.4 if place == slow else 1.0
             rounds = share * each.speedup.ratio * np.exp(draw.normal(0, 0.1, each.speedup.rounds))
             each.speedup = geometric_mean(rounds.tolist())

@@ -39,7 +39,6 @@ def overflow(text: str, width: int, folder: Path) -> int:
     if done.returncode != 0:
         pytest.skip(f"{BROWSER} does not run here (status {done.returncode})")
     found = re.search(r'data-widths="(\d+)/(\d+)"', done.stdout)
-    assert found is not None
     content, visible = map(int, found.groups())
     assert visible in range(width - 20, width + 1), "a scroll bar is not as wide"
     return content - visible

@@ -91,7 +91,6 @@ def test_a_signal_leaves_what_is_done(
     assert "the same command resumes" in capsys.readouterr().out
     record = read_record(tmp_path / "ledger.json")
     assert record.timed[0][1].rounds == [80.0]
-    assert record.unfinished is not None
     assert (record.unfinished.done, record.unfinished.of) == (2, 6)
     assert "unfinished: 2 of 6 measurements" in (tmp_path / "index.html").read_text()
     monkeypatch.setattr(fake, "finished", finished)
@@ -159,7 +158,6 @@ def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
         timed = given(ledger.folder.timing_file(variant, 0))
         assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
         assert weights in given(ledger.folder.numerics_file(variant))
-    assert ledger.crossed is not None
     assert weights in given(ledger.crossed.planned()[0].folder / "summary.json")
     assert weights in given(ledger.folder.gradients_file(ledger.selection.variants()[0]))
 

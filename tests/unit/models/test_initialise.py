@@ -64,7 +64,6 @@ def assert_uniform(tensor: Tensor, bound: float) -> None:
 
 def assert_zero(*tensors: Tensor | None) -> None:
     for tensor in tensors:
-        assert tensor is not None
         assert not tensor.any()
 
 

@@ -164,7 +164,6 @@ def test_training_sums_the_losses_of_the_routers() -> None:
     layers = [block.mlp for block in network.blocks if isinstance(block.mlp, ExpertsMlp)]  # type: ignore[union-attr]
     assert len(layers) == 2
     loss = network.auxiliary_loss()
-    assert loss is not None
     torch.testing.assert_close(loss, layers[0].loss + layers[1].loss)  # type: ignore[operator]
     assert set(network.facts()) == {"expert_load", "dropped_tokens"}
     loss.backward()

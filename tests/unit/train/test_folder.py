@@ -129,7 +129,6 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """The next one waits for who leaves, and nothing is left of a killed one."""
     with _hold(tmp_path) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "None\n"
         folder = RunFolder(tmp_path)
         with pytest.raises(UserError, match=rf"is in use by process {first.pid} on {platform.node()}; wait for it"):
@@ -137,7 +136,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         threading.Timer(0.3, first.kill).start()
         folder.occupy(wait_seconds=60.0)
         with _hold(tmp_path) as second:
-            assert second.stdout is not None
             assert f"process {os.getpid()} on" in second.stdout.readline()
             second.communicate("\n", timeout=60)
         with folder:

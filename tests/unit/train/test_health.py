@@ -33,7 +33,6 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
     precision = config_of(*list(overrides)).precision
 
     def values() -> list[Tensor]:
-        assert network is not None
         return [*network.parameters(), *ModelWeights(network).live().values()]
 
     step, folder = SimpleNamespace(scaler=scaler, watchdog=None), SimpleNamespace(checkpoints=tmp_path)

@@ -36,13 +36,11 @@ def scored(labels_N: np.ndarray, scores_NK: np.ndarray) -> Evaluation:
 
 def taken(result: Evaluation, places: np.ndarray) -> Evaluation:
     """The images at these places, again as often as they are named."""
-    assert result.scores_NK is not None
     found = Predictions(*(each[places] for each in vars(result.predictions).values()))
     return Evaluation(result.top1, result.top5, 1.0, len(places), found, result.scores_NK[places])
 
 
 def by_class(result: Evaluation) -> dict[str, Any]:
-    assert result.scores_NK is not None
     areas = [area for area in roc_auc(result.predictions.labels_N, result.scores_NK[:, :5]) if area is not None]
     found = class_scores(result.predictions, CLASSES)
     return found | {"auc": sum(areas) / len(areas), "calibration_error": calibration_error(result.predictions)}

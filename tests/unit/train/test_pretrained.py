@@ -261,7 +261,6 @@ def test_hubs_say_it_without_a_download() -> None:
     assert statistics("timm:vit_base_patch16_224.augreg_in21k_ft_in1k") == HALF
     assert statistics("timm:deit_small_patch16_224.fb_in1k") == IMAGENET
     clip = statistics("timm:vit_base_patch16_clip_224.openai_ft_in1k")
-    assert clip is not None
     assert clip[0] == tuple(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai_ft_in1k").mean)
     assert clip not in (HALF, IMAGENET)
     assert statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
