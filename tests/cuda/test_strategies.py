@@ -44,27 +44,12 @@ CASES = [
 # How far losses of about 2.3 may be apart: other sums, and in compiled code other roundings.
 BAND = {"amp_bf16": 3e-3, "bf16_params": 1e-2, "amp_fp16": 1e-3}
 COMMON = [
-    "model.width=32",
-    "model.depth=2",
-    "model.heads=2",
-    "model.mlp_width=64",
-    "model.patch_size=4",
-    "model.drop_path=0",
-    "model.init=trunc_normal",
-    "data.image_size=16",
-    "data.global_batch_size=32",
-    "data.num_workers=0",
-    "optim=sgd",
-    "optim.lr=0.05",
-    "optim.clip_norm=0.5",
-    "optim.ema_decay=0.9",
-    "optim.accumulation_steps=2",
-    "schedule.epochs=1",
-    "schedule.warmup_epochs=0",
-    "augment=none",
-    "speed=fast",
+    "model.width=32", "model.depth=2", "model.heads=2", "model.mlp_width=64", "model.patch_size=4",
+    "model.drop_path=0", "model.init=trunc_normal", "data.image_size=16", "data.global_batch_size=32",
+    "data.num_workers=0", "optim=sgd", "optim.lr=0.05", "optim.clip_norm=0.5", "optim.ema_decay=0.9",
+    "optim.accumulation_steps=2", "schedule.epochs=1", "schedule.warmup_epochs=0", "augment=none", "speed=fast",
     "trackers=[]",
-]
+]  # fmt: skip
 
 
 def _name(*parts: str) -> str:

@@ -192,18 +192,10 @@ def mutants(this: Try) -> None:
 _ODD = (
     *("", "null", "true", "-1", "0", "1", "3", "0.5", "nan", "inf", "1e308", "1e-320", "abc", "[]", "{}", "[1,2]"),
     *(
-        "9" * 30,
-        "a" * 5000,
-        "'x y'",
-        "../odd",
-        "/proc/self",
-        "/dev/zero",
-        "${oc.env:HOME}",
-        "${odd}",
-        "'\x1b[31m'",
-        "é",
+        "9" * 30, "a" * 5000, "'x y'", "../odd", "/proc/self", "/dev/zero", "${oc.env:HOME}", "${odd}",
+        "'\x1b[31m'", "é",
     ),
-)
+)  # fmt: skip
 # Would start as many processes, write where the try does not own, or ask a server.
 _NOT_TRIED = ("data.num_workers", "run_dir", "trackers", "weights", "data.index_cache", "data.shard_cache", "imports")
 

@@ -56,12 +56,9 @@ class Lab:
     def _write_layouts(self) -> int:
         content = layouts.make_content((12, 12, 12), (6, 6, 6))
         writers = {
-            "folder": layouts.write_folder,
-            "table": layouts.write_manifest,
-            "parquet": layouts.write_hub_parquet,
-            "tar": layouts.write_tars,
-            "packed": layouts.write_packed,
-        }
+            "folder": layouts.write_folder, "table": layouts.write_manifest, "parquet": layouts.write_hub_parquet,
+            "tar": layouts.write_tars, "packed": layouts.write_packed,
+        }  # fmt: skip
         for name, write in writers.items():
             (self.folder / name).mkdir()
             write(self.folder / name, content)

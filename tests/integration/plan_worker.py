@@ -37,15 +37,11 @@ CPU = torch.device("cpu")
 CLASSES, BATCH = 12, 64
 COMMON = (
     *(
-        "model.width=128",
-        "model.depth=8",
-        "model.heads=2",
-        "model.mlp_width=512",
-        "model.patch_size=8",
+        "model.width=128", "model.depth=8", "model.heads=2", "model.mlp_width=512", "model.patch_size=8",
         "data=synthetic",
     ),
     *("data.image_size=64", f"data.global_batch_size={BATCH}", "augment=none", "optim=adamw", "speed.optimizer=loop"),
-)
+)  # fmt: skip
 LAYOUTS = {
     str(layout) + (", recomputed" if layout.recompute == "full" else ""): replace(layout, precision="fp32")
     for layout in (

@@ -24,19 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 # Small enough for a step in milliseconds, with everything random switched on: what is exact here is exact at large.
 TINY = (
-    "model.width=32",
-    "model.depth=2",
-    "model.mlp_width=32",
-    "data.image_size=8",
-    "model.patch_size=2",
-    "data.global_batch_size=64",
-    "schedule.epochs=2",
-    "schedule.warmup_epochs=1",
-    "runtime.log_every_steps=1",
-    "runtime.eval_every_epochs=1",
-    "trackers=[]",
-    "runtime.progress=plain",
-)
+    "model.width=32", "model.depth=2", "model.mlp_width=32", "data.image_size=8", "model.patch_size=2",
+    "data.global_batch_size=64", "schedule.epochs=2", "schedule.warmup_epochs=1", "runtime.log_every_steps=1",
+    "runtime.eval_every_epochs=1", "trackers=[]", "runtime.progress=plain",
+)  # fmt: skip
 
 
 def run(run_dir: Path, digits: Path, *overrides: str, config_name: str = "vit_digits") -> int:

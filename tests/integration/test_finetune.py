@@ -32,17 +32,9 @@ from tests.integration.runs import command, newest_checkpoint, records, run_proc
 NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
 MODES = ("RGB", "L", "P", "RGBA", "CMYK", "1", "I;16", "LA")
 TINY = (
-    "model.width=16",
-    "model.depth=2",
-    "model.heads=2",
-    "model.mlp_width=32",
-    "model.patch_size=8",
-    "data.image_size=32",
-    "data.num_workers=0",
-    "precision=fp32",
-    "trackers=[]",
-    "runtime.progress=plain",
-)
+    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp_width=32", "model.patch_size=8",
+    "data.image_size=32", "data.num_workers=0", "precision=fp32", "trackers=[]", "runtime.progress=plain",
+)  # fmt: skip
 STATISTICS = {"mean": [0.3, 0.4, 0.5], "std": [0.2, 0.3, 0.4]}
 
 

@@ -125,14 +125,9 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
     before = module.out.weight.clone()
     splits = {"train": Subset(whole, range(0, len(whole), 2)), "val": Subset(whole, range(1, len(whole), 2))}
     words: dict[str, Any] = {
-        "epochs": 1,
-        "lr": 1e-9,
-        "device": "cpu",
-        "image_size": 8,
-        "batch_size": 32,
-        "data__num_workers": 2,
+        "epochs": 1, "lr": 1e-9, "device": "cpu", "image_size": 8, "batch_size": 32, "data__num_workers": 2,
         "head": "small",
-    }
+    }  # fmt: skip
     run = pycls_fast.train_net(data=splits, model=module, run_dir=tmp_path / "run", **words)
     assert run.metrics["count"] == len(splits["val"])
     # It began with the module's values, which are still the module's.

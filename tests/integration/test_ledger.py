@@ -43,15 +43,9 @@ def ladder(tmp_path: Path) -> Path:
 
 def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
     measured = (
-        "runs_at_most=8",
-        "margin=60",
-        "rounds=1",
-        "steps=2",
-        "warmup_steps=1",
-        "seconds=0",
-        "numerics_steps=2",
+        "runs_at_most=8", "margin=60", "rounds=1", "steps=2", "warmup_steps=1", "seconds=0", "numerics_steps=2",
         "gradients=false",
-    )
+    )  # fmt: skip
     return command(f"ladder={ladder}", f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
 
 

@@ -102,11 +102,8 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     assert 0 < top1 < 100
     assert told["preprocessing"] == "covering 106 x 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
     assert told["published"] == {
-        "weights": f"timm:{NAME}",
-        "top1": 79.856,
-        "size": 224,
-        "source": "timm, results/results-imagenet.csv",
-    }
+        "weights": f"timm:{NAME}", "top1": 79.856, "size": 224, "source": "timm, results/results-imagenet.csv",
+    }  # fmt: skip
     printed = " ".join(capsys.readouterr().out.split())
     assert "published 79.86% on ImageNet-1k's validation images at 224 px" in printed
     assert f"ours {top1 - 79.856:+.2f}" in printed

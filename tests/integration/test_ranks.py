@@ -69,14 +69,9 @@ def test_two_ranks_equal_one(
 def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> None:
     """Ranks see other images; what is saved is the mean of their statistics, of the average, too."""
     overrides = [
-        f"data.root={digits}",
-        "data.image_size=8",
-        "schedule.max_steps=2",
-        "trackers=[]",
-        "data.global_batch_size=32",
-        "augment=none",
-        "optim.ema_decay=0.5",
-    ]
+        f"data.root={digits}", "data.image_size=8", "schedule.max_steps=2", "trackers=[]",
+        "data.global_batch_size=32", "augment=none", "optim.ema_decay=0.5",
+    ]  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(load_config("resnet_digits", [*overrides, f"run_dir={one}"])) == 0
     run_process(under_torchrun(command(*overrides, f"run_dir={two}", config_name="resnet_digits"), 2), cwd=tmp_path)

@@ -19,20 +19,11 @@ FAMILIES = ("vit_s16", "mae_finetune_b16", "resnet50")
 COMPILED = ("vit_b16", "resnet50")
 
 SMALL = (
-    "data.source=synthetic",
-    "data.synthetic_train_images=48",
-    "data.synthetic_val_images=8",
-    "data.synthetic_classes=7",
-    "data.global_batch_size=8",
-    "data.eval_batch_size=8",
-    "data.num_workers=0",
-    "schedule.max_steps=2",
-    "optim.ema_every_steps=1",
-    "runtime.device=cpu",
-    "runtime.log_every_steps=1",
-    "trackers=[]",
-    "runtime.progress=plain",
-)
+    "data.source=synthetic", "data.synthetic_train_images=48", "data.synthetic_val_images=8",
+    "data.synthetic_classes=7", "data.global_batch_size=8", "data.eval_batch_size=8", "data.num_workers=0",
+    "schedule.max_steps=2", "optim.ema_every_steps=1", "runtime.device=cpu", "runtime.log_every_steps=1",
+    "trackers=[]", "runtime.progress=plain",
+)  # fmt: skip
 
 
 def shrunk(name: str, run_dir: Path) -> list[str]:

@@ -34,15 +34,9 @@ STRATEGIES = {
 }
 # 1, 2, 3 and 4 ranks can share a batch of 24; the 10 rows of the head do not divide by 3 or 4.
 COMMON = [
-    *MODELS["vit"][1],
-    "data.global_batch_size=24",
-    "data.num_workers=0",
-    "optim.ema_decay=0.9",
-    "optim.clip_norm=0.5",
-    "schedule.epochs=1",
-    "schedule.warmup_epochs=0",
-    "trackers=[]",
-]
+    *MODELS["vit"][1], "data.global_batch_size=24", "data.num_workers=0", "optim.ema_decay=0.9",
+    "optim.clip_norm=0.5", "schedule.epochs=1", "schedule.warmup_epochs=0", "trackers=[]",
+]  # fmt: skip
 # With a large eps, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON += ["optim=adamw", "optim.lr=0.005", "optim.eps=0.001", "optim.weight_decay=0.1", "optim.layer_decay=0.6"]
 SAVED_AT, MORE = 3, 8

@@ -38,18 +38,9 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
     assert run(tmp_path, digits, "trackers=[tensorboard]", "optim.ema_decay=0.9") == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "summary.json",
-        "checkpoints",
-        "tensorboard",
-        "curves.png",
-        "predictions.npz",
-        "classes.json",
-        "confusion.png",
-        "best.safetensors",
-    }
+        "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard",
+        "curves.png", "predictions.npz", "classes.json", "confusion.png", "best.safetensors",
+    }  # fmt: skip
     average = open_weights(tmp_path / "checkpoints/best", kind="ema")
     assert_fills_the_same(open_weights(tmp_path / "best.safetensors", kind="auto"), average)
     assert list((tmp_path / "tensorboard").glob("events*"))

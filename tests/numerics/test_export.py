@@ -21,13 +21,9 @@ from tests.numerics.test_models_peers import relative_error
 
 SIZE = 32
 ABOUT = export.About(
-    classes=["cat", "dog, old", "été"],
-    image_size=SIZE,
-    mean=(0.4, 0.5, 0.6),
-    std=(0.2, 0.3, 0.25),
-    crop_ratio=0.9,
+    classes=["cat", "dog, old", "été"], image_size=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), crop_ratio=0.9,
     step=7,
-)
+)  # fmt: skip
 
 
 def vit(**kwargs: Any) -> nn.Module:

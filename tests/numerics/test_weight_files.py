@@ -275,15 +275,10 @@ class PyclsVit(torchvision.models.VisionTransformer):
         names = {
             r"^conv_proj\.conv_bn_relu_(\d)\.0": r"stem.cstem\1_conv",
             r"^conv_proj\.conv_bn_relu_(\d)\.1": r"stem.cstem\1_bn",
-            r"^conv_proj\.conv_last": "stem.cstem_last_conv",
-            r"^conv_proj": "stem.patchify",
-            r"^encoder\.pos": "pos",
-            r"layers\.encoder_layer": "block",
-            r"self_attention": "self_attention.block",
-            r"mlp\.0": "mlp_block.linear_1",
-            r"mlp\.3": "mlp_block.linear_2",
-            r"^heads\.head": "head.head_fc",
-        }
+            r"^conv_proj\.conv_last": "stem.cstem_last_conv", r"^conv_proj": "stem.patchify",
+            r"^encoder\.pos": "pos", r"layers\.encoder_layer": "block", r"self_attention": "self_attention.block",
+            r"mlp\.0": "mlp_block.linear_1", r"mlp\.3": "mlp_block.linear_2", r"^heads\.head": "head.head_fc",
+        }  # fmt: skip
         found = {}
         for name, tensor in self.state_dict().items():
             for theirs, ours in names.items():

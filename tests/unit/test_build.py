@@ -26,14 +26,9 @@ CPU = torch.device("cpu")
 REFERENCE = Speed()
 FAST = resolve(Speed(preset="fast"), "cpu")
 SYNTHETIC = (
-    "data=synthetic",
-    "data.image_size=16",
-    "data.num_workers=0",
-    "data.synthetic_train_images=24",
-    "data.synthetic_val_images=10",
-    "data.synthetic_classes=3",
-    "data.global_batch_size=8",
-)
+    "data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_train_images=24",
+    "data.synthetic_val_images=10", "data.synthetic_classes=3", "data.global_batch_size=8",
+)  # fmt: skip
 
 
 def world(rank: int = 0, size: int = 1, device: torch.device = CPU) -> World:

@@ -270,11 +270,8 @@ def test_the_switches_arrive_in_the_model() -> None:
     plain = wrapped()
     assert not any("forward" in vars(module) for module in plain.modules())
     network = wrapped(
-        "model.depth=3",
-        "speed.recompute=full",
-        recompute="full",
-        activation_offload="cpu",
-    )
+        "model.depth=3", "speed.recompute=full", recompute="full", activation_offload="cpu",
+    )  # fmt: skip
     units = dict(network.units())  # type: ignore[operator]
     assert [isinstance(unit.forward, Recomputed) for unit in units.values()] == [True, True, True]
     assert isinstance(network.forward, SavedTensors)

@@ -43,13 +43,9 @@ CHAOTIC = {("convolution", "products"), ("decode", "simplejpeg")}
 CHAOTIC_SEEDS = {"vit_digits": 8, "resnet_digits": 4}
 CHAOTIC_BANDS = {"vit_digits": 0.04, "resnet_digits": 0.06}
 SIZES = (
-    "model.classifier=token",
-    "model.width=32",
-    "model.depth=3",
-    "model.heads=2",
-    "model.mlp_width=64",
+    "model.classifier=token", "model.width=32", "model.depth=3", "model.heads=2", "model.mlp_width=64",
     "data.global_batch_size=64",
-)
+)  # fmt: skip
 # Smoothing, mixing, drop-path and erasing are on: nothing is compared with itself at zero.
 RECIPE = (
     "speed.preset=reference", "model.drop_path=0.1", "optim.ema_decay=0.99", "optim.clip_norm=1.0", "optim.lr=4e-3",
@@ -110,13 +106,9 @@ def jpegs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch]:
     overrides = [
-        f"seed={seed}",
-        f"data.root={images}",
-        "data.source=folder",
-        "data.num_workers=0",
-        *RECIPE,
+        f"seed={seed}", f"data.root={images}", "data.source=folder", "data.num_workers=0", *RECIPE,
         *SIZES_OF[experiment],
-    ]
+    ]  # fmt: skip
     config = config_of(*overrides, name=experiment)
     source = build.sources(config, ALONE)["train"]
     raw = resolve(Speed(preset="fast", decode=decode), "cpu")

@@ -54,16 +54,10 @@ BASE = {
 assert set(BASE) == set(MODEL_KINDS), "each kind of model needs a small experiment"
 # Something is erased and mixed, or moving it between host and device would be tried on nothing.
 COMMON = [
-    "data.image_size=16",
-    "data.global_batch_size=8",
-    "augment.erase_probability=0.5",
-    "augment.erase_value=noise",
-    "augment.mixup_alpha=0.4",
-    "model.drop_path=0.4",
-    "optim.ema_decay=0.9",
-    "optim.clip_norm=1.0",
+    "data.image_size=16", "data.global_batch_size=8", "augment.erase_probability=0.5", "augment.erase_value=noise",
+    "augment.mixup_alpha=0.4", "model.drop_path=0.4", "optim.ema_decay=0.9", "optim.clip_norm=1.0",
     "schedule.warmup_epochs=0",
-]
+]  # fmt: skip
 # What a value cannot be without, unless the pair says otherwise.
 WITH: Mapping[Choice, Mapping[str, str]] = {
     (switch.name, value): dict(one.removeprefix("speed.").split("=") for one in needs.split())

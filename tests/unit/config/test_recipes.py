@@ -153,11 +153,8 @@ def load(name: str) -> RunConfig:
 def resolved(config: RunConfig) -> Facts:
     """What a configuration comes to, in the words of the facts."""
     augment, optim, schedule, lr = (
-        config.augment,
-        config.optim,
-        config.schedule,
-        config.optim.scaled(config.data.global_batch_size).lr,
-    )
+        config.augment, config.optim, config.schedule, config.optim.scaled(config.data.global_batch_size).lr,
+    )  # fmt: skip
     policy: Any = None if augment.policy is None else augment.policy.name
     if isinstance(augment.policy, RandAugment):
         policy = ("torchvision", augment.policy.num_ops, augment.policy.magnitude, 0.0, False)
@@ -238,12 +235,9 @@ def test_the_rate_is_timms(name: str) -> None:
     ours = build.schedule(load(name), steps_per_epoch=steps)
     weights = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=facts["lr"])
     theirs = CosineLRScheduler(
-        weights,
-        t_initial=facts["epochs"] * steps,
-        lr_min=facts["final_lr"],
-        warmup_t=facts["warmup"] * steps,
+        weights, t_initial=facts["epochs"] * steps, lr_min=facts["final_lr"], warmup_t=facts["warmup"] * steps,
         warmup_lr_init=facts["warmup_lr"],
-    )
+    )  # fmt: skip
     for step in range(0, facts["epochs"] * steps, 7):
         assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-4), step
 
@@ -337,13 +331,9 @@ def test_what_decays_elsewhere() -> None:
 def test_the_augmentation_is_timms(name: str, policy: str) -> None:
     config, facts = load(name), FACTS[name]
     theirs = create_transform(
-        facts["train_size"],
-        is_training=True,
-        auto_augment=policy,
-        interpolation=facts["interpolation"],
-        re_prob=facts["erase"],
-        re_mode="pixel",
-    ).transforms
+        facts["train_size"], is_training=True, auto_augment=policy, interpolation=facts["interpolation"],
+        re_prob=facts["erase"], re_mode="pixel",
+    ).transforms  # fmt: skip
     ours = TrainTransform(config.augment, image_size=facts["train_size"], mean=config.data.mean)
     crop, flip, drawn = theirs[0], theirs[1], theirs[2]
     assert (ours._random_resized.scale, ours._random_resized.ratio) == (crop.scale, pytest.approx(crop.ratio))  # type: ignore[union-attr]

@@ -60,14 +60,10 @@ def test_a_value_that_was_edited_names_the_file(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "speed.compile=off",
-        "data.root=/photos (2024)",
-        "augment={policy: {name: rand_augment, num_ops: 1}}",
-        "~optim.clip_norm",
-        "seed=${data.image_size}",
-        "model=resnet_digits",
+        "speed.compile=off", "data.root=/photos (2024)", "augment={policy: {name: rand_augment, num_ops: 1}}",
+        "~optim.clip_norm", "seed=${data.image_size}", "model=resnet_digits",
     ],
-)
+)  # fmt: skip
 def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, override: str) -> None:
     # No switch is set by hand, which reading back would leave out.
     base = ["data.source=folder", "data.root=x", "speed.compile=null"]

@@ -167,13 +167,9 @@ def write_hub(root: Path, content: Content) -> str:
 
 
 LAYOUTS = {
-    "folder": write_folder,
-    "manifest": write_manifest,
-    "parquet": write_hub_parquet,
-    "tar": write_tars,
-    "packed": write_packed,
-    "hub": write_hub,
-}
+    "folder": write_folder, "manifest": write_manifest, "parquet": write_hub_parquet, "tar": write_tars,
+    "packed": write_packed, "hub": write_hub,
+}  # fmt: skip
 
 
 def open_layout(kind: str, root: Path, content: Content) -> dict[str, Images]:

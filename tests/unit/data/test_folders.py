@@ -114,14 +114,9 @@ def test_what_counts_as_an_image(tmp_path: Path) -> None:
     (folder / ".hidden").mkdir()
     wanted = [f"image{extension}" for extension in EXTENSIONS]
     wanted += [
-        "UPPER.JPEG",
-        "Mixed.Png",
-        "saved by a browser.jfif",
-        "OLD.JPE",
-        "naïve 图.jpg",
-        "deeper/1.png",
+        "UPPER.JPEG", "Mixed.Png", "saved by a browser.jfif", "OLD.JPE", "naïve 图.jpg", "deeper/1.png",
         "deeper/still/2.png",
-    ]
+    ]  # fmt: skip
     for name in [*wanted, "notes.txt", "._image.jpg", ".hidden/3.png", "jpg", "archive.jpg.zip"]:
         (folder / name).write_bytes(b"x")
     source = scan_classes(tmp_path)

@@ -48,14 +48,9 @@ def seeded(step: Step, image: Image.Image, seed: int) -> np.ndarray:
 def timm_step(name: str, interpolation: str = "bicubic", **options: Any) -> Any:
     """What timm's own factory puts behind crop and flip."""
     _, steps, _ = timm.data.create_transform(
-        64,
-        is_training=True,
-        auto_augment=name,
-        interpolation=interpolation,
-        mean=MEAN,
-        separate=True,
+        64, is_training=True, auto_augment=name, interpolation=interpolation, mean=MEAN, separate=True,
         **{"color_jitter": None, **options},
-    )
+    )  # fmt: skip
     return steps
 
 

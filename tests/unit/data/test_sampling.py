@@ -61,13 +61,9 @@ def test_epoch_order_is_well_mixed() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    world_size=st.integers(1, 5),
-    accumulation_steps=st.integers(1, 3),
-    microbatch=st.integers(1, 4),
-    spare=st.integers(0, 70),
-    seed=st.integers(0, 2**62),
-    data=st.data(),
-)
+    world_size=st.integers(1, 5), accumulation_steps=st.integers(1, 3), microbatch=st.integers(1, 4),
+    spare=st.integers(0, 70), seed=st.integers(0, 2**62), data=st.data(),
+)  # fmt: skip
 def test_ranks_together_see_exactly_the_epochs(
     world_size: int, accumulation_steps: int, microbatch: int, spare: int, seed: int, data: st.DataObject
 ) -> None:

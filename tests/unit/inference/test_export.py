@@ -101,20 +101,10 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
 
 # Texts of the configuration that name no place on a machine.
 NO_PATHS = (
-    "config_name",
-    "weights_allow",
-    "model.name",
-    "model.options",
-    "model.module",
-    "data.dataset",
-    "data.path_column",
-    "data.image_column",
-    "data.label_column",
-    "data.label_separator",
-    "data.hub_config",
-    "optim.trainable",
-    "precision.fp8_skip",
-)
+    "config_name", "weights_allow", "model.name", "model.options", "model.module", "data.dataset",
+    "data.path_column", "data.image_column", "data.label_column", "data.label_separator", "data.hub_config",
+    "optim.trainable", "precision.fp8_skip",
+)  # fmt: skip
 
 
 def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> None:

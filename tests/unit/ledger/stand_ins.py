@@ -31,12 +31,8 @@ LADDER = Ladder(
     variants=(Variant(name="B", overrides=("b=1",)), Variant(name="C", overrides=("c=1",))),
 )
 SETTINGS: Mapping[str, Any] = {
-    "runs_at_most": 0,
-    "mode": "cumulative",
-    "rounds": 2,
-    "numerics_steps": None,
-    "gradients": False,
-}
+    "runs_at_most": 0, "mode": "cumulative", "rounds": 2, "numerics_steps": None, "gradients": False,
+}  # fmt: skip
 
 
 def ladder_of(*variants: Variant, **changed: Any) -> Ladder:

@@ -74,16 +74,9 @@ def make_run(
     top1 = 100.0 * float((predicted == right).mean())
     for epoch in (2, 5):
         final = folder.add_record(
-            "eval",
-            2 * epoch,
-            epoch,
-            split="val",
-            weights="model",
-            top1=top1 - 5 + epoch,
-            top5=100.0,
-            loss=0.2,
+            "eval", 2 * epoch, epoch, split="val", weights="model", top1=top1 - 5 + epoch, top5=100.0, loss=0.2,
             count=359,
-        )
+        )  # fmt: skip
     if finished:
         folder.write_json("summary.json", {
             "final": final, "best": final, "steps": 10, "epochs": 5.0, "images_per_second": 1000.0 + len(wrong),

@@ -268,14 +268,9 @@ TURNS = [
 
 def record(name: PartName, turns: list[Turn], images_per_step: int = 70, *, frozen: bool = False) -> dict[str, Any]:
     return part_record(
-        name,
-        turns,
-        images_per_step=images_per_step,
-        forward_flops_per_image=1000,
-        matmul_flops_per_second=1e6,
-        memory_peak_bytes=123,
-        frozen=frozen,
-    )
+        name, turns, images_per_step=images_per_step, forward_flops_per_image=1000, matmul_flops_per_second=1e6,
+        memory_peak_bytes=123, frozen=frozen,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["train", "inference"])

@@ -72,12 +72,8 @@ def test_it_begins_with_the_network_as_it_is() -> None:
     weights.copy_to_model()
     assert torch.equal(model[0].weight, network()[0].weight)
     assert {name for name, _ in weights.named_parameters()} == {
-        "0.weight.down",
-        "0.weight.up",
-        "0.bias",
-        "2.weight",
-        "2.bias",
-    }
+        "0.weight.down", "0.weight.up", "0.bias", "2.weight", "2.bias",
+    }  # fmt: skip
 
 
 def test_what_was_saved_goes_on_with_the_same_bits() -> None:

@@ -348,15 +348,9 @@ def test_many_classes_need_no_matrix() -> None:
     assert peak < 100e6
     assert shares_DD.shape == (1000, 1000)
     assert rows[7] == {
-        "class": "7",
-        "images": 2,
-        "right": 0,
-        "top1": 0.0,
-        "precision": None,
-        "f1": 0.0,
-        "taken_for": "19999",
+        "class": "7", "images": 2, "right": 0, "top1": 0.0, "precision": None, "f1": 0.0, "taken_for": "19999",
         "times": 2,
-    }
+    }  # fmt: skip
     assert rows[3000]["taken_for"] == "3005"
     assert rows[19_999]["taken_for"] is None
 

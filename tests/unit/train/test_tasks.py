@@ -79,13 +79,9 @@ def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digit
             for file in sorted(folder.iterdir())[numbers]:
                 (images / split / folder.name / file.name).symlink_to(file)
     settings = [
-        *VIT,
-        "model.drop_path=0.5",
-        "data=folder",
-        f"data.root={images}",
-        "data.num_workers=0",
+        *VIT, "model.drop_path=0.5", "data=folder", f"data.root={images}", "data.num_workers=0",
         "runtime.device=cpu",
-    ]
+    ]  # fmt: skip
     run = make_run(tmp_path / "run", *settings, classes=list("0123456789"))
     classifier, labels = pycls_fast.load(run), np.repeat(np.arange(10), 20)
     memory, features = (classifier.features(images / split).double().numpy() for split in ("train", "val"))
