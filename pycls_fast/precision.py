@@ -1,8 +1,8 @@
 """The precision levels: each names the number formats that a step is computed in; docs/speed.md has what was measured.
 
-float16 has 5 bits of exponent: gradients under 2^-24
-(6e-8) become zero, which scaling the loss repairs (Micikevicius et al., Mixed Precision Training, ICLR 2018, section
-3.2). bfloat16 has float32's exponent and needs no scaling, with 8 bits of significand where float16 has 11.
+float16 has 5 bits of exponent: gradients under 2^-24 (6e-8) become zero, which scaling the loss repairs (Micikevicius
+et al., Mixed Precision Training, ICLR 2018, section 3.2). bfloat16 has float32's exponent and needs no scaling, with 8
+bits of significand where float16 has 11.
 """
 
 from __future__ import annotations

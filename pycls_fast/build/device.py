@@ -219,8 +219,8 @@ def has_decoder(name: str) -> bool:
 
 
 def _compiles_once(config: RunConfig, kind: Device) -> bool:
-    """Whether the run can be compiled: one image size, no emulated float8, no wrappers of
-    FairScale, and on a CPU, where it was not timed, no shards."""
+    """Whether the run can be compiled: one image size, no emulated float8, no wrappers of FairScale, and on a CPU,
+    where it was not timed, no shards."""
     strategy = config.parallel.facts
     return (
         (strategy.shards == "nothing" or (strategy.has_dtensors and kind == "cuda"))

@@ -227,8 +227,7 @@ def loss(
             raise UserError(f"loss.class_weights: loss={config.loss.name} has no loss of each image; use none")
         weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
         # Outputs beyond the data's classes get the weight 1.
-        spare = max((config.model.num_classes or 0) - len(weights_K), 0)
-        plain = ClassWeighted(plain, F.pad(weights_K, (0, spare), value=1.0))
+        plain = ClassWeighted(plain, F.pad(weights_K, (0, classes - len(weights_K)), value=1.0))
     if chosen.cross_entropy == "plain":
         return plain
     need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")

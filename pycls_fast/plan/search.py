@@ -66,11 +66,6 @@ class Layout:
         return self.replicate * self.shard
 
     @property
-    def is_divided(self) -> bool:
-        """Whether no rank computes the whole network."""
-        return self.tensor > 1 or self.expert > 1 or self.pipeline > 1
-
-    @property
     def values(self) -> dict[str, dict[str, object]]:
         """The settings of the run."""
         parallel: dict[str, object] = {"name": "auto"}
@@ -222,14 +217,13 @@ class Search:
         blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
         # What the run itself lacks, such as data, refuses no layout.
         known = set(problems(self.config, Purpose()))
-        for layout in self._degrees(len(blocks)):
-            if layout.is_divided and set(problems(self.config.with_values(**layout.values), Purpose())) - known:
-                continue
-            for parts, recompute in product(self._plan(layout).parts(), ("off", "full") if blocks else ("off",)):
-                if layout.pipeline > 1 and parts > _MOST * layout.pipeline:
+        for degrees in self._degrees(len(blocks)):
+            for parts, recompute in product(self._plan(degrees).parts(), ("off", "full") if blocks else ("off",)):
+                if degrees.pipeline > 1 and parts > _MOST * degrees.pipeline:
                     continue
-                if not (layout.schedule == "zbv" and recompute != "off"):
-                    yield replace(layout, accumulation=parts, recompute=recompute)
+                layout = replace(degrees, accumulation=parts, recompute=recompute)
+                if set(problems(self.config.with_values(**layout.values), Purpose())) <= known:
+                    yield layout
 
     def _degrees(self, blocks: int) -> Iterator[Layout]:
         """How ranks can be divided, with as many microbatches as stages."""

@@ -6,7 +6,6 @@ the same runs and the same words.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -304,7 +303,7 @@ def _same(one: Predictions, two: Predictions) -> bool:
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
     file = run.folder / "summary.json"
     if not file.is_file():
-        reason = json.loads((run.folder / FAILED).read_text(encoding="utf-8"))["reason"]
+        reason = read_measurement(run.folder / FAILED)["reason"]
         return TrainedRun(seed=run.seed, on=list(on), top1=None, count=None, seconds=None, failed=reason)
     summary = read_measurement(file)
     final = summary["final"]

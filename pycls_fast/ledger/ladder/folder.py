@@ -21,6 +21,7 @@ from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.presets import groups
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.ledger.ladder.plan import readable, slug
+from pycls_fast.reading import read_json
 from pycls_fast.train.environment import environment, versions
 from pycls_fast.train.folder import RunFolder, write_json
 
@@ -89,7 +90,7 @@ class LedgerFolder:
             return
         way_out = "choose another folder, or remove it"
         with refusing(f"output: {self._plan_file} cannot be read", OSError, ValueError, use=way_out):
-            before = json.loads(self._plan_file.read_text(encoding="utf-8"))
+            before = read_json(self._plan_file)
         # More trainings or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
         other = changed(before, asked)
@@ -163,11 +164,9 @@ def read_measurement(file: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged, for example by a power failure.
     """
-    with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError("not an object")
-    return record
+    kinds, way_out = (OSError, ValueError, TypeError), "remove it, and it is measured again"
+    with refusing(f"output: {file} is damaged", *kinds, use=way_out):
+        return dict(read_json(file))
 
 
 # What may change when a ledger is resumed.

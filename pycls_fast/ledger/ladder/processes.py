@@ -206,7 +206,7 @@ _ONE_PROCESS = (
 def timing_arguments(
     variant: Variant, file: Path, *, steps: int, warmup_steps: int, seconds: float = 0.0, mode: str = "train"
 ) -> list[str]:
-    """One turn of `time_net` on the training step. It refuses `weights`, which do not affect time."""
+    """One turn of `pycls-fast time` on the training step. It refuses `weights`, which do not affect time."""
     return [
         *variant.overrides, "weights=null", f"mode={mode}", f"steps={steps}", f"warmup_steps={warmup_steps}",
         f"seconds={seconds:g}", "repeats=1", text_override("output", str(file)),
@@ -224,7 +224,7 @@ def gradients_arguments(variant: Variant, file: Path) -> list[str]:
 
 
 def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[str]:
-    """One run of `train_net`."""
+    """One run of `pycls-fast train`."""
     return [*variant.overrides, f"seed={seed}", text_override("run_dir", str(run_dir)), "runtime.progress=plain"]
 
 

@@ -5,7 +5,6 @@ The estimate is for variants that are all as fast as the first.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
 from pycls_fast.ledger.ladder.plan import check_reference, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
@@ -271,7 +270,7 @@ def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, d
     finished = ledger.process("time", first, arguments, log=file.with_suffix(".txt")).wait()
     if finished.status != 0:
         check_reference(first, finished.reason())
-    return finished, json.loads(file.read_text(encoding="utf-8"))
+    return finished, read_measurement(file)
 
 
 def estimate(ledger: Ledger, seconds: float, timed: Mapping[str, Any], fed_step: float) -> dict[str, float]:

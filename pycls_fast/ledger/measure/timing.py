@@ -43,7 +43,7 @@ def time_variants(
 ) -> int:
     """Time configurations in turns, print a table, write JSON; returns the exit status.
 
-    `variants` are names and configurations, of which the first is the one compared with; `TimeOptions` in
+    `variants` are names and configurations, of which the first is the one compared with; `TimeVerb` in
     `commands/measure.py` describes the rest.
 
     Raises:

@@ -45,10 +45,26 @@ def test_memory_is_the_memory_plan_of_that_run(search: Search, layout: Layout) -
     assert search.outcome(layout).memory == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ("precision=fp16", "shard"),
+        ("speed.activation_compression=8bit", "recompute"),
+        ("speed.cuda_graphs=on speed.optimizer=fused speed.metrics=interval", "accumulation"),
+    ],
+)
+def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> None:
+    config = load_config("vit_digits", [*VIT, *settings.split()])
+    found = list(Search(config, clusters.cluster("h100x8"), 10).layouts())
+    assert {getattr(each, refused) for each in found if each.tensor * each.expert * each.pipeline == 1} == {
+        getattr(Layout(), refused)
+    }
+
+
 def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     found = list(search.layouts())
     assert {each.replicate * each.shard * each.tensor * each.pipeline for each in found} == {16}
-    assert {each.shard for each in found if not each.is_divided} == {1, 8, 16}
+    assert {each.shard for each in found if each.tensor * each.expert * each.pipeline == 1} == {1, 8, 16}
     assert {each.tensor for each in found} == {1, 2, 4}
     # Four blocks.
     assert {(each.pipeline, each.schedule) for each in found if each.pipeline > 1} == {
