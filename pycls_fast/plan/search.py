@@ -263,6 +263,14 @@ class Search:
             self._known[key] = _Traced(found)
         return self._known[key]
 
+    def _around(self, layout: Layout, images: int) -> tuple[_Traced, _Traced, float]:
+        """Two measurements and the place between them of a microbatch of so many images."""
+        if self.one.switches.activation_compression != "none":
+            # Only large tensors are compressed, so that nothing is affine in the images.
+            exact = self._trace(layout, images)
+            return exact, exact, 0.0
+        return self._trace(layout, _FEW), self._trace(layout, _MANY), (images - _FEW) / (_MANY - _FEW)
+
     @cached_property
     def _update(self) -> float:
         """Bytes that the optimizer, clipping and the average move for each byte of a float32 parameter."""
@@ -281,8 +289,7 @@ class Search:
         """What a layout needs and takes."""
         cluster, device, plan = self.cluster, self.cluster.accelerator, self._plan(layout)
         images, parts = self.batch // (layout.data * layout.accumulation), layout.accumulation
-        few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
-        share = (images - _FEW) / (_MANY - _FEW)
+        few, many, share = self._around(layout, images)
         activations = few.activations.between(many.activations, share)
         tables = [one.between(other, share) for one, other in zip(few.tables, many.tables, strict=True)]
         compiled = plan.switches.compile != "off"
@@ -355,8 +362,7 @@ class Search:
 
     def _features(self, layout: Layout, images: int) -> list[tuple[str, float]]:
         """A microbatch's other exchanges of the first rank: those within blocks, and between stages."""
-        few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
-        share = (images - _FEW) / (_MANY - _FEW)
+        few, many, share = self._around(layout, images)
         blocks = few.activations.between(many.activations, share).blocks
         stages, count = self._plan(layout).stages(len(blocks))[0], len(owners(layout.schedule, layout.pipeline))
         # The last place of `exchanges` is around blocks: each stage divides features and puts them together.

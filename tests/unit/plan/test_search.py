@@ -61,6 +61,13 @@ def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> 
     }
 
 
+def test_compressed_activations_are_measured_with_the_images_that_there_are() -> None:
+    config = load_config("vit_digits", [*VIT, "speed.activation_compression=8bit"])
+    small = Search(config, clusters.cluster("h100x16"), 10)
+    whole = MemoryPlan.imagined(small.config, small.device, 16, 10).peak(1)
+    assert small.outcome(Layout(16, precision=small.precision)).memory == pytest.approx(whole, rel=0.05)
+
+
 def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     found = list(search.layouts())
     assert {each.replicate * each.shard * each.tensor * each.pipeline for each in found} == {16}
