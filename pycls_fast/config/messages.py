@@ -58,7 +58,8 @@ def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ..
 
 def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield from annotation.choices().values() if annotation in FAMILIES.values() else (annotation,)
+        family = next((family for family in FAMILIES.values() if family is annotation), None)
+        yield from (annotation,) if family is None else family.choices().values()
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
         for part in typing.get_args(annotation):
             yield from _sections(part)

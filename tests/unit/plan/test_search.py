@@ -61,11 +61,23 @@ def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> 
     }
 
 
-def test_compressed_activations_are_measured_with_the_images_that_there_are() -> None:
-    config = load_config("vit_digits", [*VIT, "speed.activation_compression=8bit"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("vit_digits", [*VIT, "speed.activation_compression=8bit"]),
+        ("resnet_digits", ["data=synthetic", "speed.convolution=products", "precision=amp_bf16"]),
+    ],
+)
+def test_what_chooses_by_size_is_measured_with_the_images_that_there_are(name: str, settings: list[str]) -> None:
+    config = load_config(name, settings)
     small = Search(config, clusters.cluster("h100x16"), 10)
     whole = MemoryPlan.imagined(small.config, small.device, 16, 10).peak(1)
     assert small.outcome(Layout(16, precision=small.precision)).memory == pytest.approx(whole, rel=0.05)
+
+
+def test_an_optimizer_that_compiles_itself_has_a_plan() -> None:
+    config = load_config("vit_digits", [*VIT, "optim=adamw8bit", "optim.lr=0.01"])
+    assert Search(config, clusters.cluster("h100x16"), 10).outcome(Layout(16)).update > 0
 
 
 def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
