@@ -142,8 +142,8 @@ def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) 
 class MachineVerb(Verb, default=None):
     """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
 
-    output: Text = "here.yaml"
-    """A YAML file."""
+    output: Annotated[str, Field(pattern=r"\.yaml$")] = "here.yaml"
+    """A .yaml file, which cluster=FILE.yaml:herexNUMBER plans with."""
 
     def __call__(self) -> int:
         from pycls_fast.plan import calibrate

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from pycls_fast.commands.train import MachineVerb
 from pycls_fast.config import command_line
+from pycls_fast.config.launch import read_options
+from pycls_fast.errors import UserError
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.cluster import accelerator, interval
 from pycls_fast.plan.memory_plan import MemoryPlan
@@ -78,6 +81,11 @@ def test_what_chooses_by_size_is_measured_with_the_images_that_there_are(name: s
 def test_an_optimizer_that_compiles_itself_has_a_plan() -> None:
     config = load_config("vit_digits", [*VIT, "optim=adamw8bit", "optim.lr=0.01"])
     assert Search(config, clusters.cluster("h100x16"), 10).outcome(Layout(16)).update > 0
+
+
+def test_what_calibrate_writes_can_be_named_as_a_cluster() -> None:
+    with pytest.raises(UserError, match=r"^output: string should match .*; got \"here.yml\""):
+        read_options(["output=here.yml"], MachineVerb)
 
 
 def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
