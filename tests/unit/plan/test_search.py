@@ -57,7 +57,7 @@ def test_memory_is_the_memory_plan_of_that_run(search: Search, layout: Layout) -
     ],
 )
 def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> None:
-    config = load_config("vit_digits", [*VIT, *settings.split()])
+    config = config_of(*VIT, *settings.split())
     found = list(Search(config, clusters.cluster("h100x8"), 10).layouts())
     assert {getattr(each, refused) for each in found if each.tensor * each.expert * each.pipeline == 1} == {
         getattr(Layout(), refused)
@@ -72,14 +72,14 @@ def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> 
     ],
 )
 def test_what_chooses_by_size_is_measured_with_the_images_that_there_are(name: str, settings: list[str]) -> None:
-    config = load_config(name, settings)
+    config = config_of(*settings, name=name)
     small = Search(config, clusters.cluster("h100x16"), 10)
     whole = MemoryPlan.imagined(small.config, small.device, 16, 10).peak(1)
     assert small.outcome(Layout(16, precision=small.precision)).memory == pytest.approx(whole, rel=0.05)
 
 
 def test_an_optimizer_that_compiles_itself_has_a_plan() -> None:
-    config = load_config("vit_digits", [*VIT, "optim=adamw8bit", "optim.lr=0.01"])
+    config = config_of(*VIT, "optim=adamw8bit", "optim.lr=0.01")
     assert Search(config, clusters.cluster("h100x16"), 10).outcome(Layout(16)).update > 0
 
 
