@@ -314,7 +314,9 @@ class MemoryPlan:
             except UserError:
                 return False
 
-        for ranks in _RANKS if self.world.size == self.world.data_size else ():
+        # Ranks that divide blocks or experts have groups, beside which none can be imagined.
+        whole = self.world.size == self.world.data_size and self.world.experts is None
+        for ranks in _RANKS if whole else ():
             if ranks < self.world.size or config.data.global_batch_size % ranks:
                 continue
             sharded = config.with_values(parallel={"name": "fsdp"})

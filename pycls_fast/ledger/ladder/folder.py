@@ -164,9 +164,11 @@ def read_measurement(file: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged, for example by a power failure.
     """
-    kinds, way_out = (OSError, ValueError, TypeError), "remove it, and it is measured again"
-    with refusing(f"output: {file} is damaged", *kinds, use=way_out):
-        return dict(read_json(file))
+    with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
+        record = read_json(file)
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+    return record
 
 
 # What may change when a ledger is resumed.

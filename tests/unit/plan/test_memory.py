@@ -26,7 +26,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory import Copies, Sizes, State
 from pycls_fast.plan.memory import state as state_of
-from pycls_fast.plan.memory_plan import MemoryPlan
+from pycls_fast.plan.memory_plan import MemoryPlan, group
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
@@ -253,6 +253,14 @@ def test_no_way_out_is_one_that_the_settings_refuse(settings: str, refused: str)
     config = config_of(*VIT[1:], "precision=amp_bf16", *settings.split(), name=VIT[0])
     made = MemoryPlan.imagined(config, torch.device("cuda"), 1, 10)
     assert all(refused not in made.elsewhere(memory) for memory in (2e6, 10e6))
+
+
+def test_ranks_that_divide_experts_look_for_a_way_out_in_their_groups() -> None:
+    settings = ("data=synthetic", "precision=fp32", "parallel=fsdp", "parallel.expert_degree=2")
+    config = config_of(*settings, name="vit_moe_digits")
+    with group({"expert": 2}, None) as mesh:
+        made = MemoryPlan(config, World(0, 2, torch.device("cpu"), experts=mesh), 10)
+        assert made.elsewhere(1e3) == ""
 
 
 def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
