@@ -191,8 +191,9 @@ def test_training_is_timed_and_counted_at_its_own_size(
 
 
 @pytest.mark.slow
-def test_ranks_are_timed_together(tmp_path: Path, digits: Path) -> None:
-    arguments = [f"data.root={digits}", *TINY, *QUICK, "output=timing.json"]
+@pytest.mark.parametrize("divided", [(), ("parallel.pipeline_degree=2", "optim.accumulation_steps=2")])
+def test_ranks_are_timed_together(tmp_path: Path, digits: Path, divided: tuple[str, ...]) -> None:
+    arguments = [f"data.root={digits}", *TINY, *QUICK, *divided, "output=timing.json"]
     done = run_process(under_torchrun(command(*arguments, tool="time_net"), 2), cwd=tmp_path)
     record = json.loads((tmp_path / "timing.json").read_text())
     assert record["world_size"] == 2

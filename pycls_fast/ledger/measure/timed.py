@@ -150,7 +150,7 @@ class TimedVariant:
                 device=world.device,
                 host=host and replace(host, mixer=None),
             )
-            self.parts["inference"] = InferencePart(network, step, batch, world)
+            self.parts["inference"] = InferencePart(step, batch, world)
 
     def begin(self, part: PartName, *, steps: int, warmup_steps: int, seconds: float) -> None:
         """Warm up a part, and find how many steps its turns have."""

@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
@@ -125,13 +125,13 @@ class TrainPart:
 class InferencePart:
     """The forward pass of evaluation, uint8 images to logits, on one batch that is already on the device."""
 
-    network: nn.Module
     step: Step
     batch: Batch
     world: World
 
     def __post_init__(self) -> None:
         self.images_per_step = len(self.batch) * self.world.data_size
+        self.network = self.step.wrapped.evaluated
 
     @torch.no_grad()
     def forward(self) -> Tensor:
@@ -151,6 +151,7 @@ class InferencePart:
         try:
             seconds = timed(self.forward, steps, self.world.device)
         finally:
+            self.step.wrapped.free_gathered()
             self.network.train(was_training)
         return Turn(tuple(seconds), sum(seconds))
 
