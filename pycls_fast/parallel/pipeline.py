@@ -214,8 +214,9 @@ class Pipeline:
         loss_of: Callable[[Tensor, Tensor | None, int], Tensor],
         states: Sequence[Tensor],
         autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Forward and backward passes of all microbatches, in the schedule's order.
+    ) -> bool:
+        """Forward and backward passes of all microbatches, in the schedule's order; whether torch has tried the stages
+        before, on uninitialised memory, to learn the shapes.
 
         Args:
             images: of each microbatch, all of one shape, on every rank.
@@ -227,6 +228,7 @@ class Pipeline:
         self._loss_of = loss_of
         for stage in self.stages:
             stage.generator_states, stage.autocast = states, autocast
+        is_new = (images[0].shape, len(images)) not in self._engines
         engine = self._engine(images[0].shape, len(images))
         positions = list(range(len(images)))
         engine.step(
@@ -243,6 +245,7 @@ class Pipeline:
                     parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         if self._replicas is not None:
             self._average()
+        return is_new
 
     def bubble(self, microbatches: int) -> float:
         """This rank's idle time in a step as a share of its work, by the function of this name."""

@@ -41,7 +41,8 @@ class PipelinedStep(Step):
             losses[position] = loss.detach()
             return self.scaler.scale(loss)
 
-        pipeline.run(images, loss_of, states, self.autocast)
+        if pipeline.run(images, loss_of, states, self.autocast) and self.watchdog is not None:
+            self.watchdog.forget()
         for loss in pipeline.from_last(losses):
             if self.watchdog is not None:
                 self.watchdog.check(step, loss)

@@ -56,6 +56,10 @@ class Watchdog:
                 "format with another precision"
             )
 
+    def forget(self) -> None:
+        """Forget the values that were seen since the last check."""
+        self._seen = []
+
     def _note(self, way: str, place: str, value: Tensor) -> None:
         self._seen.append((way, place, torch.isfinite(local(value.detach())).all()))
 

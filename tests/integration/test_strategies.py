@@ -144,6 +144,8 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     # Its products are in bfloat16; under ddp it differs by 4e-3.
     "pipeline muon": ("pipeline", ["optim=muon", "optim.lr=0.001"], 1e-2),
     "pipeline lamb": ("pipeline", LAMB, 1e-5),
+    # Fills what is not initialised with NaN.
+    "pipeline watchdog": ("pipeline", ["runtime.watchdog=true", "runtime.deterministic=true"], 1e-5),
     "pipeline compiled": ("pipeline", ["speed.compile=blocks"], 1e-4),
     "tensor overflow": ("tensor", OVERFLOW, 1e-2),
     "flat layers": ("fairscale3", [*ADAMW, "optim.layer_decay=0.6"], 1e-5),
