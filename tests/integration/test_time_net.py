@@ -163,7 +163,10 @@ def test_model_is_timed_without_data(tmp_path: Path) -> None:
         ([], "/proc/timing.json", "output: /proc/timing.json cannot be written"),
     ],
 )
-def test_what_cannot_be_timed_is_told(digits: Path, overrides: list[str], output: str | None, words: str) -> None:
+def test_what_cannot_be_timed_is_told(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], output: str | None, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     one, other = (load_config("vit_digits", [*TINY, f"data.root={digits}", *o]) for o in ([], overrides))
     with pytest.raises(UserError, match=words):
         time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]
