@@ -295,7 +295,6 @@ def test_openvino_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert "net.bin exists; use overwrite=true" in run_process(command, cwd=tmp_path, expect=2).stderr
 
 
-@pytest.mark.slow
 def test_int8_is_fitted_on_some_images_and_compared_on_others(
     drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
