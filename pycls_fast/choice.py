@@ -12,6 +12,7 @@ A field of the family's type (`optim: Optimizer`) accepts every member that exis
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -102,7 +103,13 @@ class Choice(Section):
         if isinstance(value, dict) and cls.default:
             value = {cls.tag: cls.default, **value}
         # As JSON text, in which a list may become a tuple.
-        return TypeAdapter(Annotated[Any, _OneOf(cls._members, cls.tag)]).validate_json(json.dumps(value))
+        return _adapter(tuple(cls._members.items()), cls.tag).validate_json(json.dumps(value))
+
+
+@functools.cache
+def _adapter(members: tuple[tuple[str, type[Choice]], ...], tag: str) -> TypeAdapter[Any]:
+    """Made once for the same members: it takes longer than all other validation."""
+    return TypeAdapter(Annotated[Any, _OneOf(dict(members), tag)])
 
 
 class _OneOf:

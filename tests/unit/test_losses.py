@@ -229,8 +229,8 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 
 def test_the_configuration_weighs() -> None:
     switches = Speed()
-    config = config_of("loss.class_weights=balanced", "model.num_classes=5")
-    made = build.loss(config, switches, CPU, 3, np.array([5, 2, 1]))
+    config = config_of("loss.class_weights=balanced")
+    made = build.loss(config, switches, CPU, 5, np.array([5, 2, 1]))
     assert isinstance(made, ClassWeighted)
     assert made.plain == CrossEntropy(0.1)
     assert made.weights_K.tolist() == pytest.approx([8 / 15, 8 / 6, 8 / 3, 1.0, 1.0])
