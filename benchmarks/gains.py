@@ -66,9 +66,11 @@ class Bench:
                 self.call("train", "--config-name", experiment, *given, f"seed={seed}", f"run_dir={run}", *options)
         return runs
 
-    def score(self, weights: str, *options: str, data: str = "tested") -> dict[str, float]:
+    def score(
+        self, weights: str, *options: str, data: tuple[str, ...] = ("data.root=tested", "split=all")
+    ) -> dict[str, float]:
         """The numbers of `pycls-fast test` on all test images."""
-        self.call("test", f"weights={weights}", f"data.root={data}", "split=all", *options, "output=score.json")
+        self.call("test", f"weights={weights}", *data, *options, "output=score.json")
         return dict(json.loads((self.folder / "score.json").read_text()))
 
     def row(self, name: str, scores: list[dict[str, float]], keys: tuple[str, ...] = ("top1",)) -> None:
@@ -112,8 +114,9 @@ def main() -> None:
     if "labels" in rows:
         tables = [f"data.{name}={bench.folder}/{name}.csv" for name in ("train", "val")]
         several = bench.train("labels", *tables, experiment="finetune_multi_label")
+        tested = (f"data.val={bench.folder}/test.csv", "split=val")
         for option in ([], ["tta=flip"]):
-            scores = [bench.score(run, *option, data="test.csv") for run in several]
+            scores = [bench.score(run, *option, data=tested) for run in several]
             bench.row(" ".join(["finetune_multi_label", *option]), scores, ("map", "f1"))
 
 

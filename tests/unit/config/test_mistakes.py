@@ -40,6 +40,7 @@ ONE_MISTAKE = [
     ("augment.policy=3", f"augment.policy: must be an object; got 3 {HERE}"),
     ("optim.betas=[0.9,1.5]", f"optim.betas[1]: must be less than 1; got 1.5 {HERE}"),
     ("data.image_size=[48,0]", f"data.image_size: must be a whole number greater than 0, or ...; got [48, 0] {HERE}"),
+    ("augment.cutmix_alpha=1e-320", f"augment.cutmix_alpha: must be 0 or at least 2.3e-308; got 1e-320 {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),
     # Things that cannot go together, wherever they were set; switches, too, if they were set by hand.
     ("data.image_size=30", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
