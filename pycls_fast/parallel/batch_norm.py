@@ -26,7 +26,7 @@ class _Sum(torch.autograd.Function):
 class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's SyncBatchNorm written out, because torch's does not run on a CPU."""
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  # torch's name
+    def _check_input_dim(self, maps: Tensor) -> None:
         """Any number of dimensions."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name

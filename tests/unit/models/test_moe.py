@@ -175,6 +175,6 @@ def test_frozen_experts_have_no_numbers(trained: str, count: int) -> None:
     network = small_vit(depth=4, experts=Experts(count=4))
     freeze(network, [trained])
     network.train()(torch.randn(3, 3, 32, 32))
-    own = [block.mlp.facts for block in network.blocks if isinstance(block.mlp, ExpertsMlp)][-1]  # type: ignore[union-attr]
+    own = [layer.facts for layer in network.modules() if isinstance(layer, ExpertsMlp)][-1]
     assert network.facts() == (own if count else {})
     assert (network.auxiliary_loss() is None) == (count == 0)
