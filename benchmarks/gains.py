@@ -57,12 +57,12 @@ class Bench:
         subprocess.run([sys.executable, "-m", "pycls_fast", *words], cwd=self.folder, check=True, env=environment,
                        capture_output=True)  # fmt: skip
 
-    def train(self, name: str, *options: str, experiment: str = "finetune", data: str = "data") -> list[str]:
+    def train(self, name: str, *options: str, experiment: str = "finetune") -> list[str]:
         """The runs of all seeds, called `name`."""
         runs = [f"{name}_{seed}" for seed in self.seeds]
         for seed, run in enumerate(runs):
             if not (self.folder / run / "summary.json").is_file():
-                given = ["weights=timm:tf_efficientnet_lite0", f"data.root={data}", f"data.image_size={self.size}"]
+                given = ["weights=timm:tf_efficientnet_lite0", "data.root=data", f"data.image_size={self.size}"]
                 self.call("train", "--config-name", experiment, *given, f"seed={seed}", f"run_dir={run}", *options)
         return runs
 
