@@ -138,6 +138,8 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 def script(name: str) -> Any:
     """A script of `benchmarks/`, which is no package; another project's may be installed."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -82,6 +82,7 @@ def start_and_interrupt(
         stderr=subprocess.PIPE,
     )
     if closed:
+        assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
     while steps_done(run_dir) < at_step:
