@@ -1,4 +1,4 @@
-"""Which workload decides most a minute: `python benchmarks/ledger_quick.py OUT [pairs=4] [jobs=2]`.
+"""Which workload decides most a minute: `python benchmarks/ledger_quick.py OUT [cifar10=FOLDER] [pairs=4] [jobs=2]`.
 
 Trains pairs with one seed that differ by one part in a million, as the ledger's pairs do, and prints for each candidate
 the top-1, the standard deviation of a run within its pair (no less than independent images would make it), its variance
@@ -33,6 +33,12 @@ CANDIDATES = {
     "vit_digits, 40 epochs with Muon": ["vit_digits", *HALVES, "schedule.epochs=40", *MUON],
     "ledger_quick": ["ledger_quick", "trackers=[]"],
 }
+ONCE = ["data.num_workers=0", "runtime.eval_every_epochs=1000", "trackers=[]", "speed.compile=off"]
+# Of all images, in which one is 0.01 points.
+CIFAR10 = {
+    "CIFAR-10 at 16 px, the digits' ViT, 4 epochs": ["model=vit_digits", "data.image_size=16", "schedule.epochs=4"],
+    "CIFAR-10 at 16 px, 2 epochs": ["data.image_size=16", "schedule.epochs=2"],
+}
 TWINS = ("[0.9,0.999]", "[0.9000009,0.999]")
 
 
@@ -64,13 +70,17 @@ def pair_of(folders: list[Path]) -> Pair:
 def main() -> None:
     """Train every candidate and print the table."""
     out = Path(sys.argv[1])
-    options = {"pairs": 4, "jobs": 2}
-    options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[2:])}
+    options = {"pairs": "4", "jobs": "2"} | dict(word.split("=", 1) for word in sys.argv[2:])
+    pairs_each, jobs = int(options["pairs"]), int(options["jobs"])
+    candidates = dict(CANDIDATES)
+    if "cifar10" in options:
+        root = f"data.root={options['cifar10']}"
+        candidates |= {name: ["vit_cifar10", root, *ONCE, *overrides] for name, overrides in CIFAR10.items()}
     print("| workload | top-1 | deviation within a pair | times independent images | min a run | min to decide 0.25 |")
     print("|---|---|---|---|---|---|")
-    for name, (experiment, *overrides) in CANDIDATES.items():
-        folders = [[out / f"{name}-{seed}-{twin}" for twin in range(2)] for seed in range(options["pairs"])]
-        with ThreadPoolExecutor(options["jobs"]) as pool:
+    for name, (experiment, *overrides) in candidates.items():
+        folders = [[out / f"{name}-{seed}-{twin}" for twin in range(2)] for seed in range(pairs_each)]
+        with ThreadPoolExecutor(jobs) as pool:
             each = [
                 pool.submit(train, folder, experiment, [*overrides, f"seed={seed}", f"optim.betas={betas}"])
                 for seed, pair in enumerate(folders)
@@ -83,7 +93,7 @@ def main() -> None:
         deviation, ratio = deviation_of(pairs), np.var([p.difference for p in pairs], ddof=1) / 2 / floor_of(pairs)
         minutes = float(np.mean([summary["wall_seconds"] for summary in summaries])) / 60
         top1 = float(np.mean([summary["final"]["top1"] for summary in summaries]))
-        needed = runs_that_resolve(deviation, MARGIN) * minutes / options["jobs"]
+        needed = runs_that_resolve(deviation, MARGIN) * minutes / jobs
         print(f"| {name} | {top1:.2f} | {deviation:.2f} | {ratio:.1f} | {minutes:.1f} | {needed:.0f} |", flush=True)
 
 

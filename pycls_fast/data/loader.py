@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import copy
+import multiprocessing
 import re
 import signal
 import threading
@@ -24,6 +26,25 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.remote import fetch_ahead
 from pycls_fast.errors import UserError
+
+
+class _Flag:
+    """An event without a lock: who waited for a lock of a worker that was killed would wait for ever."""
+
+    def __init__(self) -> None:
+        self._value = multiprocessing.RawValue("b", 0)
+
+    def set(self) -> None:
+        """Tell the workers to end."""
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        """Whether they were told to."""
+        return bool(self._value.value)
+
+
+_CONTEXT = copy.copy(multiprocessing.get_context())
+vars(_CONTEXT)["Event"] = _Flag
 
 # Iterators whose workers may still run.
 _running: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
@@ -180,6 +201,7 @@ def make_loader(
             dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
+            multiprocessing_context=_CONTEXT if num_workers else None,
             collate_fn=_as_is,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,

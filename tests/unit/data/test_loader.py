@@ -252,6 +252,22 @@ def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPa
         list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
 
 
+@pytest.mark.slow
+def test_a_worker_that_dies_with_the_lock_of_an_event_is_an_error() -> None:
+    def die(index: int) -> None:
+        frame = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        for part in vars(frame.f_locals["done_event"]).values():
+            if hasattr(part, "acquire"):
+                part.acquire(False)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
+        list(train_loader(HookedImages(20, die), 2))
+
+
 def test_workers_leave_signals_to_the_main_process() -> None:
     """A launcher or Ctrl-C signals the whole group."""
     main = os.getpid()
