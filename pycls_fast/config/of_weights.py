@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.errors import refusing
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, parse_json, read_json, read_yaml
@@ -104,7 +104,11 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
     elif hub == "torchvision" and name:
         name = name.partition(".")[0]
         preset = MODELS.get(_TORCHVISION.get(name, name))
-        found = None if preset is None else dict(preset)
+        if preset is None:
+            raise UserError(
+                f"weights: torchvision's {name} is no network of ours; see if timm has it: weights=timm:{name}"
+            )
+        found = dict(preset)
     elif weights and (saved := saved_at(path, around=False)) is not None:
         found, size = {**saved.values["model"], "num_classes": None}, saved.values["data"]["image_size"]
     elif path.is_file() and (name := path.name.partition(".")[0]) not in MODELS:

@@ -38,8 +38,8 @@ _WHOLE_FLOPS = 4e10
 _REPEATS, _SECONDS_EACH = 3, 0.03
 # A format that is so many times slower after the largest products is not tried on the rest.
 _HOPELESS = 4.0
-# Ops between products gain little from 16 bits, and casts take time.
-_CLEARLY_FASTER = 1.15
+# Rounding has to be worth it. Whoever chooses by hand has at most so much more.
+_CLEARLY_FASTER = 1.1
 _MOST_PRODUCTS = 12
 # The number of products by which threads are compared.
 _FEW, _ROUNDS = 3, 3

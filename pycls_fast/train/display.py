@@ -27,6 +27,8 @@ from rich.text import Text
 from pycls_fast.errors import discard_output, printable
 
 _PLAIN_SECONDS = 5.0
+# Without a word, of what has a bar on a terminal.
+_PATIENCE = 10.0
 # From this many columns of the terminal on there is room for a long bar.
 _WIDE = 100
 
@@ -116,9 +118,18 @@ class Display:
 
     @contextmanager
     def scoring(self, doing: str, images: int) -> Iterator[Callable[[int], None]]:
-        """Show a second bar within the block; call the result with the images scored since the last call."""
+        """Show a second bar, or lines, within the block; call the result with the images scored since the last call."""
         if self._bar is None:
-            yield lambda images: None
+            done, spoken = 0, time.monotonic()
+
+            def advance(count: int) -> None:
+                nonlocal done, spoken
+                done += count
+                if (now := time.monotonic()) - spoken >= _PATIENCE:
+                    spoken = now
+                    self.note(f"{doing}: {done:,} of {images:,} images")
+
+            yield advance
             return
         task = self._bar.add_task(doing, total=images, numbers="")
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -774,6 +775,18 @@ def test_a_hub_that_was_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert offline == [True, False]
     assert hubs.pinned("torchvision:resnet50") == "torchvision:resnet50"
     assert hosts == ["huggingface.co", "huggingface.co", "download.pytorch.org"]
+
+
+def test_a_hub_that_drops_packets_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of its addresses, nor for their names."""
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: answers.wait(60) and socket.socket())
+    monkeypatch.setattr(hubs, "getproxies", dict)
+    monkeypatch.setattr(hubs, "_REACH_SECONDS", 0.1)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert not hubs._reachable("timm:resnet18")
+    assert not answers.is_set()
+    answers.set()
 
 
 def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:

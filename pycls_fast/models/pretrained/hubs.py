@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -113,11 +115,18 @@ def _reachable(source: str) -> bool:
     if constants.HF_HUB_OFFLINE or "https" in getproxies():
         return not constants.HF_HUB_OFFLINE
     host = _TORCHVISION_HOST if source.startswith("torchvision:") else urlsplit(constants.ENDPOINT).hostname or ""
-    try:
-        socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    answered = Event()
+
+    def ask() -> None:
+        with suppress(OSError):
+            socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+            answered.set()
+
+    # Its timeout is for each of the host's addresses, and finding these has none.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_REACH_SECONDS)
+    return answered.is_set()
 
 
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from pycls_fast.config import RunConfig, load_config
+from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed
 from tests.unit.config.conftest import Tool
 
@@ -141,6 +142,11 @@ def test_weights_choose_the_model(home: Path, weights: str, kind: str, what: dic
     # A model that is named stays.
     named = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model=resnet18"])
     assert named.model.kind == "resnet"
+
+
+def test_torchvisions_networks_that_are_not_ours_are_refused_before_they_are_downloaded() -> None:
+    with pytest.raises(UserError, match=r"torchvision's vgg16 is no network of ours.*weights=timm:vgg16"):
+        load_config("finetune", ["data.root=/nowhere", "weights=torchvision:vgg16"])
 
 
 def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:

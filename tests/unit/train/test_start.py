@@ -162,6 +162,13 @@ def test_a_bar_fits_the_terminal_and_leaves_it(
     assert after.endswith("\x1b[1A\x1b[2K" * 2)
 
 
+def test_scoring_is_told_of_without_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("pycls_fast.train.display._PATIENCE", 0.0)
+    with Display(speaks=True, mode="plain").scoring("features of train", 1_500) as advance:
+        advance(1_000)
+    assert capsys.readouterr().out == "features of train: 1,000 of 1,500 images\n"
+
+
 @pytest.mark.parametrize(("key", "same"), [("weights", True), ("distill.teacher", True), ("seed", False)])
 def test_only_paths_may_differ_between_nodes(key: str, same: bool) -> None:
     gathered: list[Any] = []
