@@ -98,6 +98,15 @@ class Activations:
         blocks = (replace(block, held=0, keeps_input=False, keeps_output=False) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
+    def within(self, budget: float) -> Activations:
+        """The same if blocks keep this share of what they hold besides their inputs, and recompute the rest."""
+
+        def kept(block: BlockMemory) -> BlockMemory:
+            own = block.input * block.keeps_input
+            return replace(block, held=own + round(budget * (block.held - own)))
+
+        return replace(self, blocks=tuple(map(kept, self.blocks)))
+
     def between(self, other: Activations, share: float) -> Activations:
         """For another number of images, in which bytes are affine; 0: these, 1: the other ones. Kernels stay these."""
 

@@ -56,7 +56,7 @@ _RANKS = (2, 4, 8, 16, 32, 64)
 class MemoryPlan:
     """What a step of a configuration needs, on one of a number of ranks.
 
-    Code that is compiled is taken for eager code, which keeps more.
+    Code that is compiled is taken for eager code, which keeps more; with an activation budget, for that share of it.
 
     Attributes:
         config: with a precision and a global batch; `optim.accumulation_steps` may be `auto`.
@@ -240,6 +240,9 @@ class MemoryPlan:
                 autocast=autocast(config, _CPU),
                 gradients_exist=gradients_exist,
             )
+        if self.switches.recompute == "budget":
+            # The compiler's choice, which eager code does not show.
+            activations = activations.within(config.parallel.recompute_budget)
         return activations.offloaded() if offloads and self.world.device.type != "cpu" else activations
 
     @contextmanager
@@ -294,9 +297,9 @@ class MemoryPlan:
         found = [parts for parts in found if parts % stages == 0]
         return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 
-    def fitting(self, memory: float) -> int | None:
+    def fitting(self, memory: float, *, more_than: int = 0) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
-        parts = self.parts()
+        parts = [each for each in self.parts() if each > more_than]
         # If a microbatch fits, all smaller ones do.
         count = bisect(parts, False, key=lambda each: self.peak(each) > USABLE * memory)
         return parts[count - 1] if count else None
@@ -346,7 +349,7 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
 _peaks: dict[tuple[object, int], float] = {}
 _orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
 _sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
-_NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule"}
+_NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule", "runtime"}
 
 
 def device_memory(config: RunConfig, world: World) -> float | None:

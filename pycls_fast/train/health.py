@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
@@ -13,7 +13,7 @@ from pycls_fast.errors import OUT_OF_MEMORY, UserError, is_out_of_memory
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.world import World
-from pycls_fast.plan.memory import divisors
+from pycls_fast.plan.memory_plan import MemoryPlan, device_memory
 from pycls_fast.train.environment import device_name
 from pycls_fast.train.run import Run
 
@@ -114,14 +114,13 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 @contextmanager
-def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", ranks: str = "") -> Iterator[None]:
+def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "") -> Iterator[None]:
     """Turn torch's out-of-memory error into a `UserError` of one line, which contains `OUT_OF_MEMORY`.
 
     Args:
         key: the key to change.
         what: with what the device is out of memory, and the way out.
         cpu: a key that chooses the CPU instead, if that is a way out, too.
-        ranks: "8 x " for several devices.
     """
     try:
         yield
@@ -129,22 +128,22 @@ def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "", r
         if not is_out_of_memory(error):
             raise
         other = f", or {cpu}=cpu" if cpu and device.type != "cpu" else ""
-        raise UserError(f"{key}: {ranks}{device_name(device)} is {OUT_OF_MEMORY} with {what}{other}") from error
+        raise UserError(f"{key}: {device_name(device)} is {OUT_OF_MEMORY} with {what}{other}") from error
 
 
 @contextmanager
-def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
-    """`enough_memory` for training, and images enough for batch norm."""
-    per_rank = config.data.global_batch_size // world.data_size
-    steps = next((n for n in divisors(per_rank) if n > config.optim.microbatches), None)
-    smaller = "" if steps is None else f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
-    what = (
-        f"{config.data.global_batch_size}; {smaller}use parallel=fsdp on more ranks, speed.recompute=full, a smaller "
-        "batch or model; earlier checkpoints are kept"
-    )
+def enough_to_train(config: RunConfig, world: World, classes: int) -> Iterator[None]:
+    """`enough_memory` for training, with what the memory plan knows to fit; and images enough for batch norm."""
     try:
-        with enough_memory("data.global_batch_size", world.device, what, ranks=f"{world.size} x "):
-            yield
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"data.global_batch_size: {world.size} x {device_name(world.device)} is {OUT_OF_MEMORY} with "
+            f"{config.data.global_batch_size}; {_what_fits(MemoryPlan(config, world, classes))}use a smaller batch or "
+            "model; earlier checkpoints are kept"
+        ) from error
     except ValueError as error:
         # Whether one image is too few depends on the size of the network's smallest maps.
         if "Expected more than 1 value per channel when training" not in str(error):
@@ -153,6 +152,23 @@ def enough_to_train(config: RunConfig, world: World) -> Iterator[None]:
             "data.global_batch_size: batch norm cannot train on one image whose maps shrink to one pixel; use at least "
             "2 images per rank and microbatch (optim.accumulation_steps), or a larger data.image_size"
         ) from error
+
+
+def _what_fits(made: MemoryPlan) -> str:
+    """How a step would fit that did not; without asking other ranks, which may wait for this one elsewhere."""
+    fewest = made.config.optim.microbatches
+    steps = min((parts for parts in made.parts() if parts > fewest), default=None)
+    memory = device_memory(made.config, World(0, 1, made.world.device))
+    # If the plan cannot measure the network, any more microbatches are a try.
+    with suppress(UserError):
+        if memory is not None:
+            steps = made.fitting(memory, more_than=fewest)
+            if steps is None:
+                other = made.elsewhere(memory)
+                return f"it {other}, or " if other else ""
+    if steps is None:
+        return "use parallel=fsdp on more ranks, speed.recompute=full, or "
+    return f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
 
 
 def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:

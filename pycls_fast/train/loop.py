@@ -101,7 +101,7 @@ class Loop:
     def run_to_end(self) -> int:
         """Train, evaluate, save, summarise."""
         try:
-            with enough_to_train(self.run.config, self.run.world):
+            with enough_to_train(self.run.config, self.run.world, len(self.run.classes)):
                 return self._run_to_end()
         except UserError:
             # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.

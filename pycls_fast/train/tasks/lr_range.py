@@ -109,7 +109,8 @@ def _sweep(training: ShortTraining, rates: Sequence[float]) -> list[float]:
     # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
     scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
     parts.step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-    with training.display, enough_to_train(config, training.world):
+    classes = len(parts.sources["train"].classes)
+    with training.display, enough_to_train(config, training.world, classes):
         training.display.begin_training(0, len(rates))
         for number in range(len(rates)):
             training.step()

@@ -206,6 +206,14 @@ def test_the_state_of_each_strategy() -> None:
     assert held("fsdp", trained=40).updating == 1_000 + 120
 
 
+def test_a_smaller_budget_has_a_lower_peak() -> None:
+    peaks = []
+    for keys in ("speed.recompute=off", "speed.recompute=budget parallel.recompute_budget=0.3"):
+        config = configured(VIT, 16, 1, "precision=fp32", "speed.compile=blocks", *keys.split())
+        peaks.append(MemoryPlan(config, ALONE, 10).peak(1))
+    assert peaks[1] < 0.7 * peaks[0]
+
+
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:
     config = config_of(*VIT[1:], "precision=fp32", "data.global_batch_size=64", *overrides, name=VIT[0])
     return resolve_auto(config, 1_000, World(rank=0, size=ranks, device=CPU), classes=10)
@@ -294,6 +302,30 @@ def test_stages_take_turns_with_four_microbatches_each() -> None:
     assert chosen(12).optim.accumulation_steps == 6
     with pytest.raises(UserError, match=r"^data.global_batch_size: 6 cannot be divided .*; use a multiple of 4"):
         chosen(6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.has_compiler("cpu"), reason="needs a C++ compiler")
+def test_compiled_blocks_hold_what_the_plan_says_of_their_budget() -> None:
+    """By the bytes that autograd keeps. What they keep at least is their input."""
+    for budget in (0.6, 0.3):
+        torch._dynamo.reset()
+        keys = ("speed.compile=blocks", "speed.recompute=budget", f"parallel.recompute_budget={budget}")
+        config = configured(VIT, 16, 1, "precision=fp32", *keys)
+        switches = build.switches(config, CPU)
+        planned = MemoryPlan(config, ALONE, 10).activations(16, config.data.image_size, gradients_exist=False)
+        network = build.model(config, 10, switches)
+        build.wrap(config, network, ALONE, switches)
+        block = network.units()[1][1]
+        kept = {parameter.data_ptr(): 0 for parameter in block.parameters()}
+
+        def note(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            block(torch.randn(16, 64, 128, requires_grad=True))
+        assert 0.85 < sum(kept.values()) / planned.blocks[1].held < 1
 
 
 def test_the_time_does_not_grow_with_the_depth() -> None:

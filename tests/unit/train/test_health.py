@@ -16,7 +16,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.optim.weights import ModelWeights
-from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.watchdog import Watchdog
 from tests.factories import config_of
@@ -203,7 +204,37 @@ def test_backward(build: Any) -> None:
                 run(model, watchdog)
 
 
+BATCH = ("data.global_batch_size=64", "optim.accumulation_steps=1", "precision=fp32")
+
+
+def out_of_memory(world: World, *overrides: str) -> str:
+    """What is said of a step that did not fit."""
+    config = config_of(*BATCH, *overrides)
+    with pytest.raises(UserError) as caught, enough_to_train(config, world, 10):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    return str(caught.value)
+
+
+def test_the_way_out_of_too_little_memory_is_the_plans() -> None:
+    plan = MemoryPlan(config_of(*BATCH), ALONE, 10)
+    needed = plan.peak(16) / 0.92
+    assert plan.peak(8) > plan.peak(16)
+    memory = f"runtime.device_memory={needed / 1e6 + 0.01}MB"
+    assert "use optim.accumulation_steps=16 " in out_of_memory(ALONE, memory)
+    # The plan was wrong.
+    assert "use optim.accumulation_steps=2 " in out_of_memory(ALONE, "runtime.device_memory=80GB")
+    memory = f"runtime.device_memory={0.9 * plan.peak(64) / 1e6}MB"
+    assert "it fits with parallel=fsdp on " in out_of_memory(ALONE, memory)
+
+
+def test_stages_are_told_a_number_that_they_accept() -> None:
+    world = World(0, 2, torch.device("cpu"), pipeline=2)
+    stages = ("parallel.pipeline_degree=2", "data.global_batch_size=100", "optim.accumulation_steps=20")
+    # Two stages do not take turns with 25.
+    assert "use optim.accumulation_steps=50 " in out_of_memory(world, *stages)
+
+
 def test_one_image_is_too_few_for_batch_norm() -> None:
     config = config_of()
-    with pytest.raises(UserError, match="at least 2 images"), enough_to_train(config, ALONE):
+    with pytest.raises(UserError, match="at least 2 images"), enough_to_train(config, ALONE, 10):
         nn.BatchNorm2d(2)(torch.zeros(1, 2, 1, 1))
