@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from pycls_fast import __version__
-from pycls_fast.errors import DONE, MISTAKE, did_you_mean, end_imports_at_ctrl_c
+from pycls_fast.errors import DONE, MISTAKE, did_you_mean, end_imports_at_ctrl_c, reporting
 
 if TYPE_CHECKING:
     from pycls_fast.config import Verb
@@ -27,13 +27,20 @@ VERBS = {
     "maps": ("predict", "RUN cat.jpg"),
     "plan": ("train", "--config-name vit_h16 cluster=h100x64"),
 }
-"""The verbs: their files in `commands/`, and the words of one call, which the list of verbs shows."""
+"""The verbs: their files in `commands/`, and the words of one call, for the list of verbs and a call without a key."""
 
 
 def main(verb: str | None = None) -> NoReturn:
     """Run a verb from `sys.argv`, and exit with its status; without an argument, the first word is the verb."""
     # Before anything that takes time to import; and not in the processes that a command starts.
     end_imports_at_ctrl_c()
+    if "--version" in sys.argv[1:]:
+        print(f"pycls-fast {__version__}")
+        raise SystemExit(DONE)
+    if sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
+        from pycls_fast.config.completion import shell_completion
+
+        raise SystemExit(reporting(lambda: shell_completion(sys.argv[2:], VERBS, find_verb, verb)))
     if verb is None:
         verb = _first_word()
         del sys.argv[1]
@@ -47,6 +54,7 @@ def find_verb(name: str) -> "type[Verb]":
     """The class of a verb."""
     module = import_module(f"pycls_fast.commands.{VERBS[name][0]}")
     found: type[Verb] = getattr(module, f"{name.title().replace('-', '')}Verb")
+    found.example = f"pycls-fast {name} {VERBS[name][1]}"
     return found
 
 
@@ -54,15 +62,12 @@ def _first_word() -> str:
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in VERBS:
         return word
-    if word == "--version":
-        print(f"pycls-fast {__version__}")
-        raise SystemExit(DONE)
     if word in ("--help", "-h"):
         print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
-        for each, (_, words) in VERBS.items():
-            about = (find_verb(each).__doc__ or "").partition(":")[0]
-            print(f"{each:9} {about}\n          $ pycls-fast {each} {words}")
-        print("\npycls-fast VERB --help says more.")
+        for each in VERBS:
+            chosen = find_verb(each)
+            print(f"{each:9} {(chosen.__doc__ or '').partition(':')[0]}\n          $ {chosen.example}")
+        print('\npycls-fast VERB --help says more; eval "$(pycls-fast -sc install=bash)" makes Tab complete words.')
         raise SystemExit(DONE)
     way_out = did_you_mean(word, VERBS) or f"; the verbs are {', '.join(VERBS)}"
     print(f"error: {word}: no such verb{way_out}", file=sys.stderr)

@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,13 +208,27 @@ def _interrupted() -> int:
     return INTERRUPTED
 
 
-def print_lines(kind: str, lines: Iterable[str]) -> None:
-    """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only."""
+def print_lines(kind: str, lines: Iterable[str], *, whole: bool = False) -> None:
+    """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only.
+
+    On a terminal a line is wrapped between words, unless it is to be copied as a `whole`.
+    """
     if is_first_of_node():
         # The terminal may be gone; the exit status still reports the error.
         with suppress(OSError):
+            width = None
+            with suppress(OSError, ValueError, AttributeError):
+                width = None if whole else os.get_terminal_size(sys.stderr.fileno()).columns
             for line in lines:
-                print(f"{kind}: {printable(line)}", file=sys.stderr)
+                print(wrapped(f"{kind}: {printable(line)}", width), file=sys.stderr)
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """The text in lines of at most so many columns, unless that is None or 0; words, such as paths, stay whole."""
+    if not width:
+        return text
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def is_first_of_node() -> bool:

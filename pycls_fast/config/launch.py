@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -66,6 +67,7 @@ class Verb(Section):
         subcommands: what a first word runs instead.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         purpose: what the configuration is used for.
+        example: a call.
     """
 
     default: ClassVar[str | None] = "vit_digits"
@@ -73,6 +75,7 @@ class Verb(Section):
     subcommands: ClassVar[Mapping[str, type[Verb]]] = {}
     config_of_weights: ClassVar[bool] = False
     purpose: ClassVar[Purpose] = Purpose()
+    example: ClassVar[str] = ""
     __call__: ClassVar[Callable[..., int]]
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -104,11 +107,23 @@ def _run_without_config(verb: type[Verb], arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(help_text(verb))
         return DONE
-    try:
+    with _with_usage(verb):
         return read_options(arguments, verb)()
+
+
+@contextmanager
+def _with_usage(verb: type[Verb]) -> Iterator[None]:
+    """Within the block, a mistake that is a missing value also says how the verb is called."""
+    try:
+        yield
     except UserError as error:
         usage = (verb.__doc__ or "").partition("`")[2].partition("`")[0]
-        raise error if arguments else UserError(*error.lines, f"the command is {usage}") from error
+        if not usage or not any(
+            re.match(r"[\w.]+: (missing|not set|none were given|.* at least 1 item)", line) for line in error.lines
+        ):
+            raise
+        example = f", for example {verb.example}" if verb.example else ""
+        raise UserError(*error.lines, f"the command is {usage}{example}") from error
 
 
 def _run(verb: type[Verb], arguments: list[str]) -> int:
@@ -150,6 +165,7 @@ def _flags(arguments: list[str]) -> Namespace:
 
 def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: SavedConfig | None) -> int:
     """Let Hydra call the tool for the run, or for each run of a sweep; returns the exit status."""
+    hydra.version.setbase("1.3")
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
 
@@ -158,9 +174,13 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
             composed = Composed.from_hydra(config, HydraConfig.get())
             if found is not None:
                 composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
-            checked, called = _checked(composed, verb)
-            print_lines("note", notes(checked, composed))
-            return called(checked)
+            if flags.cfg:
+                _checked(composed, verb, Purpose(needs_data=False, scores_sets=verb.purpose.scores_sets))
+                return DONE
+            with _with_usage(verb):
+                checked, called = _checked(composed, verb, verb.purpose)
+                print_lines("note", notes(checked, composed))
+                return called(checked)
 
         if is_task():
             # The run records the user's command, not the one with which the launcher started this task.
@@ -180,7 +200,14 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
         with explaining(folders), _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            _call(job, flags, folders, verb.default if flags.config_name is None else flags.config_name)
+            name = verb.default if flags.config_name is None else flags.config_name
+            of_hydra = flags.info or flags.hydra_help
+            if not of_hydra:
+                _call(job, flags, folders, name)
+            if of_hydra or (flags.cfg and not any(statuses)):
+                # Otherwise Hydra prints errors itself and exits with status 1.
+                os.environ["HYDRA_FULL_ERROR"] = "1"
+                _run_hydra(flags, get_args_parser(), job, str(folders[0].resolve()), name)
     except TaskStopped as error:
         print_lines("stopped", [str(error)])
         return STOPPED
@@ -194,18 +221,12 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
         print_lines("error", ["\n".join([*message[:3], *message[3:][-40:], last])])
         return FAULT
     note = verb.after_sweep() if len(statuses) > 1 else None
-    print_lines("note", [] if note is None else [note])
+    print_lines("note", [] if note is None else [note], whole=True)
     return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
 
 def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[Path], name: str | None) -> None:
     """Do what `hydra.main` does, which composes a single run twice: first to see that it is no sweep."""
-    hydra.version.setbase("1.3")
-    if flags.cfg or flags.info or flags.hydra_help or flags.shell_completion:
-        # Otherwise Hydra prints errors itself and exits with status 1.
-        os.environ["HYDRA_FULL_ERROR"] = "1"
-        _run_hydra(flags, get_args_parser(), job, str(folders[0].resolve()), name)
-        return
     search_path = create_config_search_path(str(folders[0].resolve()))
     for folder in folders[1:]:
         search_path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
@@ -217,14 +238,14 @@ def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[
         GlobalHydra.instance().clear()
 
 
-def _checked(composed: Composed, verb: type[Verb]) -> tuple[RunConfig, Verb]:
-    """The configuration, and the verb with its own keys.
+def _checked(composed: Composed, verb: type[Verb], purpose: Purpose) -> tuple[RunConfig, Verb]:
+    """The configuration, checked for a purpose, and the verb with its own keys.
 
     Raises:
         UserError: one line per mistake.
     """
     own = {key: value for key, value in composed.values.items() if key in verb.model_fields}
-    purpose, mistakes = verb.purpose, list[str]()
+    mistakes: list[str] = []
     try:
         called = validate(verb, own, composed.where)
         purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and called.reads_images)

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from pycls_fast.errors import discard_output, printable
+from pycls_fast.errors import discard_output, printable, wrapped
 
 _PLAIN_SECONDS = 5.0
 # Without a word, of what has a bar on a terminal.
@@ -80,13 +80,14 @@ class Display:
         table.show_header = False
         self.console.print(table)
 
-    def note(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(printable(text), markup=False)
+    def note(self, text: str, *, style: str | None = None, whole: bool = False) -> None:
+        """Print a line, on a terminal wrapped between words, unless it is to be copied as a `whole`."""
+        width = self.console.width if self.console.is_terminal and not whole else None
+        self.console.print(wrapped(printable(text), width), style=style, markup=False)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self.console.print(f"warning: {printable(text)}", style="yellow", markup=False)
+        self.note(f"warning: {text}", style="yellow")
 
     def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
         """Show the run's bar, at the step it starts from; until the first numbers it may say that it `compiles`."""

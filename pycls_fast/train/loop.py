@@ -306,7 +306,7 @@ class Loop:
                 f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
             )
             for note in resume_notes(run):
-                run.display.note(note)
+                run.display.note(note, whole=True)
             # Last: a launcher may kill this, and everything else is done.
             try:
                 self.evaluations.draw()

@@ -31,8 +31,9 @@ def test_help_lists_the_verbs(
     assert [line.split()[:3] for line in lines[1::2]] == [["$", "pycls-fast", verb] for verb in VERBS]
 
 
-def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(capsys, monkeypatch, "--version") == (0, f"pycls-fast {__version__}\n", "")
+@pytest.mark.parametrize("words", [(), ("train",), ("predict", "RUN")])
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    assert said(capsys, monkeypatch, *words, "--version") == (0, f"pycls-fast {__version__}\n", "")
 
 
 def test_short_names(digits: Path) -> None:
@@ -55,10 +56,53 @@ def test_a_mistyped_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert (status, err) == (2, "error: trian: no such verb; did you mean train?\n")
 
 
-@pytest.mark.parametrize("verb", ["predict", "export", "maps", "compare", "runs"])
-def test_a_verb_alone_answers_with_its_usage(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("predict", "export", "maps", "compare", "runs", "soup", "prepare", "knn"),
+        *("train --config-name finetune", "export weights=RUN", "predict RUN", "lr-find lr_max=1"),
+    ],
+)
+def test_a_missing_value_is_answered_with_the_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    status, _, err = said(capsys, monkeypatch, verb)
+    status, _, err = said(capsys, monkeypatch, *words.split())
+    verb = words.split()[0]
     assert status == 2
-    assert err.splitlines()[-1].startswith(f"error: the command is pycls-fast {verb} ")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: the command is pycls-fast {verb} ")
+    assert last.endswith(f", for example pycls-fast {verb} {VERBS[verb][1]}")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("pycls-fast tr", ["train"]),
+        ("pycls-fast train optim.weight_d", ["optim.weight_decay="]),
+        ("pycls-fast train optim", ["optim.", "optim="]),
+        ("pycls-fast train  seed=1 loss=b", ["loss=bce"]),
+        ("pycls-fast test sp", ["speed.", "speed=", "split="]),
+        ("pycls-fast train --config-name vit_di", ["vit_digits"]),
+        ("/usr/bin/python3 tools/train_net.py epo", ["epochs="]),
+    ],
+)
+def test_completion(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, told: list[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["pycls-fast", "-sc", "query=bash"])
+    with pytest.raises(SystemExit, match="0"):
+        main("train" if "train_net" in line else None)
+    assert capsys.readouterr().out.split() == told
+
+
+def test_the_script_of_a_shell_asks_for_completions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, _ = said(capsys, monkeypatch, "-sc", "install=bash")
+    assert (status, out.split()[-1]) == (0, "pycls-fast")
+    assert "$helper -sc query=bash" in out
+    assert said(capsys, monkeypatch, "-sc")[::2] == (
+        2,
+        "error: -sc: write install=SHELL or uninstall=SHELL, of bash, fish, zsh\n",
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 import pytest
 import torch
 
-from pycls_fast.errors import UserError, first_line, one_of, refuse, refusing, reporting
+from pycls_fast.errors import UserError, first_line, one_of, print_lines, refuse, refusing, reporting
 
 
 @pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
@@ -118,3 +119,15 @@ def test_lines_are_refused_if_there_are_any() -> None:
     with pytest.raises(UserError) as caught:
         refuse(line for line in ("a: 1", "b: 2"))
     assert caught.value.lines == ("a: 1", "b: 2")
+
+
+def test_on_a_terminal_lines_are_wrapped_between_words(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((30, 24)))
+    print_lines("note", ["the standard deviation of a/very/long/path/to/a/folder-of-images is 2"])
+    print_lines("note", ["pycls-fast runs a/long/path/to/a/run b"], whole=True)
+    assert capfd.readouterr().err.splitlines() == [
+        *("note: the standard deviation", "  of", "  a/very/long/path/to/a/folder-of-images", "  is 2"),
+        "note: pycls-fast runs a/long/path/to/a/run b",
+    ]

@@ -11,6 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NO_WEIGHTS = "weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
+LEDGER = (
+    "the command is pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...], for example "
+    "pycls-fast ledger --config-name vit_digits ladder=modern"
+)
 
 
 def process(file: Path, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +55,7 @@ def own_tool(folder: Path, body: str) -> Path:
                 "sped: unknown key; did you mean speed? (the command line)",
             ],
         ),
-        ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS]),
+        ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS, LEDGER]),
         (
             "knn_net",
             ["data.eval_set=v2", "data.eval_root=."],
