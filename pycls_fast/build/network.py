@@ -222,7 +222,7 @@ def loss(
         UserError: it cannot be compiled on this machine, or its settings do not fit the classes.
     """
     plain = config.loss.build(classes)
-    if config.loss.class_weights == "balanced" and class_counts is not None:
+    if config.loss.class_weights == "auto" and class_counts is not None:
         if not isinstance(plain, PerImage):
             raise UserError(f"loss.class_weights: loss={config.loss.name} has no loss of each image; use none")
         weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)

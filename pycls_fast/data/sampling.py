@@ -236,7 +236,7 @@ def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order
         if data.shuffle == "auto" and source.prefers_blocks:
             raise UserError(
                 f"data.sampling: {data.sampling} visits images in any order, which is slow for remote shards; use "
-                "data.shuffle=full to do it nevertheless, or loss.class_weights=balanced"
+                "data.shuffle=full to do it nevertheless, or loss.class_weights=auto"
             )
         power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
         return "classes", partial(class_order, labels=source.labels, power=power, repeats=repeats)

@@ -110,7 +110,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
         if value != "uniform" and info.data.get("shuffle") == "blocks":
             raise ValueError(
                 "visits images in any order, but data.shuffle=blocks follows the order of shards; use "
-                "data.shuffle=full or loss.class_weights=balanced"
+                "data.shuffle=full or loss.class_weights=auto"
             )
         return value
 

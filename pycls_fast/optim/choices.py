@@ -359,8 +359,8 @@ class Loss(Choice, key="loss", default="cross_entropy"):
     """The loss."""
     label_smoothing: Rate = 0.0
     """The share of the target that is spread over all classes."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: each image counts by the mean number of images per class divided by its own class's."""
+    class_weights: Literal["none", "auto"] = "none"
+    """auto: each image counts by the mean number of images per class divided by its own class's."""
 
     def build(self, classes: int) -> LossFunction:
         """The mean loss of a batch; for `class_weights` it needs a method `each(logits_BK, labels_B) -> loss_B`."""
@@ -393,7 +393,7 @@ class SigmoidLoss(Loss, name="bce"):
     @field_validator("bce_threshold")
     @classmethod
     def _without_weights(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("class_weights") == "balanced":
+        if value is not None and info.data.get("class_weights") == "auto":
             raise ValueError("rounds the shares of a mixed image, which loss.class_weights weights; use one of the two")
         return value
 

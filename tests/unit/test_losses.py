@@ -229,7 +229,7 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 
 def test_the_configuration_weighs() -> None:
     switches = Speed()
-    config = config_of("loss.class_weights=balanced")
+    config = config_of("loss.class_weights=auto")
     made = build.loss(config, switches, CPU, 5, np.array([5, 2, 1]))
     assert isinstance(made, ClassWeighted)
     assert made.plain == CrossEntropy(0.1)

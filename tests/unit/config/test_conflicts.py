@@ -26,7 +26,7 @@ OTHER = {
     "data.label_separator": "; data.source=manifest loss=bce",
     "data.sampling": "balanced",
     "distill.teacher": "some.safetensors",
-    "loss.class_weights": "balanced",
+    "loss.class_weights": "auto",
     "model.groups": "2",
     "model.width_per_group": "32",
     "optim.lora_rank": "2",

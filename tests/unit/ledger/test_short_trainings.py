@@ -79,7 +79,7 @@ def test_classes_weigh_as_in_a_training(
 
     monkeypatch.setattr(build, "loss", loss)
     with pytest.raises(Built) as caught:
-        measure(configured(digits, "loss.class_weights=balanced"), tmp_path)
+        measure(configured(digits, "loss.class_weights=auto"), tmp_path)
     (counts,) = caught.value.args
     assert len(counts) == 10
     assert min(counts) > 50
