@@ -95,7 +95,7 @@ class WandB(Tracker, name="wandb"):
     """Weights & Biases. Entity, mode and login come from its own environment variables (WANDB_ENTITY, WANDB_MODE)."""
 
     remote = True
-    way_out = "pip install -e '.[wandb]' and log in with `wandb login`, or set WANDB_MODE=offline"
+    way_out = "pip install 'pycls_fast[wandb]' and log in with `wandb login`, or set WANDB_MODE=offline"
 
     project: Text = "pycls_fast"
     """The project, which is created if it does not exist."""
@@ -142,7 +142,7 @@ class MLflow(Tracker, name="mlflow"):
     """
 
     remote = True
-    way_out = "pip install -e '.[mlflow]' and check MLFLOW_TRACKING_URI"
+    way_out = "pip install 'pycls_fast[mlflow]' and check MLFLOW_TRACKING_URI"
 
     project: Text = "pycls_fast"
     """The experiment, which is created if it does not exist."""

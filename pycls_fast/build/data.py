@@ -144,7 +144,7 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
         native.library()
     if name == "simplejpeg" and find_spec("simplejpeg") is None:
         raise UserError(
-            "speed.decode: simplejpeg is not installed; pip install -e '.[jpeg]', or use speed.decode=pillow"
+            "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
         )
     decoder = open_scaled_region if training and chosen.decode_scale == "dct" else DECODERS[name]
     return replace(decoder, convert=config.data.conversion)

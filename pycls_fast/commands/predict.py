@@ -18,8 +18,8 @@ class _ImagesOptions(Section):
     pycls-fast export; each includes class names and preprocessing."""
     images: tuple[str, ...]
     """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), addresses
-    (https://..., and what fsspec reads: s3://...), or - for a list of files on standard input. A video (pip install -e
-    '.[video]') stands for its frames."""
+    (https://..., and what fsspec reads: s3://...), or - for a list of files on standard input. A video (pip install
+    'pycls_fast[video]') stands for its frames."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     device: Device = "auto"
@@ -104,9 +104,9 @@ class ExportVerb(Verb, default=None):
     format: Literal["safetensors", "timm", "onnx", "openvino", "program"] | None = None
     """null: as output ends (.onnx, .xml, .pt2), else safetensors. safetensors: the weights with the network's plain
     parameter names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER',
-    pretrained=True) opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install -e '.[onnx]'); with the
-    same input and output openvino: FILE.xml and FILE.bin (pip install -e '.[openvino]'), and program: FILE.pt2 of
-    torch.export."""
+    pretrained=True) opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install 'pycls_fast[onnx]'),
+    and run_onnx.py beside it, which reads images for it; with the same input and output openvino: FILE.xml and FILE.bin
+    (pip install 'pycls_fast[openvino]'), and program: FILE.pt2 of torch.export."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None

@@ -1,4 +1,4 @@
-"""Tasks of a cluster's scheduler that Hydra's submitit launcher started (`pip install -e '.[slurm]'`)."""
+"""Tasks of a cluster's scheduler that Hydra's submitit launcher started (`pip install 'pycls_fast[slurm]'`)."""
 
 from __future__ import annotations
 

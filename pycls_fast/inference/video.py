@@ -58,7 +58,7 @@ def find_frames(path: Path | str, every: float) -> list[Frame]:
     Raises:
         UserError: PyAV is not installed.
     """
-    with refusing(f"images: {path}: videos need PyAV", ImportError, use="pip install -e '.[video]'"):
+    with refusing(f"images: {path}: videos need PyAV", ImportError, use="pip install 'pycls_fast[video]'"):
         import av
     found: list[Frame] = []
     start, seconds, due, length = 0, 0.0, 0, None

@@ -209,7 +209,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
     Raises:
         UserError: onnxscript is missing.
     """
-    with refusing("format: onnx needs onnxscript", ImportError, use="pip install -e '.[onnx]'"):
+    with refusing("format: onnx needs onnxscript", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxscript  # noqa: F401  # torch's exporter uses it
     program = torch.onnx.export(
         _exported(model, about),
@@ -232,7 +232,7 @@ def to_openvino(model: Network, path: Path, about: About) -> None:
     Raises:
         UserError: openvino is missing.
     """
-    with refusing("format: openvino needs openvino", ImportError, use="pip install -e '.[openvino]'"):
+    with refusing("format: openvino needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
         import openvino
     program = openvino.convert_model(_exported(model, about))
     for port, name in ((program.inputs[0], "images"), (program.outputs[0], "logits")):

@@ -20,14 +20,14 @@ _BATCH = 32
 
 
 def _onnx(path: Path) -> Run:
-    with refusing("exported: needs onnxruntime", ImportError, use="pip install -e '.[onnx]'"):
+    with refusing("exported: needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxruntime
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images_BCHW: torch.from_numpy(session.run(["logits"], {"images": images_BCHW.numpy()})[0])
 
 
 def _openvino(path: Path) -> Run:
-    with refusing("exported: needs openvino", ImportError, use="pip install -e '.[openvino]'"):
+    with refusing("exported: needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
         import openvino
     # By itself it computes in bfloat16 where a CPU can.
     compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -114,7 +114,7 @@ def quantize(path: Path, images_NCHW: Tensor) -> None:
     Raises:
         UserError: onnxruntime is missing.
     """
-    with refusing("dtype: int8 needs onnxruntime", ImportError, use="pip install -e '.[onnx]'"):
+    with refusing("dtype: int8 needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
         from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
 

@@ -334,7 +334,7 @@ class Muon(_Moments, name="muon"):
 
 
 class AdamW8bit(_Moments, name="adamw8bit"):
-    """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install -e '.[torchao]'`)."""
+    """AdamW with both moments in 8 bits (Dettmers et al., 2022), by torchao (`pip install 'pycls_fast[torchao]'`)."""
 
     # torchao compiles each update itself, and has no DTensors of its 8-bit state.
     compiles_itself = True
@@ -347,7 +347,7 @@ class AdamW8bit(_Moments, name="adamw8bit"):
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         # Blocks of 256 numbers; tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao
         # compiles each parameter's update, on a CPU with the machine's C++ compiler.
-        with refusing("optim.name: adamw8bit needs torchao", ImportError, use="pip install -e '.[torchao]'"):
+        with refusing("optim.name: adamw8bit needs torchao", ImportError, use="pip install 'pycls_fast[torchao]'"):
             from torchao.optim import AdamW8bit
         return AdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 

@@ -88,7 +88,7 @@ def use_float8(
     """
     if not emulate:
         _check_hardware(device)
-    with refusing("precision: fp8 needs torchao", ImportError, use="pip install -e '.[torchao]'"):
+    with refusing("precision: fp8 needs torchao", ImportError, use="pip install 'pycls_fast[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     skipped: list[str] = []
     for pattern in skip:

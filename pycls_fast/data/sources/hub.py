@@ -106,7 +106,7 @@ def open_hub(
 @contextmanager
 def _datasets(name: str) -> Iterator[Any]:
     """The library; what fails within the block becomes one line."""
-    with refusing("data.source: parquet and hub need `datasets`", ImportError, use="pip install -e '.[hub]'"):
+    with refusing("data.source: parquet and hub need `datasets`", ImportError, use="pip install 'pycls_fast[hub]'"):
         import datasets
     try:
         yield datasets

@@ -150,7 +150,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
 
 
 def _read_parquet(path: Path) -> dict[str, list[object]]:
-    with refusing(f"{path}: Parquet needs pyarrow", ImportError, use="pip install -e '.[hub]'"):
+    with refusing(f"{path}: Parquet needs pyarrow", ImportError, use="pip install 'pycls_fast[hub]'"):
         import pyarrow.parquet as pq
     with refusing(f"{path}: cannot be read", OSError, ValueError):
         table = pq.read_table(path)

@@ -272,5 +272,5 @@ def test_a_damaged_video_is_one_line(tmp_path: Path, kind: str) -> None:
 def test_without_pyav_the_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clip.mp4").touch()
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(UserError, match=r"clip.mp4: videos need PyAV .*; pip install -e '.\[video\]'$"):
+    with pytest.raises(UserError, match=r"clip.mp4: videos need PyAV .*; pip install 'pycls_fast\[video\]'$"):
         find_images([str(tmp_path / "clip.mp4")])
