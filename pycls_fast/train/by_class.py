@@ -71,10 +71,7 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
     """
     from sklearn.metrics import average_precision_score
 
-    assert source.label_sets is not None
-    assert result.scores_NK is not None
-    true_NK = source.label_sets[source.labels[result.predictions.indices_N]].astype(bool)
-    scores_NK = result.scores_NK[:, : true_NK.shape[1]]
+    true_NK, scores_NK = of_sets(result, source)
     guessed_NK, finite = scores_NK > 0, np.isfinite(scores_NK).all()
     rows = _rows(source.classes, true_NK.sum(0), (true_NK & guessed_NK).sum(0), guessed_NK.sum(0))
     for k, row in enumerate(rows):
@@ -86,6 +83,14 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
     names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
     error = probability_error(sigmoid(scores_NK), true_NK) if finite else None
     return {name: _mean(rows, key) for name, key in names.items()} | {"calibration_error": error, "classes": rows}
+
+
+def of_sets(result: Evaluation, source: Images) -> tuple[np.ndarray, np.ndarray]:
+    """bool (N, K), the classes of each image, which may have several, and what the sigmoids are taken of."""
+    assert source.label_sets is not None
+    assert result.scores_NK is not None
+    true_NK = source.label_sets[source.labels[result.predictions.indices_N]].astype(bool)
+    return true_NK, result.scores_NK[:, : true_NK.shape[1]]
 
 
 def share_error(percent: float, images: int) -> float:
@@ -191,3 +196,11 @@ def mistakes(predictions: Predictions, classes: int) -> np.ndarray:
     usual_K = np.maximum(own_K, np.finfo(np.float64).tiny) / np.maximum(images_K, 1)
     wrong_M = np.flatnonzero(counted_N & (labels_N != predicted_N))
     return wrong_M[np.argsort(-losses_N[wrong_M] - np.log(usual_K[labels_N[wrong_M]]), kind="stable")]
+
+
+def set_mistakes(true_NK: np.ndarray, scores_NK: np.ndarray) -> np.ndarray:
+    """Places of the images with a wrong class over or under 0.5, int64, those first of which one class is the least
+    probable to be as labelled.
+    """
+    wrong_M = np.flatnonzero(((scores_NK > 0) != true_NK).any(axis=1))
+    return wrong_M[np.argsort(np.where(true_NK, scores_NK, -scores_NK)[wrong_M].min(axis=1), kind="stable")]

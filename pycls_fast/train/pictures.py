@@ -7,17 +7,18 @@ import io
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.files import atomic_write
-from pycls_fast.train.by_class import Confusion, class_scores, confusion, mistakes
-from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
+from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text
 
 if TYPE_CHECKING:
@@ -186,31 +187,58 @@ _MOST_TILES, _TILE_SIDE = 200, 160
 
 
 def write_report(
-    index: Path, predictions: Predictions, source: Images, title: str, facts: Sequence[tuple[str, str]]
+    index: Path,
+    result: Evaluation,
+    source: Images,
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    *,
+    classes: Sequence[Mapping[str, Any]],
+    convert: Conversion = AS_STORED,
 ) -> None:
-    """Write the page, which needs no other file, and `confusion.png` beside it."""
-    picture = index.with_name("confusion.png")
-    draw_confusion(confusion(predictions, len(source.classes)), source.classes, picture, title)
-    wrong_M = mistakes(predictions, len(source.classes))
+    """Write the page, which needs no other file, and `confusion.png` beside it, if images have one label each.
+
+    Args:
+        classes: the rows of `classes.json`.
+        convert: as the network's images are.
+    """
+    found, picture = result.predictions, None
+    said: Iterable[tuple[Iterable[int], dict[int, float]]]
+    if source.label_sets is None:
+        picture = index.with_name("confusion.png")
+        draw_confusion(confusion(found, len(source.classes)), source.classes, picture, title)
+        wrong_M = mistakes(found, len(source.classes))
+        columns = (x[wrong_M].tolist() for x in (found.labels_N, found.predicted_N, found.probabilities_N))
+        said = (([label], {guess: p}) for label, guess, p in zip(*columns, strict=True))
+    else:
+        true_NK, scores_NK = of_sets(result, source)
+        wrong_M = set_mistakes(true_NK, scores_NK)
+        rows = zip(true_NK[wrong_M], sigmoid(scores_NK[wrong_M]), strict=True)
+        said = ((np.flatnonzero(own_K), {k: p for k, p in enumerate(likely_K) if p > 0.5}) for own_K, likely_K in rows)
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     html = environment.from_string(template).render(
         title=title,
         facts=facts,
-        confusion=_data_url(picture.read_bytes(), "png"),
-        classes=class_scores(predictions, source.classes)["classes"],
+        confusion=None if picture is None else _data_url(picture.read_bytes(), "png"),
+        classes=classes,
         wrong=len(wrong_M),
-        tiles=list(_tiles(predictions, source, wrong_M)),
+        tiles=list(_tiles(source, found.indices_N[wrong_M], said, convert)),
     )
     write_text(index, html, key="report")
 
 
-def _tiles(predictions: Predictions, source: Images, wrong_M: np.ndarray) -> Iterator[dict[str, Any]]:
-    """What the page shows of each of the first images that can be read."""
-    for place in wrong_M[:_MOST_TILES].tolist():
-        index = int(predictions.indices_N[place])
+def _tiles(
+    source: Images, indices_M: np.ndarray, said: Iterable[tuple[Iterable[int], dict[int, float]]], convert: Conversion
+) -> Iterator[dict[str, Any]]:
+    """What the page shows of each of the first images that can be read.
+
+    Args:
+        said: the labels of each, and the probabilities of the classes that it was taken for.
+    """
+    for index, (labels, guesses) in islice(zip(indices_M.tolist(), said, strict=True), _MOST_TILES):
         try:
-            image = decode(source.read(index))
+            image = decode(source.read(index), convert)
         except (DamagedImage, OSError):
             continue
         image.thumbnail((_TILE_SIDE, _TILE_SIDE))
@@ -219,9 +247,8 @@ def _tiles(predictions: Predictions, source: Images, wrong_M: np.ndarray) -> Ite
         yield {
             "data": _data_url(file.getvalue(), "jpeg"),
             "name": source.name(index),
-            "label": source.classes[predictions.labels_N[place]],
-            "predicted": source.classes[predictions.predicted_N[place]],
-            "probability": float(predictions.probabilities_N[place]),
+            "labels": [source.classes[label] for label in labels],
+            "guesses": {source.classes[label]: float(p) for label, p in guesses.items()},
         }
 
 

@@ -65,7 +65,9 @@ def test_from_the_table_to_predictions(
     assert 50 < run.metrics["f1"] <= 100
     summary = json.loads((run.run_dir / "classes.json").read_text())
     assert [row["class"] for row in summary["classes"]] == ["even", "large", "round"]
-    found = scored(load_run_config(run.run_dir, [f"weights={run.run_dir}"]))
+    found = scored(load_run_config(run.run_dir, [f"weights={run.run_dir}"]), report=str(tmp_path))
+    row = next(row for row in found["classes"] if row["class"] == "large")
+    assert f"<td>{row['precision']:.1f}%</td>" in (tmp_path / "index.html").read_text()
     assert found["map"] == pytest.approx(run.metrics["map"], abs=0.2)
     assert "F1, mean of the classes" in capsys.readouterr().out
     images = sorted(digits.glob("[68]/*.png"))[:40]

@@ -269,7 +269,9 @@ def score(
             if table is not None:
                 write_text(table, predictions_csv(result.predictions, source), key="predictions")
             if index is not None:
-                write_report(index, result.predictions, source, f"{origin.path}: {split}", facts)
+                classes = (by_class or _by_class(source, result))["classes"]
+                how = setup.config.data.conversion
+                write_report(index, result, source, f"{origin.path}: {split}", facts, classes=classes, convert=how)
         return DONE
 
 

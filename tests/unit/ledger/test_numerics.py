@@ -122,9 +122,7 @@ def test_what_is_compiled_is_measured_compiled(digits: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "loss"), [("vit_digits", "loss.class_weights=auto"), ("resnet_digits", "loss=bce")]
-)
+@pytest.mark.parametrize(("name", "loss"), [("vit_digits", "loss.class_weights=auto"), ("resnet_digits", "loss=bce")])
 def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk is smaller; BatchNorm has its stored statistics."""
     size = SMALL if name == "vit_digits" else SMALL[3:]

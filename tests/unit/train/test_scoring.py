@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.decode import Conversion
 from pycls_fast.errors import UserError
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.train.evaluate import Predictions, predictions_csv
+from pycls_fast.train.evaluate import Evaluation, Predictions, predictions_csv
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.tasks import knn
 from pycls_fast.train.tasks.score import score
@@ -163,7 +168,40 @@ def test_names_on_the_page_are_text(config: RunConfig, tmp_path: Path) -> None:
         source = build.sources(config, world)["val"]
     source.classes = ("<script>", "b", "c")
     found = Predictions(np.arange(1), np.array([0]), np.array([1]), np.array([2.0]), np.array([0.9]))
-    write_report(tmp_path / "index.html", found, source, "a & b", [])
+    write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 2.0, 1, found), source, "a & b", [], classes=[])
     html = (tmp_path / "index.html").read_text()
     assert "labelled <b>&lt;script&gt;</b>" in html
     assert "<script" not in html
+
+
+def test_a_page_of_images_with_several_labels_that_are_turned(tmp_path: Path) -> None:
+    """In the order of the class that is the least probable to be as labelled; each image upright."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 10)).save(file, "JPEG", exif=exif)
+    source = SimpleNamespace(
+        classes=("a", "b", "c"), labels=np.array([0, 1, 2, 1]), label_sets=np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]]),
+        read=lambda index: file.getvalue(), name=lambda index: f"{index}.jpg",
+    )  # fmt: skip
+    scores_NK = np.array([[3.0, -1, -1], [2, -1, -3], [-1, -2, 1.5], [-1, -1, -1]])
+    found = Predictions(np.arange(4), np.array([0, 0, -1, 0]), np.array([0, 0, 2, 0]), *np.zeros((2, 4)))
+    rows = [{"class": "a", "images": 3, "top1": 66.7, "precision": 100.0, "f1": 80.0, "times": 0}]
+    write_report(
+        tmp_path / "index.html", Evaluation(0.0, 0.0, 1.0, 4, found, scores_NK), source, "several", [], classes=rows,
+        convert=Conversion(upright=True),
+    )  # fmt: skip
+    html = (tmp_path / "index.html").read_text()
+    assert "<td>66.7%</td>" in html
+    assert "<p>3 images" in html
+    told = [
+        " ".join(re.sub("<[^>]*>", " ", each).split())
+        for each in re.findall("<figcaption>(.*?)</figcaption>", html, re.DOTALL)
+    ]
+    assert told == [
+        "labelled none predicted c 82% 2.jpg",
+        "labelled a, b predicted a 88% 1.jpg",
+        "labelled a, b predicted none 3.jpg",
+    ]
+    tile = re.search('base64,([^"]*)', html).group(1)
+    assert Image.open(io.BytesIO(base64.b64decode(tile))).size == (10, 20)
+    assert not (tmp_path / "confusion.png").exists()
