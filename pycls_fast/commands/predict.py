@@ -42,7 +42,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     every: PositiveFloat = 1.0
     """Seconds from one frame of a video to the next; each is an image, called clip.mp4@12.0s."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average each image and its mirror image."""
+    """flip: average each image and its mirror image, in twice the time."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
     """The format of the computation."""
     batch_size: PositiveInt | None = None
@@ -104,9 +104,9 @@ class ExportVerb(Verb, default=None):
     format: Literal["safetensors", "timm", "onnx", "openvino", "program"] | None = None
     """null: as output ends (.onnx, .xml, .pt2), else safetensors. safetensors: the weights with the network's plain
     parameter names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER',
-    pretrained=True) opens; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install 'pycls_fast[onnx]'),
-    and run_onnx.py beside it, which reads images for it; with the same input and output openvino: FILE.xml and FILE.bin
-    (pip install 'pycls_fast[openvino]'), and program: FILE.pt2 of torch.export."""
+    pretrained=True) opens, with a model card; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install
+    'pycls_fast[onnx]'), and run_onnx.py beside it, which reads images for it; with the same input and output openvino:
+    FILE.xml and FILE.bin (pip install 'pycls_fast[openvino]'), and program: FILE.pt2 of torch.export."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
@@ -125,6 +125,4 @@ class ExportVerb(Verb, default=None):
 
         given = dict(self)
         import_modules(given.pop("imports"))
-        by_suffix = {".onnx": "onnx", ".xml": "openvino", ".pt2": "program"}
-        given["format"] = self.format or by_suffix.get(Path(self.output).suffix, "safetensors")
         return export_weights(given.pop("weights"), given.pop("output"), **given)

@@ -28,7 +28,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
     exported: Text | None = None
     """An exported file of these weights (.onnx, OpenVINO's .xml, .pt2), scored instead."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average each image and its mirror image."""
+    """flip: average each image and its mirror image, in twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""
 

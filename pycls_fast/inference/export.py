@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
+from pycls_fast.inference.card import model_card
 from pycls_fast.inference.classifier import Classifier
-from pycls_fast.models.export import FORMATS, About
+from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.models.exported import compared, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.export import about_weights, checked, preprocessing, publish
@@ -21,6 +23,9 @@ from pycls_fast.train.weights import find_weights, open_weights, restore
 
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
+# What is put beside an ONNX file, and into timm's folder.
+_CARD = "README.md"
+_SCRIPT = Path(__file__).with_name("run_onnx.py")
 # As a share of the largest logit. In float32 a ViT has 1e-6.
 _MOST_ERROR = 1e-3
 # Images for int8, half of them to fit it.
@@ -34,7 +39,7 @@ def export(
     which: str = "auto",
     dtype: str | None = None,
     overwrite: bool = False,
-    format: str = "safetensors",  # noqa: A002  # the key that the user types
+    format: str | None = None,  # noqa: A002  # the key that the user types
     images: Sequence[str] = (),
 ) -> int:
     """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
@@ -44,23 +49,30 @@ def export(
     Raises:
         UserError: wrong arguments, the file cannot be written, or it does not compute what the network does.
     """
-    path = checked(user_path(output), format, dtype, overwrite=overwrite)
+    path, by_suffix = user_path(output), {suffix: name for name, suffix in SUFFIXES.items() if suffix}
+    kind = format or by_suffix.get(path.suffix, "safetensors")
+    checked(path, kind, dtype, overwrite=overwrite)
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
     weights, said = open_weights(find_weights(source), kind=which), [""]
 
     def write(file: Path) -> None:
-        if format == "safetensors":
+        if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
         else:
-            said[0] = _write_model(source, which, format, dtype, images, file)
+            said[0] = _write_model(source, which, kind, dtype, images, file)
+        if kind == "timm" and not (path / _CARD).exists():
+            (file / _CARD).write_text(model_card(weights), encoding="utf-8", errors="backslashreplace")
 
     size = publish(path, write)
+    script = path.parent / _SCRIPT.name
+    if kind == "onnx" and (overwrite or not script.exists()):
+        shutil.copyfile(_SCRIPT, script)
     origin = weights.origin
     count = sum(math.prod(spec.shape) for spec in weights.specs.values())
     print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
     print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{said[0]}")
-    if format == "timm":
+    if kind == "timm":
         print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
     return DONE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import sys
 import zipfile
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from pydantic import BaseModel
 from safetensors import safe_open
@@ -39,7 +39,6 @@ from tests.factories import config_of, save_checkpoint
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import make_run
 
-ROOT = Path(__file__).parents[3]
 # What stack traces of this machine would contain.
 PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
 CONFIG = config_of("model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4")
@@ -197,8 +196,19 @@ def logits(source: Path, **settings: str) -> torch.Tensor:
 
 def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out.v1"
+    scores = {"weights": "model", "split": "val", "top1": 12.5, "top5": 75.0, "loss": 2.25, "count": 1200}
+    records = [{"kind": "eval", "step": step, **scores, "top1": top1} for step, top1 in ((7, 12.5), (8, 90.0))]
+    (drawn / "metrics.jsonl").write_text(
+        "".join(json.dumps(record | {"epoch": 1, "time": 0}) + "\n" for record in records)
+    )
     assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=False, format="timm") == 0
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    card = (folder / "README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header)["library_name"] == "timm"
+    assert "| top-1 | 12.50% |\n| top-5 | 75.00% |\n| loss | 2.2500 |\n| validation images | 1,200 |\n" in text
+    assert '"class [9]"]' in text
+    assert str(tmp_path) not in card
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     config = network.pretrained_cfg
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -245,6 +255,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert json.loads(texts["classes"])[3] == "class [3]"
     assert json.loads(texts["preprocessing"])["image_size"] == 8
     assert PACKAGE not in file.read_bytes()
+    assert "python run_onnx.py" in (tmp_path / "run_onnx.py").read_text()
 
 
 @pytest.mark.parametrize("form", [pytest.param("onnx", marks=pytest.mark.slow), "program"])
@@ -271,7 +282,7 @@ def test_what_computes_something_else_is_not_written(
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "folder" / "net.pt2"
-    assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="program") == 0
+    assert export(str(drawn), str(file)) == 0
     texts = {"classes": "", "step": ""}
     program = torch.export.load(file, extra_files=texts).module()
     torch.testing.assert_close(program(pixels()), logits(drawn), rtol=1e-4, atol=1e-4)
@@ -316,18 +327,19 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
     [("center", "12", "drop"), ("squash", "[8,12]", "white"), ("border", "[8,12]", "drop")],
 )
 def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, size: str, transparent: str) -> None:
-    found = importlib.util.spec_from_file_location("run_onnx", ROOT / "docs/run_onnx.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
+    pytest.importorskip("onnxruntime")
+    from pycls_fast.inference import run_onnx
+
     settings = [f"data.image_size={size}", f"data.transparent={transparent}", "model.patch_size=4"]
     settings += [f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8"]
     classifier = pycls_fast.load(make_run(tmp_path / "run", *settings))
     how = preprocessing(classifier.config.model_dump(mode="json"))
     draw = np.random.default_rng(0)
     for height, width in ((30, 40), (41, 23), (9, 9), (64, 15)):
-        image = Image.fromarray(draw.integers(0, 256, (height, width, 4), dtype=np.uint8))
-        (batch,) = classifier.batches(classifier.given(image))
-        assert np.array_equal(script.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
+        gray = Image.fromarray(draw.integers(0, 2**16, (height, width), dtype=np.uint16))
+        for image in (Image.fromarray(draw.integers(0, 256, (height, width, 4), dtype=np.uint8)), gray):
+            (batch,) = classifier.batches(classifier.given(image))
+            assert np.array_equal(run_onnx.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
 
 
 @pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])

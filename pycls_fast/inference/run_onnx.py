@@ -14,6 +14,9 @@ from PIL import Image, ImageOps
 def prepared(image: Image.Image, how: dict) -> np.ndarray:
     """The part of an image that the network sees, at its size: uint8 (3, H, W)."""
     image = ImageOps.exif_transpose(image) if how["exif_orientation"] else image
+    if image.mode.startswith("I"):
+        # Pillow would clip 16 bits at 255.
+        image = Image.fromarray(((np.asarray(image).astype(np.int32) + 128) // 257).astype(np.uint8))
     if how["transparent"] == "white" and image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     image = image.convert("RGB")
