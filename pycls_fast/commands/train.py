@@ -24,8 +24,9 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
 
     pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
              short_side=320 quality=95   shrink larger images first     store=raw   decoded pixels
-    verify   read and decode every image; list the damaged ones (status 2 if there are any), classes, sizes, and images
-             that appear more than once, identical or much alike: in other splits or under other labels, too
+    verify   read and decode every image; list the damaged ones (status 2 if there are any), classes, sizes, files that
+             are left out, and images that appear more than once, identical or much alike: in other splits or under
+             other labels, too
     index    list the files of a large dataset once and keep the list, so that runs start in a second
 
     All take data.source and its keys, split=train for one split, and data.num_workers (default: all cores, at most 16).
@@ -63,7 +64,12 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         with cleanup_at_signals():
             if self.mode == "pack":
                 return self._pack(config, chosen, workers)
-            return self._verify(chosen, workers) if self.mode == "verify" else DONE
+            if self.mode == "index":
+                return DONE
+            from pycls_fast.data.check import left_out
+
+            root = config.data.root
+            return self._verify(chosen, workers, {} if root is None else left_out(user_path(root), splits.values()))
 
     def _pack(self, config: RunConfig, splits: dict, workers: int) -> int:
         """Pack each split, and print the images that could not be used."""
@@ -87,7 +93,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         print(f"use it with data.source=packed data.root={root}{several}")
         return DONE
 
-    def _verify(self, splits: dict, workers: int) -> int:
+    def _verify(self, splits: dict, workers: int, left_out: dict[str, list[str]]) -> int:
         """Print and write what is known of the images once all have been read."""
         import numpy as np
 
@@ -107,6 +113,9 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
             seen[name] = np.concatenate(parts)
             report[name] = {"images": len(source), "damaged": damaged, **_summary(name, source, seen[name])}
+        for kind, names in left_out.items():
+            print(f"left out: {len(names):,} {kind or 'without an ending'} ({first_few(names)})")
+        report["left_out"] = dict(left_out)
         report["copies"] = {kind: _told(kind, groups, splits) for kind, groups in copies(seen).items()}
         if file is not None:
             write_json(file, report)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,10 @@ from scipy.sparse.csgraph import connected_components
 from pycls_fast.data.decode import DamagedImage, decode
 from pycls_fast.data.pack import Damaged, in_processes, shards_of
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import FileImages, files_below
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.sources.progress import progress
+from pycls_fast.data.sources.tables import EXTENSIONS as TABLES
 
 SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("look", "u8")])
 """A readable image: its position, its size, a hash of its pixels, and one that small changes hardly change."""
@@ -68,6 +71,22 @@ def _look(image: Image.Image) -> int:
     """Whether the image gets brighter from left to right, at 8 x 8 places (dHash)."""
     small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BILINEAR))
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
+
+
+def left_out(root: Path, sources: Iterable[Images]) -> dict[str, list[str]]:
+    """Files below class folders, or beside them, that are images of none of a dataset's sources, by the ends of their
+    names, but for hidden ones; empty for other layouts.
+    """
+    wholes = [source.origin(np.arange(len(source)))[0] for source in sources]
+    has_tables = not root.is_dir() or any(file.suffix.lower() in TABLES for file in root.iterdir())
+    if has_tables or not all(isinstance(whole, FileImages) for whole in wholes):
+        return {}
+    known = {whole.name(index) for whole in wholes for index in range(len(whole))}
+    found: dict[str, list[str]] = {}
+    for name in sorted(files_below(str(root), ("",))):
+        if name not in known:
+            found.setdefault(Path(name).suffix.lower(), []).append(str(Path(name).relative_to(root)))
+    return found
 
 
 def copies(splits: Mapping[str, np.ndarray]) -> dict[str, list[list[tuple[str, int]]]]:

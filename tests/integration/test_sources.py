@@ -199,7 +199,11 @@ def test_verify_lists_the_damaged(
     assert {entry["name"] for entry in report["train"]["damaged"]} == set(said)
     assert sum(report["train"]["classes"].values()) == 1_000
     assert report["copies"].keys() == {"identical", "alike"}
-    prepare("verify", f"data.root={root}", "split=val", capsys=capsys)
+    assert report["left_out"] == {}
+    (root / "loose.jpg").touch()
+    printed = prepare("verify", f"data.root={root}", "split=val", f"output={report_file}", capsys=capsys)
+    assert "left out: 1 .jpg (loose.jpg)" in printed
+    assert json.loads(report_file.read_text())["left_out"] == {".jpg": ["loose.jpg"]}
 
 
 def test_copies_with_several_labels_are_compared_by_their_classes(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pycls_fast.data.check import _near, copies, verify
+from pycls_fast.data.check import _near, copies, left_out, verify
 from pycls_fast.data.sources.folders import scan_classes
 
 
@@ -29,6 +29,22 @@ def test_copies_within_and_across_splits(tmp_path: Path) -> None:
     sources = {split: scan_classes(tmp_path / split) for split in folders}
     parts = {split: list(verify(source, workers=1, title="")) for split, source in sources.items()}
     assert [Path(found.name).name for part in parts["train"] for found in part.damaged] == ["broken.jpg"]
+    for name in (
+        "loose.jpg",
+        "train/notes.txt",
+        "train/one/phone.HEIC",
+        "train/one/other.heic",
+        ".hidden/x.jpg",
+        "why",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert left_out(tmp_path, sources.values()) == {
+        "": ["why"],
+        ".heic": ["train/one/other.heic", "train/one/phone.HEIC"],
+        ".jpg": ["loose.jpg"],
+        ".txt": ["train/notes.txt"],
+    }
     found = copies({split: np.concatenate([part.seen for part in made]) for split, made in parts.items()})
     named = {
         kind: [[(split, Path(sources[split].name(index)).name) for split, index in group] for group in groups]
