@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,10 +45,10 @@ def scored(config: RunConfig, split: str = "val", **how: Any) -> dict[str, Any]:
     return found
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, the checkout first on the path, and no rank left over from anything."""
+def environment(package: Path = ROOT) -> dict[str, str]:
+    """One thread a process, the checkout (or another folder) first on the path, and no rank left over from anything."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def command(*overrides: str, tool: str = "train_net", config_name: str | None = "vit_digits") -> list[str]:
@@ -56,10 +57,34 @@ def command(*overrides: str, tool: str = "train_net", config_name: str | None = 
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *name, *overrides]
 
 
-def run_process(arguments: Sequence[str], *, cwd: Path, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+def unpacked(folder: Path) -> tuple[Path, Path]:
+    """What the checkout's source archive and, built from it, its wheel unpack to."""
+    clone, site = folder / "clone", folder / "site"
+    for name in ("pycls_fast", "configs", "tools"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, clone)
+
+    def build(where: Path, kind: str) -> None:
+        code = f"import setuptools.build_meta as b; b.build_{kind}({str(folder)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=where, check=True, capture_output=True)
+
+    build(clone, "sdist")
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder, filter="data")
+    sources = folder / archive.name.removesuffix(".tar.gz")
+    build(sources, "wheel")
+    (wheel,) = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    return sources, site
+
+
+def run_process(
+    arguments: Sequence[str], *, cwd: Path, expect: int | None = 0, package: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Run to the end; the status has to be the expected one. The test's own limit is the limit here."""
     started, pipe = Started(), subprocess.PIPE
-    process = started(list(arguments), cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    process = started(list(arguments), cwd=cwd, env=environment(package), stdout=pipe, stderr=pipe, text=True)
     try:
         out, err = process.communicate()
     finally:

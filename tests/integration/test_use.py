@@ -14,7 +14,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.integration.runs import run_process
+from tests.integration.runs import run_process, unpacked
 
 pytestmark = pytest.mark.slow
 
@@ -68,35 +68,39 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Path) -> None:
+    """By the wheel, without a key beyond data and weights (and a number of steps, for time)."""
+    pytest.importorskip("setuptools", minversion="77")
+    (tmp_path / "wheel").mkdir()
+    _, site = unpacked(tmp_path / "wheel")
     name = "test_efficientnet"
     save_file(timm.create_model(name).state_dict(), tmp_path / f"{name}.safetensors")
 
     def verb(*words: str) -> str:
-        ran = run_process([sys.executable, "-m", "pycls_fast", *words], cwd=tmp_path)
+        ran = run_process([sys.executable, "-m", "pycls_fast", *words], cwd=tmp_path, package=site)
         assert "Traceback" not in ran.stderr
         return ran.stdout + ran.stderr
 
-    # Fewer steps than the default, for time; nothing else is said.
     shown = verb(
         "train", "--config-name", "finetune", f"data.root={pictures}", f"weights={name}.safetensors",
-        "schedule.max_steps=4", "run_dir=run",
+        "schedule.max_steps=4",
     )  # fmt: skip
     for damaged in ("cut off.jpg", "empty.jpg", "page.png"):
         # Of each of the three classes, told once.
         assert shown.count(f"{damaged}: ") == len(CLASSES)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (run,) = (str(each.relative_to(tmp_path)) for each in tmp_path.glob("runs/finetune/*"))
+    summary = json.loads((tmp_path / run / "summary.json").read_text())
     assert summary["steps"] == 4
 
-    scores = verb("test", "weights=run")
+    scores = verb("test", f"weights={run}")
     assert all(each in scores for each in CLASSES)
 
-    verb("predict", "run", str(pictures / "café noir"), "output=predictions.csv")
+    verb("predict", run, str(pictures / "café noir"), "output=predictions.csv")
     with (tmp_path / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == COUNTS[0]
 
     for file in ("model.onnx", "model.safetensors"):
-        verb("export", "weights=run", f"output={file}")
+        verb("export", f"weights={run}", f"output={file}")
         assert (tmp_path / file).stat().st_size > 10_000
     # Without this package, each kind of file becomes the same class.
     done = run_process([sys.executable, "run_onnx.py", "model.onnx", *(row["image"] for row in rows)], cwd=tmp_path)
@@ -106,7 +110,7 @@ def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Pa
     verb("predict", "model.safetensors", picture)
 
     # And to look closer.
-    assert "Their settings are the same." in verb("compare", "run", "run", "output=compared")
+    assert "Their settings are the same." in verb("compare", run, run, "output=compared")
     assert "Accuracy by class" in (tmp_path / "compared" / "index.html").read_text()
-    verb("maps", "run", picture, "output=maps.png")
+    verb("maps", run, picture, "output=maps.png")
     assert np.asarray(Image.open(tmp_path / "maps.png")).ndim == 3
