@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Verb
-from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of, refuse
 from pycls_fast.files import user_path
 from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
 
@@ -182,11 +182,13 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     top: PositiveInt = 12
     """Layouts to print."""
     write: Text | None = None
-    """A file for the overrides of the best layout: `pycls-fast train $(cat FILE) ...`."""
+    """A file for this command's overrides and those of the best layout: `pycls-fast train $(cat FILE) ...`."""
     output: Text | None = None
     """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
 
     def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.config.keys import key_of
+        from pycls_fast.config.launch import same_command
         from pycls_fast.plan.auto import epochs_of
         from pycls_fast.plan.cluster import cluster
         from pycls_fast.plan.report import Report
@@ -194,7 +196,13 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
         from pycls_fast.train.display import plain_table, wide_console
         from pycls_fast.train.folder import output_file
 
+        flags, typed = same_command(options=type(self))
         # Before the work, so that nothing is lost.
+        refuse(
+            f"write: {each}: $(cat FILE) takes it apart at its space; set it in the experiment's file"
+            for each in (*flags, *typed)
+            if self.write is not None and any(map(str.isspace, each))
+        )
         written = None if self.write is None else output_file(self.write, key="write")
         table = None if self.output is None else output_file(f"{self.output}/plan.json")
         chosen = cluster(self.cluster)
@@ -221,8 +229,10 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
             report.write(table)
             report.draw(table.with_name("plan.png"))
         if written is not None:
-            overrides = ["--config-name", config.config_name, *outcomes[0].layout.overrides]
-            written.write_text("\n".join(overrides) + "\n", encoding="utf-8")
+            layout = outcomes[0].layout.overrides
+            decided = {name for each in layout for name in (key_of(each), f"{key_of(each)}.name")}
+            kept = [each for each in typed if key_of(each) not in decided]
+            written.write_text("\n".join([*flags, *kept, *layout]) + "\n", encoding="utf-8")
         return DONE
 
 

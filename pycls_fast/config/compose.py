@@ -303,7 +303,7 @@ def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
     if not set(named) <= FAMILIES[key].choices().keys() and did_you_mean(name, named):
         # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
-    return [f"~{key}", f"{key}={{{FAMILIES[key].tag}: {name}}}"]
+    return [f"~{key}", f"{key}={{{FAMILIES[key].tag}:{name}}}"]
 
 
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:

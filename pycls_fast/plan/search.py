@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pycls_fast.config.conflicts import Purpose, problems
+from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.pipeline import bubble, owners
@@ -68,15 +69,14 @@ class Layout:
 
     @property
     def values(self) -> dict[str, dict[str, object]]:
-        """The settings of the run."""
-        parallel: dict[str, object] = {"name": "auto"}
+        """The settings of the run, also those that the configuration may have otherwise."""
+        parallel: dict[str, object] = dict(_UNDIVIDED)
         if self.shard > 1 or self.tensor > 1:
-            parallel = {"name": "fsdp"}
+            parallel["name"] = "fsdp"
             if self.replicate > 1:
-                parallel = {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
+                parallel |= {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
         for name in ("tensor", "expert", "pipeline"):
-            if getattr(self, name) > 1:
-                parallel[f"{name}_degree"] = getattr(self, name)
+            parallel[f"{name}_degree"] = getattr(self, name)
         if self.pipeline > 1:
             parallel["pipeline_schedule"] = self.schedule
             if self.shard * self.tensor > 1 and self.schedule in HALVING:
@@ -92,7 +92,7 @@ class Layout:
     def overrides(self) -> list[str]:
         """The same as a command line has them."""
         return [
-            f"{group}={value}" if key == "name" else f"{group}.{key}={value}"
+            f"{group if key == 'name' else f'{group}.{key}'}={as_typed(value)}"
             for group, values in self.values.items()
             for key, value in values.items()
         ]

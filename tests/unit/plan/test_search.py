@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.commands.train import MachineVerb
-from pycls_fast.config import command_line
+from pycls_fast.commands.train import MachineVerb, PlanVerb
+from pycls_fast.config import RunConfig, Verb, command_line
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.plan import cluster as clusters
@@ -191,12 +190,11 @@ def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
         assert one.memory > other.memory
 
 
-def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    from pycls_fast.commands.train import PlanVerb
-
-    monkeypatch.setattr("sys.argv", ["plan", "--config-name", "vit_digits", *arguments])
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, verb: type[Verb] = PlanVerb) -> int:
+    name = [] if "--config-name" in arguments else ["--config-name", "vit_digits"]
+    monkeypatch.setattr("sys.argv", ["plan", *name, *arguments])
     with pytest.raises(SystemExit) as stopped:
-        command_line(PlanVerb)
+        command_line(verb)
     return int(stopped.value.code or 0)
 
 
@@ -215,17 +213,41 @@ def test_the_command_shows_writes_and_draws(
     low, high = found[0]["images_per_second_interval"]
     assert low < found[0]["images_per_second"] < high
     assert (tmp_path / "out/plan.png").stat().st_size > 10_000
-    flag, name, *overrides = shlex.split((tmp_path / "chosen").read_text())
+    flag, name, *overrides = (tmp_path / "chosen").read_text().split()
     assert (flag, name) == ("--config-name", "vit_digits")
-    assert overrides == found[0]["overrides"]
+    assert overrides[-len(found[0]["overrides"]) :] == found[0]["overrides"]
     # `auto` epochs: those of so many images.
     assert run([*VIT, "schedule.epochs=auto", "images=6400", "output=out"], monkeypatch) == 0
     assert "1,000 steps of 64 images" in capsys.readouterr().out
 
 
+def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Alone: with the keys that were typed and the folder of the experiment, which has another layout."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [vit_digits, _self_]\nparallel: {name: fsdp, tensor_degree: 2}\n"
+    )
+    typed = ["data=synthetic", "optim.lr=0.5", "parallel.name=fsdp", "model.depth=1", "data.global_batch_size=24"]
+    mine = ["--config-dir", ".", "--config-name", "mine"]
+    assert run([*mine, *typed, "cluster=h100x1", "write=chosen"], monkeypatch) == 0
+
+    seen: list[RunConfig] = []
+
+    class Train(Verb):
+        def __call__(self, config: RunConfig) -> int:
+            seen.append(config)
+            return 0
+
+    monkeypatch.chdir("/")
+    assert run((tmp_path / "chosen").read_text().split(), monkeypatch, verb=Train) == 0
+    assert (seen[0].data.global_batch_size, seen[0].model.depth, seen[0].optim.lr) == (24, 1, 0.5)
+    assert (seen[0].config_name, seen[0].optim.accumulation_steps, seen[0].parallel.tensor_degree) == ("mine", 1, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["write=chosen", "data.root=a b"], "error: write: ++data.root=a b: $(cat FILE) takes it apart"),
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
         (["cluster=h100x00"], "error: cluster: must be one of "),
