@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import statistics
 import time
@@ -11,13 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
+from PIL import Image
 from torch import Tensor, nn
 
-from pycls_fast.build.device import cores, device_kind
+from pycls_fast.build.device import cores, device_kind, has_decoder
+from pycls_fast.data.choices import Augment
+from pycls_fast.data.decoders import DECODERS
+from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.plan.time import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.work import CountWork
 
@@ -110,6 +116,21 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def images_per_core() -> float:
+    """JPEGs of 500 x 375 pixels and 110 kB, as ImageNet's, that a core decodes, crops and resizes in a second."""
+    noise_HWC = np.random.default_rng(0).integers(0, 256, (125, 166, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise_HWC).resize((500, 375)).save(file, "jpeg", quality=90)
+    decoder = DECODERS[next(name for name in ("region", "simplejpeg", "pillow") if has_decoder(name))]
+    transform, images = TrainTransform(Augment(), image_size=224), 20
+
+    def run() -> None:
+        for seed in range(images):
+            transform(decoder(file.getvalue()), seed)
+
+    return images / seconds(run, torch.device("cpu"))
+
+
 def _exchange(rank: int, file: str, found: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -145,7 +166,7 @@ def calibrate(file: Path) -> str:
     made = measured(device)
     per_node = torch.cuda.device_count() if device.type == "cuda" else 4 * cores()
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
-    cluster |= links(file.absolute().parent)
+    cluster |= links(file.absolute().parent) | {"images_per_core": images_per_core()}
     text = yaml.safe_dump({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}, sort_keys=False)
     file.write_text(text, encoding="utf-8")
     return f"{text}\nwritten: {file}; plan with cluster={file}:herex{cores()}"

@@ -33,6 +33,7 @@ class Cluster:
         latency: seconds of a hop inside a node, and across nodes.
         jitter: the share of the speed lost at each doubling of the nodes.
         cores: of a node.
+        images_per_core: images/s that one of them decodes and augments.
         gathers: the share of that speed that all-gathers and reduce-scatters have (gloo: about half).
     """
 
@@ -44,6 +45,7 @@ class Cluster:
     latency: tuple[float, float]
     jitter: float
     cores: int
+    images_per_core: float
     gathers: float = 1.0
 
     @property
@@ -104,6 +106,7 @@ class _Links(Section):
     latency: tuple[NonNegativeFloat, NonNegativeFloat]
     jitter: Rate
     cores: PositiveInt
+    images_per_core: PositiveFloat
     gathers: PositiveFloat = 1.0
 
 
@@ -159,5 +162,5 @@ def cluster(text: str) -> Cluster:
 
 
 def interval(what: str) -> tuple[float, float]:
-    """The least and the most of measured over predicted "seconds" or "memory" in 90% of the cases."""
+    """The least and the most of measured over predicted "seconds", "cpu_seconds" or "memory" in 90% of the cases."""
     return constants().intervals[what]

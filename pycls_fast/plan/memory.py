@@ -122,6 +122,28 @@ class State:
     taking: float = 0.0
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes of a rank at any time in a step, by what they are at that time.
+
+    Attributes:
+        optimizer: its state and temporaries, and the average of the weights.
+        activations: inputs and all else that passes need.
+        gathered: whole weights, and gradients to be sent, of a rank that owns a share.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(vars(self).values())
+
+
 def state(sizes: Sizes, copies: Copies) -> State:
     """What a strategy keeps, and when gradients exist."""
     parameters, trained, degree = sizes.parameters, sizes.trained, copies.degree
@@ -171,7 +193,7 @@ def peak(
     *,
     inputs: float = 0.0,
     update: tuple[float, float] = (0.0, 0.0),
-) -> float:
+) -> Peak:
     """The most bytes that a rank has at any time in a step.
 
     Args:
@@ -183,8 +205,7 @@ def peak(
     """
     held = state(sizes, copies)
     most = max(passes(activations, sizes, copies, held.grows))
-    updating = max(held.taking, _updating(held, sizes, copies, update))
-    return inputs + max(held.kept + held.accumulated + most, updating + activations.input)
+    return _fullest(sizes, copies, held, most, inputs, inputs + activations.input, update)
 
 
 def pipelined_peak(
@@ -195,7 +216,7 @@ def pipelined_peak(
     *,
     inputs: float = 0.0,
     update: tuple[float, float] = (0.0, 0.0),
-) -> float:
+) -> Peak:
     """The same for a rank of a pipeline.
 
     Args:
@@ -205,15 +226,14 @@ def pipelined_peak(
         inputs: bytes of batches and images of all microbatches.
     """
     held = state(sizes, copies)
-    kept = held.kept
+    gathers = grown = 0.0
     if copies.shards == "weights":
         # FSDP in a stage keeps whole weights, and adds up whole gradients until the last microbatch.
-        kept += copies.compute_bytes * sizes.parameters + 4.0 * sizes.trained
-    else:
-        kept += held.accumulated
+        held = replace(held, accumulated=0.0)
+        gathers, grown = float(copies.compute_bytes * sizes.parameters), 4.0 * sizes.trained
     # Whole weights are there already.
     plain = replace(copies, degree=1)
-    most = {index: passes(stage, sizes, plain, grows=0.0) for index, stage in stages.items()}
+    most = {index: [total for total, *_ in passes(stage, sizes, plain, grows=0.0)] for index, stage in stages.items()}
     waits = {index: stage.held(len(stage.blocks)) + stage.ends for index, stage in stages.items()}
     # Between the halves of a backward pass the gradients of the products' outputs are kept, too.
     halves = {index: sum(block.products for block in stage.blocks) for index, stage in stages.items()}
@@ -230,20 +250,38 @@ def pipelined_peak(
         elif kind == "BACKWARD_WEIGHT":
             highest = max(highest, others)
             others -= waits[index] + halves[index]
-    updating = max(held.taking, _updating(held, sizes, copies, update))
-    return inputs + max(kept + highest, updating)
+    return _fullest(sizes, copies, held, (highest + gathers + grown, gathers, grown), inputs, inputs, update)
 
 
-def _updating(held: State, sizes: Sizes, copies: Copies, update: tuple[float, float]) -> float:
-    """Bytes during the update, with the optimizer's temporaries."""
+def _fullest(
+    sizes: Sizes,
+    copies: Copies,
+    held: State,
+    most: tuple[float, float, float],
+    inputs: float,
+    inputs_at_update: float,
+    update: tuple[float, float],
+) -> Peak:
+    """The fuller of the passes, of which `most` is one's, and of the update with the optimizer's temporaries."""
+    plain = replace(copies, state_copies=0.0, averaged=False)
+    without, weights = state(sizes, plain).kept, state(replace(sizes, trained=0), plain).kept
+    optimizer, buckets = held.kept - without, without - weights
+    total, gathers, grown = most
+    computing = Peak(weights, buckets + held.accumulated + grown, optimizer, inputs + total - gathers - grown, gathers)
     whole = 1 if copies.shards != "weights" else copies.degree
     per_byte, per_tensor = update
     transient = 4.0 * (per_byte * sizes.trained + per_tensor * sizes.largest_tensor) / whole
-    return held.updating + (0.0 if copies.on_host else transient)
+    gradients = max(held.taking, held.updating) - held.kept
+    optimizer += max(held.updating + (0.0 if copies.on_host else transient) - held.kept - gradients, 0.0)
+    updating = Peak(weights, buckets + gradients, optimizer, inputs_at_update, 0.0)
+    return max(computing, updating, key=lambda each: each.total)
 
 
-def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float) -> tuple[float, float]:
-    """The most bytes in a microbatch's forward pass and in its backward pass, besides what a rank keeps.
+def passes(
+    activations: Activations, sizes: Sizes, copies: Copies, grows: float
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """The most bytes in a microbatch's forward pass and in its backward pass, besides what a rank keeps, and then what
+    of them is gathered, and gradients.
 
     Args:
         grows: see `State`.
@@ -253,17 +291,16 @@ def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float)
     gradients = [*accumulate((block.gradients for block in reversed(blocks)), initial=0)][::-1]
     # Blocks are frozen from the first on, if any are.
     kept = [activations.held(count) for count in range(len(blocks) + 1)]
-    most = [0.0, 0.0]
+    most = [(0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
     for moment in activations.moments:
         index, during = moment.begins, 0.0
-        bytes_: float = moment.outside + kept[moment.done]
-        if moment.backward:
-            bytes_ += grows * gradients[moment.done]
+        grown = grows * gradients[moment.done] if moment.backward else 0.0
         if index is not None:
             block = blocks[index]
             during = block.backward - block.held if moment.backward else block.forward
-        bytes_ += during + gathered(activations, sizes, copies, moment.backward, index, moment.done)
-        most[moment.backward] = max(most[moment.backward], bytes_)
+        gathers = gathered(activations, sizes, copies, moment.backward, index, moment.done)
+        total = moment.outside + kept[moment.done] + grown + during + gathers
+        most[moment.backward] = max(most[moment.backward], (total, gathers, grown))
     return most[0], most[1]
 
 

@@ -33,7 +33,7 @@ from pycls_fast.parallel.pipeline import division, orders
 from pycls_fast.parallel.tensor import divide
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.activations import Activations, measure
-from pycls_fast.plan.memory import Copies, Sizes, divisors, peak, pipelined_peak, state, update_transient
+from pycls_fast.plan.memory import Copies, Peak, Sizes, divisors, peak, pipelined_peak, state, update_transient
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES, ScheduleName
 from pycls_fast.values import AUTO, Size
@@ -183,10 +183,10 @@ class MemoryPlan:
         what = "optim.accumulation_steps: auto cannot measure this network without running it"
         with refusing(what, RuntimeError, TypeError, use="give a number"):
             activations = self.activations(images, size, gradients_exist=copies.gradients_exist)
-        return self.peak_with(activations, accumulation)
+        return self.peak_with(activations, accumulation).total
 
-    def peak_with(self, activations: Activations, accumulation: int) -> float:
-        """The same, with activations that are known."""
+    def peak_with(self, activations: Activations, accumulation: int) -> Peak:
+        """The same and its parts, with activations that are known."""
         config, copies, chosen, world = self.config, self.copies(accumulation), self.switches, self.world
         images, size = self.per_rank // accumulation, config.data.largest_image_size
         batches = 1 + (IN_FLIGHT if chosen.input_copy == "prefetch" else 0)
@@ -197,7 +197,7 @@ class MemoryPlan:
         # All microbatches are there from the beginning.
         images_of_all = float(accumulation * activations.input)
         order = self.order(accumulation)
-        return max(
+        ranks = (
             pipelined_peak(
                 {index: activations.stage(own) for index, own in stages.items()},
                 order[rank],
@@ -208,6 +208,7 @@ class MemoryPlan:
             )
             for rank, stages in enumerate(self.stages(len(activations.blocks)))
         )
+        return max(ranks, key=lambda each: each.total)
 
     def activations(self, images: int, size: Size, *, gradients_exist: bool) -> Activations:
         """Activations of a microbatch; see `measure`."""

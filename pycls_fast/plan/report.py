@@ -35,23 +35,29 @@ class Report:
         """The price of all ranks for these hours, None without a price."""
         return None if self.price is None else self.hours(outcome) * self.cluster.ranks * self.price
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The least and the most of measured over predicted seconds on such devices."""
+        return interval("seconds" if self.cluster.accelerator.device == "cuda" else "cpu_seconds")
+
     def rows(self, top: int) -> list[dict[str, str]]:
         """The first layouts as a table's rows, with the interval of 90% of the cases compared with measurements."""
-        (low, high), rows = interval("seconds"), []
+        (low, high), rows = self.interval, []
         for each in self.outcomes[:top]:
-            layout, speed, cost = each.layout, each.images_per_second, self.cost(each)
+            layout, speed, hours, cost = each.layout, each.images_per_second, self.hours(each), self.cost(each)
             cells = {
                 "layout": str(layout),
                 "micro x images": f"{layout.accumulation} x {each.images // (layout.data * layout.accumulation)}",
                 "recompute": layout.recompute,
                 "GB (state)": f"{each.memory / 1e9:.1f} ({each.state / 1e9:.1f})",
                 "images/s (90%)": f"{speed:,.0f} ({speed / high:,.0f}-{speed / low:,.0f})",
-                "hours": f"{self.hours(each):.3g}",
+                "hours (90%)": f"{hours:.3g} ({hours * low:.3g}-{hours * high:.3g})",
                 "of peak": f"{each.share_of_peak:.1%}",
-                "waits": f"{(each.exchange + each.bubble) / each.step:.1%}",
+                "exchange": f"{each.exchange / each.step:.1%}",
+                "bubble": f"{each.bubble / each.step:.1%}",
             }
             if cost is not None:
-                cells["cost"] = f"{cost:,.0f}"
+                cells["cost (90%)"] = f"{cost:,.0f} ({cost * low:,.0f}-{cost * high:,.0f})"
             rows.append({**cells, "loses by": each.loses(self.outcomes[0])})
         return rows
 
@@ -60,7 +66,8 @@ class Report:
         best, (low, high) = self.outcomes[0], interval("memory")
         found = [
             f"memory of the first: {gigabytes(low * best.memory)} to {gigabytes(high * best.memory)} in 90% of the "
-            f"cases, of {gigabytes(self.cluster.accelerator.memory)}"
+            f"cases, of {gigabytes(self.cluster.accelerator.memory)}",
+            "at its peak: " + ", ".join(f"{name} {gigabytes(size)}" for name, size in vars(best.peak).items()),
         ]
         if best.loader is not None:
             late = "; the GPUs wait for them" if best.loader <= best.images_per_second * 1.001 else ""
@@ -71,22 +78,26 @@ class Report:
 
     def write(self, file: Path) -> None:
         """Write all layouts as JSON."""
-        (low, high), (least, most) = interval("seconds"), interval("memory")
+        (low, high), (least, most) = self.interval, interval("memory")
 
         def entry(each: Outcome) -> dict[str, Any]:
+            hours, cost = self.hours(each), self.cost(each)
             return {
                 "overrides": each.layout.overrides,
                 "fits": each.fits,
                 "memory_bytes": each.memory,
                 "memory_interval": [least * each.memory, most * each.memory],
+                "memory_parts": vars(each.peak),
                 "state_bytes": each.state,
                 "images_per_second": each.images_per_second,
                 "images_per_second_interval": [each.images_per_second / high, each.images_per_second / low],
                 "step_seconds": each.step,
                 "seconds": {name: getattr(each, name) for name in ("compute", "bubble", "update", "exchange")},
                 "share_of_peak": each.share_of_peak,
-                "hours": self.hours(each),
-                "cost": self.cost(each),
+                "hours": hours,
+                "hours_interval": [low * hours, high * hours],
+                "cost": cost,
+                "cost_interval": None if cost is None else [low * cost, high * cost],
                 "loses_by": each.loses(self.outcomes[0]),
             }
 

@@ -22,6 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster
+from pycls_fast.plan.memory import Peak
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.time import Kernels
 from pycls_fast.plan.work import EXCHANGES, CountWork
@@ -113,7 +114,7 @@ class Outcome:
     """What a layout needs and takes.
 
     Attributes:
-        memory: peak bytes of a rank; `state`: weights, gradients, optimizer state and averages among them.
+        peak: the fullest rank's bytes; `state`: weights, gradients, optimizer state and averages of all the step.
         compute, update, exchange: seconds of a step: kernels of the passes, the optimizer, visible exchanges.
         bubble: seconds in which a stage waits for others.
         step: their sum, with the jitter of many nodes, or longer if images come later.
@@ -123,7 +124,7 @@ class Outcome:
     """
 
     layout: Layout
-    memory: float
+    peak: Peak
     state: float
     compute: float
     update: float
@@ -136,6 +137,11 @@ class Outcome:
     loader: float | None
     fits: bool
     compiled: bool
+
+    @property
+    def memory(self) -> float:
+        """Peak bytes of a rank."""
+        return self.peak.total
 
     @property
     def images_per_second(self) -> float:
@@ -313,15 +319,15 @@ class Search:
         step = (compute + waits + update + exchange) / cluster.efficiency()
         loader = None
         if self.config.data.source != "synthetic":
-            loader = cluster.cores * cluster.ranks / cluster.per_node * device.images_per_core
+            loader = cluster.cores * cluster.ranks / cluster.per_node * cluster.images_per_core
             step = max(step, self.batch / loader)
-        memory, held = plan.peak_with(activations, parts), plan.state(parts)
+        peak, held = plan.peak_with(activations, parts), plan.state(parts)
         itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
         plain = self._trace(Layout(precision=layout.precision), _FEW)
         flops = sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
-            layout, memory, held, compute, update, exchange, waits, step, self.batch, flops,
-            device.flops[itemsize] * cluster.ranks, loader, memory <= USABLE * device.memory, compiled,
+            layout, peak, held, compute, update, exchange, waits, step, self.batch, flops,
+            device.flops[itemsize] * cluster.ranks, loader, peak.total <= USABLE * device.memory, compiled,
         )  # fmt: skip
 
     def exchanged(self, layout: Layout) -> dict[str, float]:

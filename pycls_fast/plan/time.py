@@ -71,7 +71,6 @@ class Accelerator:
         kernel: seconds that every kernel takes besides.
         launch: seconds of the host for each kernel; eager code takes at least their sum.
         fused: the share of a pass's bytes that compiled code moves.
-        images_per_core: images/s that a core of the host decodes and augments.
     """
 
     memory: PositiveFloat
@@ -82,7 +81,6 @@ class Accelerator:
     kernel: NonNegativeFloat = 0.0
     launch: NonNegativeFloat = 0.0
     fused: PositiveFloat = 1.0
-    images_per_core: PositiveFloat = 500.0
     device: Literal["cuda", "cpu"] = "cuda"
 
     def seconds(self, kernels: Kernels, *, compiled: bool = False) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,53 @@ def test_intervals_are_those_of_the_comparison() -> None:
     page = Path(__file__).parents[3] / "docs" / "results" / "plan.md"
     low, high = interval("seconds")
     assert f"took {low:.2f} to {high:.2f} times the predicted seconds" in page.read_text()
+    # Processes' memory, too: the last column is planned over measured.
+    low, high = interval("memory")
+    table = page.with_name("memory_plan.md").read_text().partition("plan / process")[2]
+    ratios = [float(each) for each in re.findall(r"\| ([\d.]+) \|$", table, re.MULTILINE)]
+    assert len(ratios) > 3
+    assert all(low <= 1.0 / each <= high for each in ratios)
+
+
+def test_a_report_says_how_sure_it_is_of_hours_and_cost(search: Search, tmp_path: Path) -> None:
+    """On a CPU by what was measured on CPUs; and what the memory is for."""
+    for device, what in (("cuda", "seconds"), ("cpu", "cpu_seconds")):
+        cluster = replace(search.cluster, accelerator=replace(search.cluster.accelerator, device=device))
+        Report("", [search.outcome(Layout(1, 16))], 1000, cluster, price=2.0).write(tmp_path / "plan.json")
+        (found,) = json.loads((tmp_path / "plan.json").read_text())
+        for name in ("hours", "cost"):
+            assert found[f"{name}_interval"] == pytest.approx([found[name] * each for each in interval(what)])
+        assert sum(found["memory_parts"].values()) == pytest.approx(found["memory_bytes"])
+
+
+def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
+    files = search.config.with_values(data={"source": "folder"})
+    found = Search(files, replace(search.cluster, images_per_core=0.5, cores=12), 10).outcome(Layout(16))
+    # Two nodes.
+    assert found.images_per_second == found.loader == pytest.approx(12.0)
+    faster = Search(files, search.cluster, 10).outcome(Layout(16))
+    assert faster.step == search.outcome(Layout(16)).step
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [
+        (Layout(1, 16), "gathered"),
+        (Layout(16), "gradients"),
+        (Layout(8, tensor=1, pipeline=2, accumulation=2), "activations"),
+        (Layout(1, 8, pipeline=2, accumulation=2), "gathered"),
+    ],
+)
+def test_a_peak_has_its_parts(search: Search, layout: Layout, part: str) -> None:
+    peak = search.outcome(layout).peak
+    assert min(vars(peak).values()) >= 0.0
+    assert getattr(peak, part) > 0.0
+    (sizes,) = search.one.sizes
+    assert (peak.gathered > 0) == (layout.shard > 1)
+    if layout.pipeline == 1:
+        # AdamW's two copies; `auto` is amp_bf16 on a GPU.
+        assert peak.optimizer == pytest.approx(2 * 4.0 * sizes.trained / layout.shard, rel=0.5)
+        assert peak.weights == pytest.approx(4.0 * sizes.parameters / layout.shard, rel=0.01)
 
 
 def test_nothing_beats_the_frontier_in_both(search: Search) -> None:

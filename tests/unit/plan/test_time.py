@@ -164,3 +164,4 @@ def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
     assert here.accelerator.device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert 0 < here.gather(2**24, 2) < 10
     assert 0.05 < here.gathers < 5
+    assert 1 < here.images_per_core < 1e5
