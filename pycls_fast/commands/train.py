@@ -10,6 +10,7 @@ from pydantic import Field
 from pycls_fast.config import Purpose, RunConfig, Verb
 from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of, refuse
 from pycls_fast.files import user_path
+from pycls_fast.precision import Name
 from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """Of an accelerator for an hour, in any currency."""
     images: PositiveInt = 1281167
     """Training images, for the hours of the schedule; the default is ImageNet's."""
+    precisions: tuple[Name, ...] = ()
+    """Precisions to try, as [amp_bf16,bf16_params]; []: the experiment's own."""
     top: PositiveInt = 12
     """Layouts to print."""
     write: Text | None = None
@@ -206,7 +209,7 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
         written = None if self.write is None else output_file(self.write, key="write")
         table = None if self.output is None else output_file(f"{self.output}/plan.json")
         chosen = cluster(self.cluster)
-        outcomes = Search(config, chosen, config.model.num_classes or 1000).outcomes()
+        outcomes = Search(config, chosen, config.model.num_classes or 1000, self.precisions).outcomes()
         batch, memory = config.data.global_batch_size, chosen.accelerator.memory
         if not outcomes:
             raise UserError(

@@ -43,12 +43,14 @@ class Report:
     def rows(self, top: int) -> list[dict[str, str]]:
         """The first layouts as a table's rows, with the interval of 90% of the cases compared with measurements."""
         (low, high), rows = self.interval, []
+        tries_precisions = len({each.layout.precision for each in self.outcomes}) > 1
         for each in self.outcomes[:top]:
             layout, speed, hours, cost = each.layout, each.images_per_second, self.hours(each), self.cost(each)
             cells = {
                 "layout": str(layout),
                 "micro x images": f"{layout.accumulation} x {each.images // (layout.data * layout.accumulation)}",
                 "recompute": layout.recompute,
+                **({"precision": layout.precision} if tries_precisions else {}),
                 "GB (state)": f"{each.memory / 1e9:.1f} ({each.state / 1e9:.1f})",
                 "images/s (90%)": f"{speed:,.0f} ({speed / high:,.0f}-{speed / low:,.0f})",
                 "hours (90%)": f"{hours:.3g} ({hours * low:.3g}-{hours * high:.3g})",
@@ -141,7 +143,7 @@ class Report:
                 above = speed
         axes.axvline(self.cluster.accelerator.memory / 1e9, color="grey", linestyle="--", linewidth=1)
         axes.set_xscale("log")
-        axes.set(xlabel="peak memory of a rank, GB (triangles: recompute=full)", ylabel="images/s of all ranks")
+        axes.set(xlabel="peak memory of a rank, GB (triangles: recomputation)", ylabel="images/s of all ranks")
         axes.set_title(self.title)
         axes.set_ylim(0.0, 1.08 * corners[0][1])
         axes.grid(alpha=0.3)

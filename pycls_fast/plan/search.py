@@ -6,7 +6,7 @@ Networks run on fake tensors only, once for each way of recomputing, with two nu
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -32,8 +32,9 @@ from pycls_fast.values import AUTO
 # Images of the two measurements.
 _FEW, _MANY = 8, 64
 # Of the arithmetic behind which an exchange hides: the rest is lost to kernels that share the device's memory with it.
+# An assumption; not fitted.
 _OVERLAP = 0.92
-# DDP's default; the last one of a step is never hidden.
+# DDP's default (torch's `bucket_cap_mb`); the last one of a step is never hidden.
 _BUCKET = 25 * 2**20
 _DEGREES = (1, 2, 4, 8)
 _DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
@@ -44,6 +45,7 @@ _UNDIVIDED = {
 }  # fmt: skip
 # Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
 _MOST = 8
+_RECOMPUTE = ("off", "selective", "full")
 # gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
 _SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b", "zbv")
 
@@ -160,6 +162,8 @@ class Outcome:
         kernels = "smaller kernels"
         if self.layout.recompute != best.layout.recompute:
             kernels = "recomputation"
+        elif self.layout.precision != best.layout.precision:
+            kernels = "precision"
         elif self.compiled != best.compiled:
             kernels = "eager code"
         costs = {
@@ -203,9 +207,12 @@ class Search:
         config: with a global batch; the layout's own settings are replaced.
         cluster: where it would run.
         classes: outputs, if `model.num_classes` does not say.
+        precisions: to be tried; without any the configuration's own.
     """
 
-    def __init__(self, config: RunConfig, cluster: Cluster, classes: int = 1000) -> None:
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, classes: int = 1000, precisions: Sequence[str] = ()
+    ) -> None:
         if config.data.global_batch_size == AUTO:
             raise UserError("data.global_batch_size: auto depends on the data; give a number")
         self.config, self.cluster, self.classes = config.with_values(parallel=_UNDIVIDED), cluster, classes
@@ -215,6 +222,7 @@ class Search:
         # `auto` begins with autocast on a GPU.
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name
+        self.precisions = [automatic if name == "auto" else name for name in precisions] or [self.precision]
         self._known: dict[tuple[object, ...], _Traced] = {}
         self._plans: dict[Layout, MemoryPlan] = {}
         self.one = self._plan(Layout(precision=self.precision))
@@ -225,10 +233,11 @@ class Search:
         # What the run itself lacks, such as data, refuses no layout.
         known = set(problems(self.config, Purpose()))
         for degrees in self._degrees(len(blocks)):
-            for parts, recompute in product(self._plan(degrees).parts(), ("off", "full") if blocks else ("off",)):
+            ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
+            for parts, recompute, precision in product(self._plan(degrees).parts(), ways, self.precisions):
                 if degrees.pipeline > 1 and parts > _MOST * degrees.pipeline:
                     continue
-                layout = replace(degrees, accumulation=parts, recompute=recompute)
+                layout = replace(degrees, accumulation=parts, recompute=recompute, precision=precision)
                 if set(problems(self.config.with_values(**layout.values), Purpose())) <= known:
                     yield layout
 

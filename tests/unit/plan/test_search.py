@@ -101,6 +101,16 @@ def test_layouts_use_all_ranks_and_divide_the_batch(search: Search) -> None:
     assert {each.accumulation for each in found if each.shard == 16} == {1, 2, 4}
 
 
+def test_ways_of_recomputing_and_precisions_are_tried(search: Search) -> None:
+    found = list(Search(search.config, clusters.cluster("h100x2"), 10, ("auto", "bf16_params")).layouts())
+    ways = {(each.precision, each.recompute) for each in found if each.replicate == 2}
+    assert ways == set(itertools.product(("amp_bf16", "bf16_params"), ("off", "selective", "full")))
+    assert {each.recompute for each in found if each.tensor > 1} == {"off", "full"}
+    off, selective, full = (search.outcome(Layout(16, recompute=way)) for way in ("off", "selective", "full"))
+    assert off.compute < selective.compute < full.compute
+    assert off.memory > selective.memory > full.memory
+
+
 def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
     cluster = search.cluster
     one_each = replace(cluster, cores=8, accelerator=replace(cluster.accelerator, device="cpu"))
