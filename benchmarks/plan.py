@@ -309,11 +309,13 @@ META = (
     ("8, all float16", 8, 48, 256, "fp16", 2.18),
     ("64", 64, 48, 256, "fp16_master", 1.83),
 )
+# The row of 8 GPUs that is fitted, by one factor for what the baseline waited for.
+META_FITTED = 1
 
 
 NOTE = """\
-Meta's factors are missed: its baseline, 547 images/s of 8 GPUs (assumed), uses 17% of their peak, where NeMo's eager
-code uses 45% and the plan says 36%: it waited for something that is not published."""
+Not fitted, Meta's 8 are missed by -23%, -34% and -41%: their baseline, 547 images/s (assumed), uses 17% of the peak,
+where NeMo's eager code uses 45% and the plan says 36%: it waited for something that is not published."""
 
 
 def published_lines(apart: list[Errors]) -> Iterator[str]:
@@ -333,7 +335,7 @@ def published_lines(apart: list[Errors]) -> Iterator[str]:
                 for (ranks, (_, speed)), error in zip(run.speeds.items(), found, strict=True)
             )  # fmt: skip
             yield f"| {run.name}, {device} | {' | '.join(map(' / '.join, zip(*cells, strict=True)))} |"
-    ladder = []
+    factors = []
     for what, ranks, images, size, precision, ratio in META:
         same = f"speed.compile=off speed.attention=reference data.image_size={size}"
         before = searched(
@@ -342,8 +344,13 @@ def published_lines(apart: list[Errors]) -> Iterator[str]:
         after = searched(
             f"a100x{ranks}", "vit_h16", images, f"speed.optimizer=foreach speed.layout=batch_second {same}"
         ).outcome(Layout(shard=ranks, precision=precision))
-        times = before.step / after.step
-        ladder.append((what, f"{ratio}", f"{times:.2f}", f"{times / ratio - 1.0:+.0%}"))
+        factors.append((what, ratio, before.step / after.step))
+    _, known, planned = factors[META_FITTED]
+    ladder = []
+    for what, ratio, times in factors:
+        scaled = times * known / planned
+        missed = "fitted" if times == planned else f"{scaled / ratio - 1.0:+.0%}"
+        ladder.append((what, f"{ratio}", f"{scaled:.2f}", missed))
     yield f"| Meta, ViT-H/16, a100: times DDP | {' | '.join(map(' / '.join, zip(*ladder, strict=True)))} |"
 
 
