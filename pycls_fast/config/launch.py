@@ -364,6 +364,23 @@ def command_alone() -> list[str] | None:
     return [*flags, *launcher, *(override for override in known if key_of(override) != "run_dir")]
 
 
+# Of no interest in a name: where files are, and what does not change the result.
+_NOT_NAMED = re.compile(r"data[.]root|data[.].*cache|run_dir|resume|imports|trackers|callbacks|runtime|hydra")
+_LONGEST_VALUE, _LONGEST_NAME = 30, 100
+
+
+def overrides_name() -> str:
+    """What was typed, as part of a folder's name: `lr-0.001_epochs-3`; "" without a command."""
+    parts = []
+    for override in typed_overrides(HydraConfig.get()) if HydraConfig.initialized() else ():
+        key, separator, value = override.lstrip("+").partition("=")
+        if separator and not _NOT_NAMED.match(key):
+            # Of a path the last part.
+            short = re.sub(r"[^\w.]+", "-", value.rstrip("/").rpartition("/")[2]).strip("-")[:_LONGEST_VALUE]
+            parts.append(f"{key.rpartition('.')[2]}-{short}")
+    return "_".join(parts)[:_LONGEST_NAME].rstrip("-_.")
+
+
 def is_command() -> bool:
     """Whether this process runs a tool's command line, not a notebook or another program."""
     return HydraConfig.initialized()

@@ -41,12 +41,12 @@ class Trained:
 
     @property
     def best(self) -> Path:
-        """The weights of the best checkpoint in one file, which is written when the training is done."""
+        """The weights of the best checkpoint in one file, which is written when the training ends."""
         return self.run_dir / "best.safetensors"
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """The scores of the best evaluation (`top1`, `top5`, `loss`, `step`, ...); None if the training was stopped."""
+        """The scores of the best evaluation (`top1`, `top5`, `loss`, `step`, ...); None if there was none."""
         return None if self.summary is None else self.summary["best"]
 
     @cached_property
@@ -67,11 +67,9 @@ class Trained:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The values of `summary.json`, which rank 0 writes; None if the training was stopped."""
-        if self.status != DONE:
-            return None
-        values: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
-        return values
+        """The values of `summary.json`, which rank 0 writes; None on another rank of a training that was stopped."""
+        file = self.run_dir / "summary.json"
+        return json.loads(file.read_text(encoding="utf-8")) if self.status == DONE or file.is_file() else None
 
 
 def train_net(

@@ -14,11 +14,11 @@ from torch import Tensor
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
-from pycls_fast.inference.contact_sheet import Cell, write_sheets
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
 from pycls_fast.models import maps
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.train.contact_sheet import Cell, write_sheets
 from pycls_fast.train.folder import output_file
 
 MOST_IMAGES = 200

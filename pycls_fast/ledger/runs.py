@@ -21,9 +21,8 @@ from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.errors import DONE, MISTAKE, UserError, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
-from pycls_fast.ledger.report.text import duration
 from pycls_fast.reading import cell, read_json
-from pycls_fast.train.display import plain_table, wide_console
+from pycls_fast.train.display import duration, plain_table, wide_console
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
 from pycls_fast.train.validation import best_evaluation
@@ -190,7 +189,8 @@ def _state(path: Path, summary: Values | None, records: Sequence[Values]) -> Sta
         return "stopped"
     # If a finished run was continued with more epochs, its summary is that of the first part.
     trained = max((record["step"] for record in records if record["kind"] == "train"), default=0)
-    return "finished" if summary is not None and summary["steps"] >= trained else "failed"
+    whole = summary is not None and not summary.get("stopped") and summary["steps"] >= trained
+    return "finished" if whole else "failed"
 
 
 def _of_summary(summary: Values) -> dict[str, float | None]:

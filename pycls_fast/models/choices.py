@@ -29,6 +29,15 @@ class Model(Choice, key="model", tag="kind"):
     switches: ClassVar[tuple[str, ...]] = ()
     """The switches (keys of `speed`) whose values `build` takes as keyword arguments."""
 
+    @property
+    def called(self) -> str:
+        """What people call it: the name of its sizes, else the family."""
+        free = {"num_classes", "drop_path"}
+        mine = self.model_dump(exclude=free)
+        ours = {name: preset for name, preset in PRESETS.items() if preset["kind"] == self.kind}
+        named = (name for name in ours if Model._choose(ours[name]).model_dump(exclude=free) == mine)
+        return next(named, self.kind)
+
     def build(self, classes: int, image_size: Size) -> Network:
         """A network with its initial values, from torch's default generator, for images of this size."""
         raise NotImplementedError
@@ -152,6 +161,10 @@ class TimmModel(Model, name="timm"):
 
     switches = ("attention",)
 
+    @property
+    def called(self) -> str:
+        return f"{self.name} (timm)"
+
     def build(self, classes: int, image_size: Size, *, attention: str = "reference") -> Network:
         from pycls_fast.models.timm_network import TimmNetwork
 
@@ -170,6 +183,10 @@ class GivenModel(Model, name="given"):
 
     module: Text
     """The name of its class."""
+
+    @property
+    def called(self) -> str:
+        return self.module
 
     def build(self, classes: int, image_size: Size) -> Network:
         from pycls_fast.models.given import GivenNetwork

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import io
 import os
 import time
+import traceback
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,7 +27,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from pycls_fast.errors import discard_output, printable, wrapped
+from pycls_fast.errors import UserError, discard_output, printable, wrapped
 
 _PLAIN_SECONDS = 5.0
 # Without a word, of what has a bar on a terminal.
@@ -46,6 +49,10 @@ class Display:
         if not self.console.is_terminal:
             # The width is unknown, and wrapped lines are hard to search.
             self.console.width = 160
+        # Until there is a folder for it, in memory.
+        self._log = Console(
+            file=io.StringIO(), quiet=not speaks, width=160, soft_wrap=True, highlight=False, emoji=False
+        )
         self._bar: Progress | None = None
         self._training: TaskID | None = None
         self._last_line = float("-inf")
@@ -69,9 +76,26 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if error is not None:
+            known = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
+            lines = [f"error: {error or type(error).__name__}"] if known else traceback.format_exception(error)
+            self._write("\n".join(line.rstrip() for line in lines))
+        with suppress(OSError):
+            self._log.file.close()
+
+    def keep_log(self, file: TextIO) -> None:
+        """Write what was printed, and will be, into a file."""
+        before, self._log.file = self._log.file, file
+        assert isinstance(before, io.StringIO)
+        self._write(before.getvalue().rstrip("\n"))
+
+    def _write(self, text: RenderableType) -> None:
+        """Write into the log; training outlives a full disk."""
+        with suppress(OSError, ValueError):
+            self._log.print(text, markup=False)
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Print a short table of names and values."""
@@ -79,11 +103,13 @@ class Display:
         table.title, table.title_justify = Text(title, style="table.title"), "left"
         table.show_header = False
         self.console.print(table)
+        self._write(table)
 
     def note(self, text: str, *, style: str | None = None, whole: bool = False) -> None:
         """Print a line, on a terminal wrapped between words, unless it is to be copied as a `whole`."""
         width = self.console.width if self.console.is_terminal and not whole else None
         self.console.print(wrapped(printable(text), width), style=style, markup=False)
+        self._write(printable(text))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -108,14 +134,15 @@ class Display:
             description = f"epoch {record['epoch']:.1f}/{epochs}"
             numbers = f"{loss}  {rate}  {lr}"
             self._bar.update(self._training, completed=record["step"], description=description, numbers=numbers)
-            return
         now = time.monotonic()
         is_last = record["step"] == total_steps
         if now - self._last_line >= _PLAIN_SECONDS or is_last:
             self._last_line = now
             left = datetime.timedelta(seconds=round(seconds_left))
             place = f"step {record['step']}/{total_steps}  epoch {record['epoch']:.2f}/{epochs}"
-            self.note(f"{place}  {loss}  {lr}  {rate}  left {left}")
+            (self.note if self._bar is None or self._training is None else self._write)(
+                f"{place}  {loss}  {lr}  {rate}  left {left}"
+            )
 
     @contextmanager
     def scoring(self, doing: str, images: int) -> Iterator[Callable[[int], None]]:
@@ -223,6 +250,23 @@ def human(value: float, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.2f} {prefix}{unit}"
     return f"{value:g} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """A readable time in seconds, minutes, hours or days."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+_LONGEST = 24
+
+
+def one_line(name: str) -> str:
+    """The name on one line, cut to 24 characters; control characters and lone surrogates become "?"."""
+    shown = "".join("?" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in name)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
 
 
 def epochs(value: float) -> str:

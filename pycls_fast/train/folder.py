@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import yaml
 
 from pycls_fast.errors import UserError, print_lines, refusing
 from pycls_fast.files import atomic_text, user_path
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.reading import parse_record, read_bytes
+from pycls_fast.reading import parse_record, read_bytes, read_json
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
@@ -194,6 +194,23 @@ class RunFolder:
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Write a JSON file atomically; values that are not finite are written as null."""
         self._write(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file atomically."""
+        self._write(name, text)
+
+    def open_log(self) -> TextIO:
+        """`log.txt`, to add to what earlier processes have printed."""
+        file = self.path / "log.txt"
+        with writing(file):
+            number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return os.fdopen(number, "a", encoding="utf-8", errors="backslashreplace")
+
+    @property
+    def finished(self) -> bool:
+        """Whether `summary.json` is of a run that no signal stopped."""
+        file = self.path / "summary.json"
+        return file.is_file() and not read_json(file).get("stopped")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""

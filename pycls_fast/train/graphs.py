@@ -99,7 +99,7 @@ class GraphedStep(Step):
         """Train on the one microbatch of a step, counted from 0; `metrics` are those of the first call."""
         (batch,) = microbatches
         set_lr(self.optimizer, self.schedule(step))
-        self._write(step, *self._inputs(step, 0, batch))
+        self._write(step, *self.inputs(step, 0, batch))
         if self._done < WARM_UP:
             self.recorder.warm_up(lambda: self._recorded(metrics))
         else:

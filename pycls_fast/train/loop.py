@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.features import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
+from pycls_fast.train.page import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import StopRequest, stop_requests
@@ -68,6 +70,8 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], co
         with open_board(run) as board, display, run.saver:
             # From here on its configuration stays, even if the first step fails.
             run.folder.keep()
+            if world.is_main:
+                display.keep_log(run.folder.open_log())
             status = board.status = Loop(run, stop, board).run_to_end()
             # It may still wait for its tracker.
             stop.finished = status == DONE
@@ -116,8 +120,11 @@ class Loop:
             self._begin()
             with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
+                taken: Iterator[Batch] = microbatches
+                if run.start_step == 0 < run.total_steps and run.world.is_main:
+                    taken = self._drawn(microbatches)
                 for step in range(run.start_step, run.total_steps):
-                    self._train_step(step, microbatches)
+                    self._train_step(step, taken)
                     self._do_what_is_due(step + 1)
                     if step + 1 == run.total_steps:
                         # It may have become the last one: early stopping.
@@ -163,6 +170,17 @@ class Loop:
         steps = {"start_step": run.start_step, "steps": run.total_steps}
         loader = build.train_loader(run.config, train, run.world, chosen, **steps)
         yield from to_device(loader, run.world.device, mode=chosen.input_copy)
+
+    def _drawn(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
+        """The microbatches, once the first one is drawn; its time does not count."""
+        asked = time.perf_counter()
+        self.run.world.at("waiting for the data of step 1")
+        first = next(microbatches)
+        loaded = time.perf_counter()
+        draw_batch(self.run, first)
+        self.clock.waited += loaded - asked
+        self.clock.started += time.perf_counter() - loaded
+        return chain([first], microbatches)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
         with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.held):
@@ -298,18 +316,18 @@ class Loop:
         run = self.run
         # An evaluation that was stopped has not changed the state, which was saved before it or as it stopped.
         self._finish_saving(run.saved_step or 0)
+        memory = max(run.world.gather(self.memory.bytes()))
         if run.world.is_main:
             newest = next(checkpoints(run.folder.checkpoints), None)
             step = 0 if newest is None else step_of(newest)
+            signal = self.stop.name or "a signal to another rank"
             run.add_record("event", step, event="stopped", signal=self.stop.name)
-            run.display.note(
-                f"stopped by {self.stop.name or 'a signal to another rank'}; everything up to step {step} is saved"
-            )
+            run.display.note(f"stopped by {signal}; everything up to step {step} is saved")
             for note in resume_notes(run):
                 run.display.note(note, whole=True)
             # Last: a launcher may kill this, and everything else is done.
             try:
-                self.evaluations.draw()
+                summarise(run, self.evaluations, self.clock, memory, stopped=(signal, step))
             except UserError as error:
                 run.display.warn(error.lines[0])
         return STOPPED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -18,6 +17,7 @@ from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.files import atomic_write
 from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
+from pycls_fast.train.display import one_line
 from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text
 
@@ -78,7 +78,6 @@ _WITH_NAMES = 80
 _PAIRS = 20
 # Rows and columns; about the number of pixels that they are drawn with.
 _MOST_CELLS = 1500
-_LONGEST = 24
 # For scripts that matplotlib's own font lacks; those that are not installed are left out.
 _OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans Devanagari", "Noto Sans Thai", "WenQuanYi Zen Hei", "Arial Unicode MS")
 
@@ -148,7 +147,7 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     if len(classes) > _WITH_NAMES:
         # Positions, as in classes.json.
         return
-    names = [_short(name) for name in classes]
+    names = [one_line(name) for name in classes]
     size = 8 if len(names) <= _WITH_NUMBERS else 5
     places = range(len(names))
     families = font_families()
@@ -162,7 +161,7 @@ def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
     mistakes = np.flatnonzero(counts.right_C != counts.predicted_C)
     largest = mistakes[np.argsort(-counts.images_C[mistakes], kind="stable")[:_PAIRS]]
     lines = [
-        f"{images:>5} x  {_short(classes[a])} ({a}) → {_short(classes[b])} ({b})"
+        f"{images:>5} x  {one_line(classes[a])} ({a}) → {one_line(classes[b])} ({b})"
         for a, b, images in zip(*(values_C[largest] for values_C in counts), strict=True)
     ]
     text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
@@ -175,12 +174,6 @@ def font_families() -> list[str]:
 
     installed = set(font_manager.get_font_names())
     return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]
-
-
-def _short(name: str) -> str:
-    """The name on one line, cut to 24 characters; control characters and lone surrogates become "?"."""
-    shown = "".join("?" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in name)
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
 
 
 _MOST_TILES, _TILE_SIDE = 200, 160

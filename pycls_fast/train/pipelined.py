@@ -23,7 +23,7 @@ class PipelinedStep(Step):
         assert pipeline is not None
         inputs, states = [], []
         for position, batch in zip(range(self.accumulation_steps), microbatches, strict=True):
-            images_BCHW, targets = self._inputs(step, position, batch)
+            images_BCHW, targets = self.inputs(step, position, batch)
             if not pipeline.takes_images and self.teacher is None:
                 # Of a later stage only the shape is asked for.
                 images_BCHW = images_BCHW.new_zeros(()).expand(images_BCHW.shape)

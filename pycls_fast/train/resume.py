@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config import command_alone, is_command, tasks
+from pycls_fast.config import command_alone, is_command, overrides_name, tasks
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
@@ -77,7 +77,7 @@ def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
 
 
 def _choose(config: RunConfig) -> tuple[Path, bool]:
-    path = _new_folder(config.config_name) if config.run_dir is None else user_path(config.run_dir)
+    path = _new_folder(config.config_name, overrides_name()) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     # The token distinguishes this start from an earlier one with the same given folder.
@@ -87,9 +87,9 @@ def _choose(config: RunConfig) -> tuple[Path, bool]:
     return Path(text.partition(" ")[2]), restarted
 
 
-def _new_folder(experiment: str) -> Path:
+def _new_folder(experiment: str, settings: str) -> Path:
     """Make a new folder, so that two runs that start in the same second get different ones."""
-    path = first = Path("runs") / experiment / timestamp()
+    path = first = Path("runs") / experiment / "_".join(filter(None, [timestamp(), settings]))
     for number in count(2):
         with writing(path), suppress(FileExistsError):
             path.mkdir(parents=True)

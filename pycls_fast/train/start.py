@@ -11,14 +11,14 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.memory_plan import MemoryPlan, device_memory
-from pycls_fast.plan.race import race
-from pycls_fast.speed import SWITCHES
+from pycls_fast.plan.race import Race, race
 from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts
-from pycls_fast.train.display import Display, epochs, human
+from pycls_fast.train.display import Display, duration, epochs, human, one_line
 from pycls_fast.train.environment import device_name, environment
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.resume import choose_run_dir, find_start, resume
@@ -84,48 +84,94 @@ _UNBALANCED = 3
 
 
 def introduce(run: Run) -> None:
-    """Print the table: model, data, steps, memory, device and switches."""
+    """Print the table: what is trained, on what, how and for how long."""
     config, world, parts = run.config, run.world, run.parts
     train, val = parts.sources["train"], parts.sources["val"]
+    flops = human(parts.complexity.forward_flops, "FLOP")
+    ranks = f"{world.size} ranks, " if world.size > 1 else ""
+    threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
+    rows = {
+        "model": f"{config.model.called}, {human(parts.complexity.parameters)} parameters, {flops} an image",
+        "weights": config.weights or "random",
+        "training images": f"{len(train):,} in {_classes(train)}",
+        "validation images": f"{len(val):,}",
+        "preprocessing": build.preprocessing(config),
+        "training": _training(run),
+        "steps": _steps(run),
+        "time": _time(run),
+        "memory": _memory(run),
+        "device": f"{device_name(world.device)}, {ranks}{threads}{config.precision.name}",
+        "pipeline": _pipeline(run),
+        "switches": _switches(run),
+        "run folder": str(run.folder.path),
+    }
+    run.display.table(config.config_name, [(name, text) for name, text in rows.items() if text])
+    for note in _notes(run):
+        run.display.note(note)
+
+
+def _classes(train: Images) -> str:
+    """Their number, and which have the most and the fewest images."""
+    counts = train.class_counts()
+    if counts.min() == counts.max():
+        return f"{len(counts):,} classes, {counts.min():,} of each"
+    most, fewest = (f"{one_line(train.classes[k])} ({counts[k]:,})" for k in (counts.argmax(), counts.argmin()))
+    return f"{len(counts):,} classes, most of {most}, fewest of {fewest}"
+
+
+def _training(run: Run) -> str:
+    """What will happen to which layers."""
+    config, trained = run.config, [parameter.numel() for parameter in run.parts.step.parameters]
+    what = "all layers"
+    if "all" not in config.optim.trainable:
+        rank = config.optim.lora_rank
+        names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
+        what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
+    # Else the checkpoint has a head.
+    begins = config.begins_with_probe and run.parts.new_head and run.saved_step is None
+    return f"first a new head is fitted to the features of the images, then {what}" if begins else what
+
+
+def _steps(run: Run) -> str:
+    config, world = run.config, run.world
     batch = f"{config.data.global_batch_size}"
     if world.data_size * config.optim.microbatches > 1:
         each = config.data.global_batch_size // world.data_size // config.optim.microbatches
         batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
-    chosen = [
-        f"{switch.name}={value}"
-        for switch in SWITCHES.values()
-        if switch.concerns(config.model.kind) and (value := getattr(parts.speed, switch.name)) != switch.reference
-    ]
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
-    size, flops = config.data.image_size, human(parts.complexity.forward_flops, "FLOP")
-    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-    threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
-    rows = [
-        ("model", f"{config.model.kind}, {human(parts.complexity.parameters)} parameters"),
-        ("one image", f"{size} px, {flops} forward"),
-        ("training images", f"{len(train):,} in {len(train.classes)} classes"),
-        ("validation images", f"{len(val):,}"),
-        ("steps", f"{run.total_steps:,} ({asked} epochs of {parts.steps_per_epoch:,})"),
-        ("global batch", batch),
-        ("preprocessing", build.preprocessing(config)),
-        ("memory per rank", _memory(run)),
-        ("device", f"{device_name(world.device)}, {ranks}, {threads}{config.precision.name}"),
-        ("switches", "  ".join(chosen) or "all at their reference"),
-        ("run folder", str(run.folder.path)),
-    ]
-    if (pipeline := parts.step.wrapped.pipeline) is not None:
-        idle = pipeline.bubble(config.optim.microbatches)
-        stages = f"{world.pipeline} ranks, {config.parallel.pipeline_schedule}"
-        rows.insert(-2, ("pipeline", f"{stages}: idle for {idle:.0%} of the time of its work"))
-    if "all" not in config.optim.trainable:
-        trained = [parameter.numel() for parameter in parts.step.parameters]
-        rank = config.optim.lora_rank
-        names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
-        rows.insert(2, ("trained", f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"))
-    run.display.table(config.config_name, rows)
-    for note in _notes(run):
-        run.display.note(note)
+    return f"{run.total_steps:,} of {batch} images ({asked} epochs of {run.parts.steps_per_epoch:,})"
+
+
+def _time(run: Run) -> str | None:
+    """About how long the steps, the evaluations and the fit of a head take; None if it is not known before."""
+    raced = _raced(run.config, run.world)
+    if raced is None or run.world.size > 1:
+        return None
+    steps = range(run.start_step, run.total_steps)
+    images = len(steps) * run.config.data.global_batch_size
+    # A forward pass is a third of a step.
+    every = run.config.runtime.eval_every_steps or run.parts.steps_per_epoch * run.config.runtime.eval_every_epochs
+    averaged = 1 if run.parts.step.ema is None else 2
+    images += len(steps) // every * averaged * len(run.parts.sources["val"]) // 3
+    seconds = images * raced.seconds_per_image
+    return "a few minutes at most" if seconds < 60 else f"about {duration(seconds)}"
+
+
+def _pipeline(run: Run) -> str | None:
+    pipeline = run.parts.step.wrapped.pipeline
+    if pipeline is None:
+        return None
+    idle = pipeline.bubble(run.config.optim.microbatches)
+    stages = f"{run.world.pipeline} ranks, {run.config.parallel.pipeline_schedule}"
+    return f"{stages}: idle for {idle:.0%} of the time of its work"
+
+
+def _switches(run: Run) -> str:
+    """Those that were set; config.yaml has all."""
+    speed = run.config.speed
+    chosen = [f"{name}={value}" for name, value in speed.by_hand.items()]
+    return "  ".join(chosen if speed.preset == "fast" else [speed.preset, *chosen])
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -163,16 +209,21 @@ def _notes(run: Run) -> Iterator[str]:
 
 def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
     """A note if another precision is much faster on this CPU."""
-    compute = build.compute_dtype(config)
-    is_raced = compute in (torch.float32, torch.bfloat16) and not build.level(config).float8
-    if world.device.type == "cpu" and world.is_main and is_raced:
-        ratio = race(config).ratio
-        faster, slower = ("fp32", 1 / ratio) if compute == torch.bfloat16 else ("amp_bf16", ratio)
+    raced = _raced(config, world)
+    if raced is not None:
+        computes_in_16_bits = build.compute_dtype(config) == torch.bfloat16
+        faster, slower = ("fp32", 1 / raced.ratio) if computes_in_16_bits else ("amp_bf16", raced.ratio)
         if slower > _MUCH_SLOWER:
             yield (
                 f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
                 "precision=auto takes the faster one"
             )
+
+
+def _raced(config: RunConfig, world: World) -> Race | None:
+    """How fast this CPU computes in float32 and bfloat16; None if the run is not about that."""
+    is_raced = build.compute_dtype(config) in (torch.float32, torch.bfloat16) and not build.level(config).float8
+    return race(config) if world.device.type == "cpu" and world.is_main and is_raced else None
 
 
 def _memory(run: Run) -> str:

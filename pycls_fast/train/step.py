@@ -68,7 +68,7 @@ class Step:
     def _add_all_gradients(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
         parts = self.accumulation_steps
         for position, batch in zip(range(parts), microbatches, strict=True):
-            images_BCHW, targets = self._inputs(step, position, batch)
+            images_BCHW, targets = self.inputs(step, position, batch)
             is_last = position == parts - 1
             loss = self._add_gradients(images_BCHW, targets, parts=parts, is_last=is_last)
             if self.watchdog is not None:
@@ -108,7 +108,8 @@ class Step:
         self.weights.copy_to_model()
         return grad_norm
 
-    def _inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
+    def inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
+        """What the network and the loss get of a microbatch; the same whenever it is asked for."""
         # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
         seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
         seed_generators(seed, batch.labels_B.device)

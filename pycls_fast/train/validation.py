@@ -19,6 +19,7 @@ from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
+from pycls_fast.train.page import write_page
 from pycls_fast.train.pictures import draw_confusion, draw_curves
 from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
@@ -194,14 +195,18 @@ class Evaluations:
                 draw_confusion(counts, run.classes, matrix, run.config.config_name)
 
 
-def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> float | None:
-    """Write `summary.json` and `best.safetensors`, draw the curves, print the result and give it to the trackers.
+def summarise(
+    run: Run, evaluations: Evaluations, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
+) -> float | None:
+    """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
+    and give it to the trackers.
 
     On the main rank.
 
     Args:
         clock: the speed of what this process trained.
         memory: the peak over the ranks, in bytes.
+        stopped: the signal that ended the run, and the step that is saved.
 
     Returns:
         What a sweeper minimises; see `objective`.
@@ -211,13 +216,14 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
         trained = list(run.folder.records("train"))
         clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
         memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-    values = summary_values(run, clock, memory)
+    values = summary_values(run, clock, memory, stopped)
     if not (run.finished and _has_summary(run)):
         run.folder.write_json("summary.json", values)
-        evaluations.board.summarise(values)
+        if stopped is None:
+            evaluations.board.summarise(values)
     evaluations.draw(whole=True)
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
-    if final is not None and best is not None:
+    if final is not None and best is not None and stopped is None:
         run.display.note(
             f"done: {told(final)}  (best, by {metric}: {told(best, brief=True)} at epoch {epochs(best['epoch'])})"
         )
@@ -228,6 +234,7 @@ def summarise(run: Run, evaluations: Evaluations, clock: Clock, memory: int) -> 
             export_best(checkpoint, weights)
         except UserError as error:
             run.display.warn(str(error))
+    write_page(run, values)
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
@@ -238,21 +245,23 @@ def _has_summary(run: Run) -> bool:
     """Whether an earlier process wrote the summary of all the run's steps."""
     try:
         summary = read_json(run.folder.path / "summary.json")
-        return summary["steps"] == run.total_steps and summary["final"] is not None
+        return summary["steps"] == run.total_steps and summary["final"] is not None and not summary["stopped"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def summary_values(run: Run, clock: Clock, memory: int) -> dict[str, Any]:
-    """The values of `summary.json`."""
+def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
+    """The values of `summary.json`; see `summarise`."""
     primary = primary_records(run)
     best = best_of(run, primary)
     step_seconds, rate = clock.medians()
+    signal, steps = (None, run.total_steps) if stopped is None else stopped
     return {
         "config_name": run.config.config_name,
         "seed": run.config.seed,
-        "steps": run.total_steps,
-        "epochs": run.epoch(run.total_steps),
+        "stopped": signal,
+        "steps": steps,
+        "epochs": run.epoch(steps),
         "final": primary[-1] if primary else None,
         "best": None if best is None else primary[best],
         "images_per_second": rate,

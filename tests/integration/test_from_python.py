@@ -158,7 +158,7 @@ def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> Non
     assert second.classifier.network.last_layer().in_features == 4 * 4 * 4
 
 
-def test_a_training_that_is_stopped_has_no_summary(
+def test_a_training_that_is_stopped_has_everything_up_to_then(
     small: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = loop.Loop._train_step
@@ -169,7 +169,15 @@ def test_a_training_that_is_stopped_has_no_summary(
 
     monkeypatch.setattr(loop.Loop, "_train_step", stopped)
     trained = pycls_fast.train_net("vit_digits", [*small, f"run_dir={tmp_path / 'run'}"])
-    assert (trained.run_dir, trained.status, trained.summary) == (tmp_path / "run", 3, None)
+    assert (trained.run_dir, trained.status) == (tmp_path / "run", 3)
+    assert trained.summary is not None
+    assert (trained.summary["stopped"], trained.summary["steps"], trained.metrics) == ("SIGTERM", 1, None)
+    assert "stopped by SIGTERM" in (trained.run_dir / "index.html").read_text()
+    assert "stopped by SIGTERM; everything up to step 1 is saved" in (trained.run_dir / "log.txt").read_text()
+    monkeypatch.undo()
+    trained = pycls_fast.train_net("vit_digits", [*small, f"run_dir={tmp_path / 'run'}"])
+    assert trained.summary is not None
+    assert (trained.status, trained.summary["stopped"]) == (0, None)
 
 
 def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

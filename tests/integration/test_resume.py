@@ -210,6 +210,8 @@ def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, mo
         patched.setattr(Loop, "_stop_if_asked", stop_in_the_average)
         assert train(load_config("vit_digits", overrides)) == 3
     assert [record["weights"] for record in records(tmp_path, "eval")] == ["model"]
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped"] == "a signal to another rank"
+    assert (tmp_path / "confusion.png").is_file()
     assert train(load_config("vit_digits", overrides)) == 0
     assert [(record["step"], record["weights"]) for record in records(tmp_path, "eval")] == [(3, "model"), (3, "ema")]
     assert json.loads((tmp_path / "summary.json").read_text())["final"]["step"] == 3

@@ -277,7 +277,7 @@ class CrossedTrainings:
     def _predictions(self, planned: PlannedPair) -> list[Predictions] | None:
         """Those of both trainings; None if one of them failed."""
         folders = [RunFolder(run.folder) for run in self._runs(planned)]
-        if not all((folder.path / "summary.json").is_file() for folder in folders):
+        if not all(folder.finished for folder in folders):
             return None
         return [Predictions.load(folder.predictions) for folder in folders]
 
@@ -301,11 +301,10 @@ def _same(one: Predictions, two: Predictions) -> bool:
 
 
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
-    file = run.folder / "summary.json"
-    if not file.is_file():
+    if not RunFolder(run.folder).finished:
         reason = read_measurement(run.folder / FAILED)["reason"]
         return TrainedRun(seed=run.seed, on=list(on), top1=None, count=None, seconds=None, failed=reason)
-    summary = read_measurement(file)
+    summary = read_measurement(run.folder / "summary.json")
     final = summary["final"]
     return TrainedRun(
         seed=run.seed,

@@ -242,7 +242,7 @@ class TrainingRun:
     @property
     def is_done(self) -> bool:
         """Whether an earlier start has finished it."""
-        return (self.folder / "summary.json").is_file() or (self.folder / FAILED).is_file()
+        return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
 
 
 @dataclass

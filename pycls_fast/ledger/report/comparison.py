@@ -6,17 +6,17 @@ import base64
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.inference.contact_sheet import tile
 from pycls_fast.ledger.report.charts import INK, LINE, PALE, Chart, literal, plain_axes
-from pycls_fast.ledger.report.page import render
-from pycls_fast.ledger.report.text import duration
 from pycls_fast.ledger.runs import shortened
-from pycls_fast.train.display import epochs, human, plain_table, wide_console
+from pycls_fast.train.contact_sheet import tile
+from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
+from pycls_fast.train.page import render
 
 Record = Mapping[str, Any]
 Row = dict[str, str]
@@ -178,7 +178,7 @@ def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
     """The page; for images that cannot be read the name is shown."""
     a, b = record["a"], record["b"]
     return render(
-        "comparison.html.j2",
+        Path(__file__).with_name("comparison.html.j2"),
         record=record,
         title=f"Two runs: {a['path']} and {b['path']}",
         heading="Two runs",

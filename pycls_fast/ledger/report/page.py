@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from pycls_fast.errors import DONE, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.charts import Chart, charts
@@ -24,25 +22,14 @@ from pycls_fast.ledger.report.text import (
     unfinished,
     verdicts,
 )
-
-
-def render(template: str, **values: Any) -> str:
-    """A page, which needs no other file: all that is shown is escaped, but for charts."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template(template).render(values)
+from pycls_fast.train.page import render
 
 
 def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
     """The page of a ledger, with these charts."""
     named, ladder = title(record), record.ladder
     return render(
-        "ledger.html.j2",
+        Path(__file__).with_name("ledger.html.j2"),
         record=record,
         title=f"{named}: {ladder.description}",
         heading=named,

@@ -211,14 +211,6 @@ def _error(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
 
 
-def duration(seconds: float) -> str:
-    """A readable time in seconds, minutes, hours or days."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
 def remarks(record: Record) -> list[str]:
     """What the columns are, and what they cannot say."""
     first, steps, found = record.reference.name, record.settings.numerics_steps, record.accuracy

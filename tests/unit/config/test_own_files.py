@@ -8,7 +8,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands.train import table_of
-from pycls_fast.config import RunConfig, Verb, command_alone, command_line, load_config
+from pycls_fast.config import RunConfig, Verb, command_alone, command_line, load_config, overrides_name
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Tool
@@ -177,3 +177,32 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
         status, _, again = tool(*command, f"run_dir={config.run_dir}", reads_images=property(look))
         assert (status, [config for config, _ in again]) == (0, [config])
     assert seen[2:] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (
+            ["optim.lr=1e-3", "model=convnext_tiny", "data.root=.", "runtime.threads=1", "weights=runs/a b/best.pt"],
+            "lr-1e-3_model-timm_name-convnext_tiny_weights-best.pt",
+        ),
+        (["optim=lion", "epochs=9", f"imports=[{'a' * 200}]"], "optim-lion_epochs-9"),
+        ([f"weights=timm:{'a' * 200}", "data.mean=[0.5,0.5,0.5]"], f"weights-timm-{'a' * 25}_mean-0.5-0.5-0.5"),
+        ([], ""),
+    ],
+)
+def test_a_folder_is_named_by_what_was_typed(monkeypatch: pytest.MonkeyPatch, arguments: list[str], name: str) -> None:
+    seen: list[str] = []
+
+    class Own(Verb):
+        def __call__(self, config: RunConfig) -> int:
+            seen.append(overrides_name())
+            return 0
+
+    # Whether the values can be used does not matter.
+    monkeypatch.setattr("pycls_fast.config.launch.check", lambda *_: None)
+    monkeypatch.setattr("pycls_fast.config.launch.notes", lambda *_: [])
+    monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
+    with pytest.raises(SystemExit):
+        command_line(Own)
+    assert seen == [name]

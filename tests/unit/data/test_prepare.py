@@ -154,7 +154,7 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, erase_v
             assert batch.images_BHWC.is_floating_point() == normalised
             assert (batch.erase_B4 is None) == erased
             assert (batch.lam is not None) == mixed
-            found[-1].append(Step._inputs(parts, 1 + number // 2, number % 2, batch))
+            found[-1].append(Step.inputs(parts, 1 + number // 2, number % 2, batch))
     assert len(found[0]) == len(found[1]) == 12
     for (images, targets), (others, other_targets) in zip(*found, strict=True):
         assert torch.equal(images, others)

@@ -19,10 +19,10 @@ from torch import Tensor
 import pycls_fast
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
-from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.export import export
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.maps import _mapped
+from pycls_fast.train.contact_sheet import Cell
 from tests.factories import config_of
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run
 

@@ -21,10 +21,10 @@ from pycls_fast.cli import find_verb
 from pycls_fast.config.launch import read_options
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
-from pycls_fast.inference.contact_sheet import Cell
 from pycls_fast.inference.images import GivenImages, find_images
 from pycls_fast.inference.predict import percent
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.train.contact_sheet import Cell
 from tests.unit.inference.conftest import make_run
 from tests.unit.inference.test_images import write_clip
 

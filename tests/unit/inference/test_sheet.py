@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.inference.contact_sheet import Cell, draw_sheet, tile, write_sheets
+from pycls_fast.train.contact_sheet import Cell, draw_sheet, tile, write_sheets
 
 RED = (200, 30, 30)
 

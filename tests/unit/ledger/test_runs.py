@@ -42,6 +42,8 @@ def make_run(
             "epochs": float(len(top1)), "images_per_second": 500.0, "wall_seconds": 1800.0,
         })  # fmt: skip
     elif ends == "stopped":
+        folder.write_json("summary.json", {"stopped": "SIGINT", "final": None, "best": None, "steps": 10 * len(top1)})
+        assert not folder.finished
         folder.add_record("event", 10 * len(top1), len(top1), event="stopped", signal="SIGINT")
     elif ends == "killed":
         (path / ".lock").touch()

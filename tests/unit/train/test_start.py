@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,3 +178,25 @@ def test_only_paths_may_differ_between_nodes(key: str, same: bool) -> None:
         config = config_of(f"{key}={'/node' if same else ''}{value}")
         with nullcontext() if same or not gathered else pytest.raises(UserError, match="seed: 2 on rank 1"):
             check_same_settings(config, world)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [([3, 3], "2 classes, 3 of each"), ([120, 20, 60], "3 classes, most of a (120), fewest of b\xe9 (20)")],
+)
+def test_the_table_has_the_rarest_and_the_commonest_class(counts: list[int], told: str) -> None:
+    source: Any = SimpleNamespace(class_counts=lambda: np.array(counts), classes=("a", "b\xe9", "c"))
+    assert start._classes(source) == told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "called"),
+    [
+        (["model=deit_s16"], "deit_s16"),
+        (["model=vit_s16", "model.drop_path=0.1", "data.image_size=224"], "vit_s16"),
+        (["model.depth=3"], "vit"),
+        (["model=timm", "model.name=convnext_tiny.fb_in22k"], "convnext_tiny.fb_in22k (timm)"),
+    ],
+)
+def test_the_table_has_the_name_of_the_model(overrides: list[str], called: str) -> None:
+    assert config_of(*overrides).model.called == called
