@@ -155,7 +155,9 @@ def _time(run: Run) -> str | None:
     averaged = 1 if run.parts.step.ema is None else 2
     images += len(steps) // every * averaged * len(run.parts.sources["val"]) // 3
     seconds = images * raced.seconds_per_image
-    return "a few minutes at most" if seconds < 60 else f"about {duration(seconds)}"
+    if seconds < 60:
+        return "a few minutes at most"
+    return f"about {duration(seconds) if seconds > 7200 else f'{seconds / 60:.0f} min'}"
 
 
 def _pipeline(run: Run) -> str | None:

@@ -144,7 +144,8 @@ def test_before_the_training_it_ends_at_once(
 
 
 @pytest.mark.parametrize(
-    ("at", "left"), [("open_board", set()), ("Loop._run_to_end", {"checkpoints", "config.yaml", "environment.json"})]
+    ("at", "left"),
+    [("open_board", set()), ("Loop._run_to_end", {"checkpoints", "config.yaml", "environment.json", "log.txt"})],
 )
 def test_a_run_whose_training_begins_keeps_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Path, at: str, left: set[str]
@@ -158,4 +159,6 @@ def test_a_run_whose_training_begins_keeps_its_folder(
     with pytest.raises(UserError, match="key: wrong"):
         train(load_config("vit_digits", typed))
     assert {path.name for path in tmp_path.glob("runs/*/*/*")} == left
+    # What ended it is in there.
+    assert all(log.read_text().endswith("error: key: wrong\n") for log in tmp_path.glob("runs/*/*/log.txt"))
     assert bool(left) == bool(list(tmp_path.iterdir()))
