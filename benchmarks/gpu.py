@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import re
 import subprocess
 import sys
@@ -132,6 +133,7 @@ def rows() -> Iterator[Row]:
         if subject is FEW:
             replayed = "speed=fast precision=amp_bf16 speed.compile=model speed.compile_mode=reduce-overhead"
             yield _ours(subject, "fastest", replayed)
+            yield _ours(subject, "fastest", f"{replayed} parallel=ddp")
             yield _timm(subject, "reduce-overhead", "default")
         yield _timm(subject, "default", "default")
     yield from (_ours(VIT, "switches", text) for text in VIT_SWITCHES[2:])
@@ -169,7 +171,9 @@ def command(row: Row, batch: int, file: Path, options: argparse.Namespace) -> li
     """The command line of a row."""
     subject, counts = row.subject, (options.steps, options.warmup_steps, options.repeats)
     if row.kind == "tests":
-        return [sys.executable, "-m", "pytest", "-q", "-m", options.device, *row.settings]
+        # A CPU has the cases of two ranks, of which one says that they run.
+        what = ["cuda"] if options.device == "cuda" else ["not cuda", "-k", "ddp-bf16_params-off"]
+        return [sys.executable, "-m", "pytest", "-q", "-m", *what, *row.settings]
     if row.kind != "ours":
         line = [
             sys.executable, __file__, "--child", row.kind, "--batch", str(batch), "--out", str(file),
@@ -203,19 +207,39 @@ def _last_of_each(settings: Sequence[str]) -> list[str]:
     return list({setting.partition("=")[0]: setting for setting in settings}.values())
 
 
-def measure(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a row and write its result; if it runs out of memory, try smaller batches."""
+def measure(row: Row, folder: Path, options: argparse.Namespace, ends: float = math.inf) -> dict[str, Any]:
+    """Run a row and write its result; if it runs out of memory, try smaller batches.
+
+    Args:
+        ends: when it is stopped at the latest, by `time.monotonic`; it then has no result.
+    """
     file = row.file(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     batch = 4 if options.small else row.subject.batch
     found: dict[str, Any] = {}
     for _ in range(1 + HALVINGS):
-        found = attempt(command(row, batch, file, options), row, file, options.limit)
+        limit = min(options.limit, ends - time.monotonic())
+        found = attempt(command(row, batch, file, options), row, file, limit)
         if found["status"] != OUT_OF_MEMORY:
             break
         batch //= 2
-    file.write_text(json.dumps({"row": row.name, **found}, indent=1) + "\n", encoding="utf-8")
+    if "record" in found and row.kind == "ours":
+        found["planned_bytes"] = planned(found["record"], options.device)
+    if time.monotonic() < ends or "record" in found:
+        file.write_text(json.dumps({"row": row.name, **found}, indent=1) + "\n", encoding="utf-8")
     return found
+
+
+def planned(record: Mapping[str, Any], device: str) -> float:
+    """Bytes of the memory plan for what was measured."""
+    import torch
+
+    from pycls_fast.config.run import RunConfig
+    from pycls_fast.plan.memory_plan import MemoryPlan
+
+    config = RunConfig.model_validate_json(json.dumps(record["config"]))
+    made = MemoryPlan.imagined(config, torch.device(device), classes=record["num_classes"])
+    return made.peak(record["accumulation_steps"])
 
 
 def attempt(line: Sequence[str], row: Row, file: Path, limit: float) -> dict[str, Any]:
@@ -245,7 +269,7 @@ def load(row: Row, folder: Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-HEAD = "| settings | batch | images/s | ms a step (p10 to p90) | TFLOP/s | MFU | of the product | of timm | GiB |"
+HEAD = "| settings | batch | images/s | ms (p10 to p90) | TFLOP/s | MFU | of the product | of timm | GiB | plan |"
 TABLES = {
     "fastest": "Beside timm's model, under autocast, in a plain loop with a fused optimizer; ratios are to its first "
     "compiled row at the same batch.",
@@ -271,7 +295,7 @@ def page(folder: Path, line: str) -> str:
         "The whole step on one batch that is on the device: forward, loss, backward, optimizer. Operations are three",
         f"times the forward pass's, a multiply-add counted as 2; MFU is their share of {PEAK / 1e12:g} TFLOP/s. The",
         "product is one of 8192 x 8192 matrices of random values, sustained, between the turns of the same row; memory",
-        "is the allocator's peak. All rows of ours also have:",
+        "is the allocator's peak, beside the memory plan's. All rows of ours also have:",
         f"`{' '.join(PLAIN)}`.",
         "",
         f"Tests (`{' '.join(TESTS)}`): {'not run' if tests is None else tests['status']}.",
@@ -287,7 +311,7 @@ def page(folder: Path, line: str) -> str:
         for table, note in TABLES.items():
             pairs = [(row, r) for row, r in own if row.table == table]
             if pairs:
-                text += [note, "", HEAD, "|---|---|---|---|---|---|---|---|---|"]
+                text += [note, "", HEAD, "|---|---|---|---|---|---|---|---|---|---|"]
                 text += [_line(row, r, _flops(own), _rates_of_timm(own)) for row, r in pairs]
                 text.append("")
     return "\n".join(text)
@@ -316,13 +340,13 @@ def _line(row: Row, result: Mapping[str, Any] | None, flops: int | None, timm: M
         name = f"+ {name}"
     if result is None or "record" not in result:
         status = "not run" if result is None else result["status"].replace("|", "/")
-        return f"| {name} | {row.subject.batch} | {status} | | | | | | |"
+        return f"| {name} | {row.subject.batch} | {status} | | | | | | | |"
     record = result["record"]
     part, batch, matmul = record["train"], record["global_batch_size"], record.get("matmul")
     rate = part["images_per_second"]
     achieved = 3 * flops * rate if flops else None
     product = matmul["flops_per_second"] if matmul and matmul["dtype"] == "bfloat16" else None
-    memory = part.get("memory_peak_bytes")
+    memory, plan = part.get("memory_peak_bytes"), result.get("planned_bytes")
     cells = [
         str(batch),
         f"{rate:,.1f}",
@@ -333,6 +357,7 @@ def _line(row: Row, result: Mapping[str, Any] | None, flops: int | None, timm: M
         f"{achieved / product:.1%} of {product / 1e12:.0f}" if achieved and product else "",
         f"{rate / timm[batch]:.3f}" if batch in timm else "",
         f"{memory / 2**30:.1f}" if memory else "",
+        f"{plan / 2**30:.1f}" if plan else "",
     ]
     return f"| {name} | {' | '.join(cells)} |"
 
@@ -477,7 +502,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--select", default="*", help="only rows whose 'model: table: name' matches")
-    parser.add_argument("--minutes", type=float, default=40.0, help="start no row later than this")
+    parser.add_argument("--minutes", type=float, default=40.0, help="stop then; a row that is cut off is not kept")
     parser.add_argument("--limit", type=float, default=480, help="time limit of a row in seconds")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup-steps", type=int, default=6)
@@ -516,15 +541,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = " ".join(["python", f"benchmarks/{Path(__file__).name}", *given])
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    ends = time.monotonic() + 60 * options.minutes
     chosen = [row for row in rows() if fnmatch.fnmatch(row.label, options.select)]
     for row in [] if options.page_only else chosen:
         if load(row, folder) is not None and not options.again:
             continue
-        if time.monotonic() - started > 60 * options.minutes:
+        found = measure(row, folder, options, ends)
+        if not row.file(folder).exists():
             print("the time is over; the same command goes on from here", flush=True)
             break
-        found = measure(row, folder, options)
         options.out.write_text(page(folder, line), encoding="utf-8")
         rate = found["record"].get("train", {}).get("images_per_second") if "record" in found else None
         print(f"{row.label}: {found['status'] if rate is None else f'{rate:,.1f} images/s'}", flush=True)

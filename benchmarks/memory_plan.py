@@ -49,19 +49,21 @@ STEPS, IMAGES = 3, 8
 
 def paper() -> Iterator[str]:
     """The plan's choices as lines of Markdown."""
-    yield "| experiment | GPU | ranks | global batch | microbatches x images | peak | |"
-    yield "|---|---|---|---|---|---|---|"
+    yield f"| experiment | ranks | {' | '.join(f'{gigabytes} GB' for gigabytes in GIGABYTES)} |"
+    yield f"|---|---{'|---' * len(GIGABYTES)}|"
     for name in PAPER:
         for ranks in RANKS:
             config = load_config(name, ["data=synthetic", "precision=amp_bf16"])
             made = MemoryPlan.imagined(config, torch.device("cuda"), ranks)
-            for gigabytes in GIGABYTES:
-                steps = made.fitting(gigabytes * 1e9)
-                chosen = "-" if steps is None else f"{steps} x {made.per_rank // steps}"
-                peak = made.peak(made.parts()[0]) if steps is None else made.peak(steps)
-                note = made.elsewhere(gigabytes * 1e9) if steps is None else ""
-                batch = config.data.global_batch_size
-                yield f"| {name} | {gigabytes} GB | {ranks} | {batch} | {chosen} | {readable(peak)} | {note} |"
+            yield f"| {name} | {ranks} | {' | '.join(choice(made, gigabytes * 1e9) for gigabytes in GIGABYTES)} |"
+
+
+def choice(made: MemoryPlan, memory: float) -> str:
+    """What the plan takes on a device, or how the step would fit elsewhere."""
+    steps = made.fitting(memory)
+    if steps is None:
+        return f"needs {readable(made.peak(made.parts()[0]))}; {made.elsewhere(memory)}"
+    return f"{steps} x {made.per_rank // steps}: {readable(made.peak(steps))}"
 
 
 def resident() -> int:
@@ -163,8 +165,8 @@ def main() -> None:
         "",
         "## On paper",
         "",
-        "What `optim.accumulation_steps=auto` takes: the fewest microbatches whose peak is at most 92% of the memory.",
-        "No GPU was used. precision=amp_bf16, speed=fast, the recipe's batch; eager code.",
+        "Microbatches x images of a rank that `optim.accumulation_steps=auto` takes on GPUs of these sizes, the fewest",
+        "whose peak is at most 92% of the memory, and that peak. precision=amp_bf16, speed=fast, the recipe's batch.",
         "",
         *on_paper,
         "",

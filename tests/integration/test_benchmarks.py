@@ -1,9 +1,10 @@
-"""`benchmarks/gpu.py` and `benchmarks/cpu_step.py`, small on a CPU: what they run, and what is made of failures."""
+"""`benchmarks/gpu.py` and others, small on a CPU: what they run, what is made of failures, what is on their pages."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from tests.factories import script
 
-gpu, cpu_step = script("gpu"), script("cpu_step")
+gpu, cpu_step, memory_plan = script("gpu"), script("cpu_step"), script("memory_plan")
 
 SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2"]
 
@@ -69,12 +70,13 @@ def test_out_of_memory_is_tried_with_less_and_failures_are_told(
         return subprocess.CompletedProcess(line, 2, "", "error: speed.attention: no such kernel here; use another\n")
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu, "planned", lambda record, device: 2**35)
     gpu.measure(_row(), tmp_path, options)
     assert batches == [256, 128, 64]
     # 3 x 250 GFLOP x 800 a second are 600 TFLOP/s.
     expected = (
         "| `speed=fast precision=bf16_params` | 64 | 800.0 | 80.0 (79.0 to 83.0) | 600.0 | 60.6% | 75.9% of 790 | "
-        "0.889 | 64.0 |"
+        "0.889 | 64.0 | 32.0 |"
     )
     timm = {"global_batch_size": 64, "train": {"images_per_second": 900.0}}
     theirs = _row("timm, compiled (default), default attention")
@@ -90,20 +92,52 @@ def test_out_of_memory_is_tried_with_less_and_failures_are_told(
     assert f"| {told} |" in gpu.page(tmp_path, "python")
 
 
+def test_a_row_that_the_end_cuts_off_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def run(line: list[str], *, timeout: float, **named: Any) -> Any:
+        limits.append(timeout)
+        time.sleep(max(timeout, 0))
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    only = [*SMALL, "--out", str(tmp_path / "page.md"), "--select", "vit_h16: fastest: *"]
+    assert gpu.main([*only, "--minutes", "0.001"]) == 0
+    assert gpu.main([*only, "--minutes", "1", "--limit", "0.01"]) == 0
+    first, *others = limits
+    assert 0 < first <= 0.06
+    # The row that was cut off comes first, and those that are too slow are kept.
+    kept = [json.loads(path.read_text())["status"] for path in (tmp_path / "page").rglob("*.json")]
+    assert kept == ["stopped after 0.01 s"] * len(others)
+    assert len(others) > 3
+
+
 def _whole(record: dict[str, Any]) -> dict[str, Any]:
     spread = {"step_seconds_p50": 0.1, "step_seconds_p10": 0.1, "step_seconds_p90": 0.1}
     return {**record, "train": {**spread, **record["train"]}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("select", ["vit_h16: products: *", "resnet50: ladder: speed=reference*"])
+@pytest.mark.parametrize(
+    "select",
+    [
+        "vit_h16: tests: *",
+        "vit_h16: products: *",
+        "vit_h16: fastest: timm, compiled (default), cudnn attention",
+        "resnet50: ladder: speed=reference*",
+    ],
+)
 def test_small(tmp_path: Path, select: str) -> None:
     """One row of each kind; the whole list takes about ten minutes: python benchmarks/gpu.py --small --device cpu."""
     assert gpu.main([*SMALL, "--out", str(tmp_path / "page.md"), "--select", select]) == 0
     (file,) = (tmp_path / "page").rglob("*.json")
     found = json.loads(file.read_text())
-    assert found["status"] == "ok"
     text = (tmp_path / "page.md").read_text()
+    if "tests" in select:
+        assert found["failed"] == []
+        assert found["status"].startswith("1 passed")
+        return
+    assert found["status"] == "ok"
     if "products" in select:
         assert text.count("first of the MLP: ") == 3
         return
@@ -111,6 +145,16 @@ def test_small(tmp_path: Path, select: str) -> None:
     assert part["images_per_second"] * part["step_seconds_p50"] == pytest.approx(4)
     assert found["record"]["matmul"]["size"] == 64
     assert f"| {part['images_per_second']:,.1f} |" in text
+    if "timm" not in select:
+        assert found["planned_bytes"] == pytest.approx(part["memory_peak_bytes"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_page_has_what_the_memory_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "PAPER", ("vit_b16", "resnet50"))
+    lines, page = list(memory_plan.paper()), memory_plan.PAGE.read_text().splitlines()
+    assert len(lines) == 6
+    assert set(lines) <= set(page)
 
 
 @pytest.mark.slow
