@@ -1,6 +1,7 @@
 """Strategies by number formats, compiled or not: ten losses as in one process, and three more under another strategy.
 
-With one rank and with as many as there are GPUs, without a call that waits for the device from the third step on.
+On CUDA (`-m cuda`) with one rank and with as many as there are GPUs, without a call that waits for the device from the
+third step on; on a CPU (`-m slow`) with two ranks, which shows that this file works. Only what is selected is trained.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from pycls_fast.build import has_compiler
 from tests.integration.test_strategies import run_ranks
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 STEPS, MORE = 10, 3
 STRATEGIES = {
@@ -33,10 +31,15 @@ STRATEGIES = {
 # What goes on from whose checkpoint.
 AFTER = {"ddp": "fsdp", "fsdp": "hsdp", "hsdp": "ddp", "flat": "fsdp", "oss": "flat"}
 PRECISIONS = ("amp_bf16", "bf16_params", "amp_fp16")
-COMPILED = ("off", "blocks")
+COMPILED = {
+    **{what: ["optim.accumulation_steps=2", f"speed.compile={what}"] for what in ("off", "blocks", "model")},
+    # What `speed=fast` takes for small steps on CUDA: one microbatch is replayed.
+    "graphs": ["optim.accumulation_steps=1", "speed.compile=model", "speed.compile_mode=reduce-overhead"],
+}
 CASES = [
-    *product(("ddp", "fsdp", "hsdp"), PRECISIONS, COMPILED),
+    *product(("ddp", "fsdp", "hsdp"), PRECISIONS, ("off", "blocks")),
     *product(("ddp", "fsdp"), ("amp_bf16",), ("model",)),
+    ("ddp", "amp_bf16", "graphs"),
     *product(("flat",), ("amp_bf16", "bf16_params"), ("off",)),
     ("flat", "amp_bf16", "blocks"),
     *product(("oss",), ("amp_bf16", "amp_fp16"), ("off",)),
@@ -47,17 +50,32 @@ COMMON = [
     "model.width=32", "model.depth=2", "model.heads=2", "model.mlp_width=64", "model.patch_size=4",
     "model.drop_path=0", "model.init=trunc_normal", "data.image_size=16", "data.global_batch_size=32",
     "data.num_workers=0", "optim=sgd", "optim.lr=0.05", "optim.clip_norm=0.5", "optim.ema_decay=0.9",
-    "optim.accumulation_steps=2", "schedule.epochs=1", "schedule.warmup_epochs=0", "augment=none", "speed=fast",
+    "schedule.epochs=1", "schedule.warmup_epochs=0", "augment=none", "speed=fast",
     "trackers=[]",
 ]  # fmt: skip
+
+
+GPUS = min(torch.cuda.device_count(), 8)
+# A device, and a number of ranks on it.
+ON = [
+    pytest.param(each, id=name, marks=[mark, pytest.mark.skipif(not there, reason="not on this machine")])
+    for name, each, mark, there in (
+        ("cpu", ("cpu", 2), pytest.mark.slow, has_compiler("cpu")),
+        ("cuda-one", ("cuda", 1), pytest.mark.cuda, GPUS > 0),
+        ("cuda-all", ("cuda", GPUS), pytest.mark.cuda, GPUS > 1),
+    )
+]
 
 
 def _name(*parts: str) -> str:
     return "-".join(parts)
 
 
-def _case(strategy: str, precision: str, compiled: str, digits: Path, *more: str) -> dict[str, Any]:
-    chosen = [f"precision={precision}", f"speed.compile={compiled}", "runtime.device=cuda", f"data.root={digits}"]
+def _case(device: str, case: tuple[str, str, str], digits: Path, *more: str) -> dict[str, Any]:
+    strategy, precision, compiled = case
+    # A CPU replays nothing.
+    chosen = [key for key in COMPILED[compiled] if device == "cuda" or "compile_mode" not in key]
+    chosen += [f"precision={precision}", f"runtime.device={device}", f"data.root={digits}"]
     return {
         "config_name": "vit_digits",
         "overrides": [*COMMON, *STRATEGIES[strategy], *chosen, *more],
@@ -69,46 +87,48 @@ def _case(strategy: str, precision: str, compiled: str, digits: Path, *more: str
 class Grid:
     """What one process and the ranks of each number end with, trained when it is first asked for."""
 
-    def __init__(self, folder: Path, digits: Path) -> None:
-        self._folder, self._digits = folder, digits
+    def __init__(self, folder: Path, digits: Path, wanted: list[tuple[str, str, str]]) -> None:
+        self._folder, self._digits, self._wanted = folder, digits, wanted
 
-    def alone(self) -> Path:
+    def alone(self, device: str) -> Path:
         """One process without a strategy, uncompiled, to the end."""
         stop = f"schedule.max_steps={STEPS + MORE}"
-        cases = {precision: _case("single", precision, "off", self._digits, stop) for precision in PRECISIONS}
-        return self._run("alone", cases, 1)
+        precisions = {precision for _, precision, _ in self._wanted}
+        cases = {each: _case(device, ("single", each, "off"), self._digits, stop) for each in precisions}
+        return self._run(device, 1, "alone", cases)
 
-    def ranks(self, ranks: int) -> Path:
+    def ranks(self, device: str, ranks: int) -> Path:
         """The first ten steps of every case, and the steps of the strategy that goes on."""
         # The worker makes a folder of its runs here.
-        runs = self._folder / str(ranks) / "runs"
-        cases = {_name(*case): _case(*case, self._digits, f"schedule.max_steps={STEPS}") for case in CASES}
-        for strategy, precision, compiled in CASES:
-            saved = runs / _name(strategy, precision, compiled) / "checkpoints" / f"step_{STEPS:09d}"
+        runs = self._folder / f"{device}-{ranks}" / "runs"
+        stop = f"schedule.max_steps={STEPS}"
+        cases = {_name(*case): _case(device, case, self._digits, stop) for case in self._wanted}
+        for case in self._wanted:
+            strategy, precision, compiled = case
+            saved = runs / _name(*case) / "checkpoints" / f"step_{STEPS:09d}"
             more = f"schedule.max_steps={STEPS + MORE}", f"resume={saved}"
-            case = _case(AFTER[strategy], precision, compiled, self._digits, *more)
-            cases[_name(strategy, precision, compiled, "on")] = case
-        return self._run(str(ranks), cases, ranks)
+            # Shards cannot be replayed.
+            after = (AFTER[strategy], precision, "model" if compiled == "graphs" else compiled)
+            cases[_name(*case, "on")] = _case(device, after, self._digits, *more)
+        return self._run(device, ranks, str(ranks), cases)
 
-    def _run(self, name: str, cases: dict[str, Any], ranks: int) -> Path:
-        folder = self._folder / name
-        return folder if folder.exists() else run_ranks(cases, folder, ranks, "cuda")
+    def _run(self, device: str, ranks: int, name: str, cases: dict[str, Any]) -> Path:
+        folder = self._folder / f"{device}-{name}"
+        return folder if folder.exists() else run_ranks(cases, folder, ranks, device)
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Grid:
-    return Grid(tmp_path_factory.mktemp("grid"), digits)
+def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Grid:
+    here = (item for item in request.session.items if item.path == request.path)
+    selected = [item.callspec.params["case"] for item in here if isinstance(item, pytest.Function)]
+    return Grid(tmp_path_factory.mktemp("grid"), digits, [case for case in CASES if case in selected])
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["one rank", "ranks"])
+@pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: _name(*case))
-def test_losses_are_those_of_one_process(grid: Grid, case: tuple[str, str, str], many: bool) -> None:
-    # The batch of 32 in two microbatches.
-    ranks = min(torch.cuda.device_count(), 8) if many else 1
-    if many and ranks == 1:
-        pytest.skip("one GPU")
-    expected = torch.load(grid.alone() / f"{case[1]}.pt")["losses"]
-    folder = grid.ranks(ranks)
+def test_losses_are_those_of_one_process(grid: Grid, case: tuple[str, str, str], on: tuple[str, int]) -> None:
+    expected = torch.load(grid.alone(on[0]) / f"{case[1]}.pt")["losses"]
+    folder = grid.ranks(*on)
     losses = [
         loss for name in (_name(*case), _name(*case, "on")) for loss in torch.load(folder / f"{name}.pt")["losses"]
     ]
