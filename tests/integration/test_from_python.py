@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,14 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import pycls_fast
+from pycls_fast import build
+from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.world import World
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
+from pycls_fast.train.assemble import build_parts
+from pycls_fast.train.display import Display
+from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.runs import ROOT, TINY, records
 
 
@@ -82,6 +87,46 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names["first"].metrics["top1"] > 50
     assert names["run"].metrics["top1"] > 60
     assert names["classifier"].classes == ("7", "8", "9")
+
+
+def own_loop() -> Callable[..., Any]:
+    """The loop that the notebook shows, of the parts alone."""
+    cells = json.loads((ROOT / "docs/start.ipynb").read_text())["cells"]
+    (code,) = (cell["source"] for cell in cells if "def fit(" in cell["source"])
+    names: dict[str, Any] = {}
+    exec(code.partition("\n\nkeys = ")[0], names)
+    fit: Callable[..., Any] = names["fit"]
+    return fit
+
+
+@pytest.fixture
+def plain(digits: Path) -> RunConfig:
+    keys = ("augment=none", "model.drop_path=0", "optim.clip_norm=null", "optim.ema_decay=0.9", "precision=fp32")
+    return load_config("vit_digits", [*TINY, f"data.root={digits}", "data.num_workers=0", *keys])
+
+
+def test_a_loop_of_ones_own_computes_what_the_step_does(plain: RunConfig) -> None:
+    network, ema, _ = own_loop()(plain, 3)
+    parts = build_parts(plain, ALONE, Display(speaks=False, mode="plain"))
+    metrics = TrainMetrics(ALONE.device)
+    batches = build.train_loader(parts.config, parts.sources["train"], ALONE, parts.speed, start_step=0, steps=3)
+    for step, batch in enumerate(batches):
+        parts.step(step, [batch], metrics)
+    assert parts.step.ema is not None
+    for own, ours in (
+        (network.state_dict(), parts.network.state_dict()),
+        (ema.values, parts.step.ema.values),
+    ):
+        assert own.keys() == ours.keys()
+        assert all(torch.equal(own[name], ours[name]) for name in own)
+
+
+def test_a_loop_of_ones_own_runs_under_accelerate(plain: RunConfig) -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    world = World(accelerator.process_index, accelerator.num_processes, accelerator.device)
+    _, _, expected = own_loop()(plain, 3)
+    _, _, losses = own_loop()(plain, 3, world, accelerator.prepare, accelerator.backward)
+    assert losses == expected
 
 
 class Drawn(Dataset[tuple[Image.Image, int]]):
