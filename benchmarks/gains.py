@@ -2,11 +2,11 @@
 
 DATA, WEIGHTS and tasks as in `benchmarks/finetune.py`, with the images of its seed 0. OUT is a folder: what was trained
 there is not trained again. A row is a default `finetune` with one more option, trained with the same seeds and scored
-on the task's test images. `task=10x100@64`, `seeds=3` and `rows=tta,calibrate,soup,crop,lora,labels` choose.
+on the task's test images. `task=10x100@64`, `seeds=3` and `rows=tta,calibrate,int8,soup,crop,lora,labels` choose.
 
-Rows: `tta=flip` when scoring; `calibrate`; `soup`, the mean of the weights of all seeds; `crop`, whole images (squashed
-or with a border) in training and scoring; `lora`: the head alone, and with low-rank factors in the rest; `labels`:
-several of each image (`finetune_multi_label`), what CIFAR-10's classes are.
+Rows: `tta=flip` when scoring; `calibrate`; `int8`, exported as ONNX in int8; `soup`, the mean of the weights of all
+seeds; `crop`, whole images (squashed or with a border) in training and scoring; `lora`: the head alone, and with
+low-rank factors in the rest; `labels`: several of each image (`finetune_multi_label`), what CIFAR-10's classes are.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Bench:
 
 def main() -> None:
     root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
-    asked = {"task": "10x100@64", "seeds": "3", "rows": "tta,calibrate,soup,crop,lora,labels"}
+    asked = {"task": "10x100@64", "seeds": "3", "rows": "tta,calibrate,int8,soup,crop,lora,labels"}
     asked |= dict(argument.split("=") for argument in sys.argv[4:])
     task, rows = asked["task"], asked["rows"].split(",")
     size = int(task.partition("@")[2])
@@ -99,6 +99,11 @@ def main() -> None:
         for run in runs:
             bench.call("calibrate", f"weights={run}", f"output={run}/calibrated.safetensors", "overwrite=true")
         bench.row("calibrate", [bench.score(f"{run}/calibrated.safetensors") for run in runs], sure)
+    if "int8" in rows:
+        for run in runs:
+            bench.call("export", f"weights={run}", f"output={run}/int8.onnx", "dtype=int8", "images=[data/train]",
+                       "overwrite=true")  # fmt: skip
+        bench.row("export dtype=int8", [bench.score(run, f"exported={run}/int8.onnx") for run in runs], sure)
     if "soup" in rows:
         first, *others = runs
         for method in ("uniform", "greedy"):
