@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import re
@@ -184,6 +185,11 @@ def reporting(action: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return _interrupted()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print_lines("error", [f"{str(error.filename)[:99]}...: {error.strerror}"])
+        return MISTAKE
     except MemoryError:
         print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
         return MISTAKE

@@ -18,6 +18,14 @@ def user_path(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; not, if the name is too long for one."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def weights_file(path: Path) -> Path:
     """A file of weights under the name whose suffix, and `config.json` in the same folder, describe it.
 
@@ -66,18 +74,6 @@ def best_first(path: Path) -> Iterator[Path]:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     yield folder / BEST
     yield from checkpoints(folder)
-
-
-def our_config(values: Any) -> dict[str, Any] | None:
-    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key.
-
-    Args:
-        values: the decoded JSON under the key `config`.
-    """
-    if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("model", "data", "speed")):
-        return None
-    # Nothing is imported because a file of weights says so.
-    return {key: value for key, value in values.items() if key != "imports"}
 
 
 def flush(*files: IO[Any]) -> None:

@@ -176,10 +176,16 @@ def test_two_of_one_name_are_an_error() -> None:
 def test_all_of_them_at_the_command_line(here: Path) -> None:
     overrides = small(*EVERYTHING, "run_dir=run", "schedule.max_steps=2")
     run_process(command(*overrides), cwd=here)
-    done = run_process(command("weights=run", tool="test_net", config_name=None), cwd=here)
+    score = command("weights=run", tool="test_net", config_name=None)
+    line = run_process(score, cwd=here, expect=2).stderr
+    typed = line.rpartition("to run it, add ")[2].partition(" ")[0]
+    assert typed == EVERYTHING[0]
+    done = run_process([*score, typed], cwd=here)
     assert "top-1" in done.stdout
     run_process(command("weights=run", "output=net.safetensors", tool="export_net", config_name=None), cwd=here)
     Image.new("RGB", (32, 32)).save(here / "image.png")
     words = ["net.safetensors", "image.png", "imports=my_model"]
+    run_process([*command(tool="predict", config_name=None), *words], cwd=here)
+    words = ["run", "image.png", "imports=[my_model,my_loss]"]
     run_process([*command(tool="predict", config_name=None), *words], cwd=here)
     assert torch.isfinite(torch.tensor(records(here / "run", "train")[-1]["loss"]))

@@ -1,13 +1,22 @@
 """`pycls-fast predict`, `maps` and `export`: tools that take trained weights and no configuration."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pycls_fast.config import ModuleNames, Section, Verb
 from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Several, Text
 
 Which = Literal["auto", "model", "ema"]
 Device = Literal["auto", "cpu", "cuda"]
+
+
+def _imported(verb: Verb) -> dict[str, Any]:
+    """The verb's keys but `imports`, which are imported."""
+    from pycls_fast.config.compose import import_modules
+
+    given = dict(verb)
+    import_modules(given.pop("imports"))
+    return given
 
 
 class _ImagesOptions(Section):
@@ -24,6 +33,8 @@ class _ImagesOptions(Section):
     """auto: the average of the weights if there is one."""
     device: Device = "auto"
     """Where the network runs."""
+    imports: ModuleNames = ()
+    """The modules that register a model of your own."""
 
 
 class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
@@ -49,15 +60,11 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     """Images at a time; null: 64."""
     num_workers: NonNegativeInt | None = None
     """Processes that read and decode; null: none for few images, else one per core."""
-    imports: ModuleNames = ()
-    """For an exported file of a model of your own: the modules that register it."""
 
     def __call__(self) -> int:
-        from pycls_fast.config.compose import import_modules
         from pycls_fast.inference.predict import predict as predict_images
 
-        given = dict(self)
-        import_modules(given.pop("imports"))
+        given = _imported(self)
         by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet"}
         given["format"] = self.format or by_suffix.get(Path(self.output or "").suffix, "table")
         return predict_images(**given)
@@ -84,7 +91,7 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     def __call__(self) -> int:
         from pycls_fast.inference.maps import draw_maps
 
-        return draw_maps(**dict(self))
+        return draw_maps(**_imported(self))
 
 
 class ExportVerb(Verb, default=None):
@@ -117,12 +124,10 @@ class ExportVerb(Verb, default=None):
     overwrite: bool = False
     """Overwrite an existing file; of a folder, only the files of the export."""
     imports: ModuleNames = ()
-    """If weights is an exported file of a model of your own: the modules that register it."""
+    """The modules that register a model of your own."""
 
     def __call__(self) -> int:
-        from pycls_fast.config.compose import import_modules
         from pycls_fast.inference.export import export as export_weights
 
-        given = dict(self)
-        import_modules(given.pop("imports"))
+        given = _imported(self)
         return export_weights(given.pop("weights"), given.pop("output"), **given)

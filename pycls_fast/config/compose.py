@@ -29,7 +29,7 @@ from pycls_fast.config.of_weights import OF_WEIGHTS, of_weights
 from pycls_fast.config.presets import PRESETS, groups, options, timm_written_out
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
-from pycls_fast.files import user_path
+from pycls_fast.files import exists, user_path
 from pycls_fast.precision import LEVELS
 
 # Every rank would create Hydra's folders and log files; only rank 0 writes the run folder.
@@ -147,7 +147,7 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
         for override in composed.overrides
         if key_of(override) == "config_name"
     )
-    import_modules_of(composed.values)
+    import_modules(module_names(composed.values))
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
     values["config_name"] = composed.config_name
     config = validate(RunConfig, values, composed.where, options.model_fields)
@@ -175,15 +175,12 @@ def import_modules(names: Iterable[str]) -> None:
             raise UserError(f"imports: {name}: {type(error).__name__}: {first_line(error)} {at}") from error
 
 
-def import_modules_of(values: Mapping[str, Any]) -> None:
-    """Import what a configuration's plain values name, before they are validated with what the modules register.
-
-    Raises:
-        UserError: see `import_modules`.
-    """
-    names = values.get("imports") or []
+def module_names(values: Mapping[str, Any]) -> list[str]:
+    """What a configuration's plain values import; it is validated with what the modules register."""
+    names = values.get("imports")
     # Values of other types are left to the validation.
-    import_modules([names] if isinstance(names, str) else [name for name in names if isinstance(name, str)])
+    listed = names if isinstance(names, list | tuple) else [names]
+    return [name for name in listed if isinstance(name, str)]
 
 
 def validate(
@@ -270,7 +267,7 @@ def long_name(override: str, folders: Sequence[Path]) -> str:
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
     # No option has a slash: a folder that is not there is told as one.
     key, separator, value = override.partition("=")
-    if key == "data" and value not in options("data", folders) and ("/" in value or user_path(value).exists()):
+    if key == "data" and value not in options("data", folders) and ("/" in value or exists(user_path(value))):
         key = "data.root"
     return f"{ALIASES.get(key, key)}{separator}{value}"
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
-from pycls_fast.models.choices import ResNetModel, TimmModel, ViTModel
+from pycls_fast.models.choices import ResNetModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
 from pycls_fast.strategies import Strategy
@@ -399,9 +399,6 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _vit_sizes(model, data.image_size, parallel.tensor_degree, parallel.expert_degree)
     if isinstance(model, ResNetModel) and model.stem != "small" and smallest < 32:
         yield "data.image_size", f"{smallest} is too small for model.stem={model.stem}; use model.stem=small"
-    if isinstance(model, TimmModel):
-        for name in model.options.keys() & _INSTEAD_OF_TIMM_OPTIONS.keys():
-            yield f"model.options.{name}", f"{_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})"
     if model.num_classes == 1:
         yield "model.num_classes", "classification needs at least 2 classes; got 1"
     if config.optim.accumulation_steps != AUTO:
@@ -424,13 +421,3 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
         longer = f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}"
         yield "schedule.warmup_epochs", f"{longer}; use schedule.warmup_epochs={schedule.epochs} or less"
-
-
-# Our settings that replace options of timm's models.
-_INSTEAD_OF_TIMM_OPTIONS = {
-    "num_classes": "the classes of the data, or model.num_classes, decide it",
-    "in_chans": "images are read as RGB, so it is 3",
-    "drop_path_rate": "model.drop_path sets it",
-    "features_only": "models here end in a classification head",
-    **dict.fromkeys(("pretrained", "pretrained_cfg", "checkpoint_path"), "weights=timm:NAME brings weights"),
-}

@@ -33,7 +33,8 @@ from pycls_fast.config.compose import (
     as_hydra_overrides,
     check,
     compose_here,
-    import_modules_of,
+    import_modules,
+    module_names,
     notes,
     readable,
     require_folders,
@@ -48,7 +49,7 @@ from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
-from pycls_fast.files import timestamp
+from pycls_fast.files import exists, timestamp
 from pycls_fast.values import Text
 
 
@@ -131,7 +132,7 @@ def _run(verb: type[Verb], arguments: list[str]) -> int:
     folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
     if flags.help:
         named = [override for override in flags.overrides if override.startswith("imports=")]
-        import_modules_of({"imports": _value(named[-1]) if named else None})
+        import_modules(module_names({"imports": _value(named[-1]) if named else None}))
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE
@@ -276,7 +277,7 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
                 texts[key] = text  # A path may look like a number.
             else:
                 values[key] = _value(argument)
-        elif (Path(argument).exists() or not separator) and (argument == "-" or not argument.startswith("-")):
+        elif (exists(Path(argument)) or not separator) and (argument == "-" or not argument.startswith("-")):
             bare.append(argument)
         elif separator:
             values[key] = text

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import STATE, best_first, our_config, user_path, weights_file
+from pycls_fast.files import STATE, best_first, exists, user_path, weights_file
 from pycls_fast.models.choices import PRESETS as MODELS
-from pycls_fast.reading import TEXT_BYTES, SavedConfiguration, check, parse_json, read_json, read_yaml
+from pycls_fast.reading import (
+    TEXT_BYTES,
+    SavedConfiguration,
+    check,
+    open_file,
+    our_config,
+    parse_json,
+    read_json,
+    read_yaml,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
         UserError: it cannot be read.
     """
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
-    if not source.exists():
+    if not exists(source):
         return None  # A hub name, or an error that is reported when it is opened.
     path = source.resolve()
     file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
@@ -55,7 +64,7 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
 def _in_header(file: Path) -> dict[str, Any] | None:
     """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file, None) as stream:
             header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
         text = header.get("__metadata__", {}).get("config")
         values = None if text is None else parse_json(text)

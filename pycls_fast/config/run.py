@@ -135,9 +135,8 @@ class RunConfig(Section):
     """Training does not start without weights: the recipe is for fine-tuning."""
     imports: ModuleNames = ()
     """Python modules that are imported before anything is built, from the current folder or where Python looks: they
-    can register models with timm (timm.models.register_model) for model=timm. They are saved with a run, so every tool
-    that builds the network of a run's folder or checkpoint imports them: load only those that you trust. Exported files
-    never import anything."""
+    can register models with timm (timm.models.register_model) for model=timm. They are code: what a run has saved here
+    is imported only if it is typed again."""
     model: Model
     data: Source = Auto()
     augment: Augment = Augment()

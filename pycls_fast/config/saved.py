@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.choice import FAMILIES
-from pycls_fast.config.compose import import_modules_of, long_name, validate
+from pycls_fast.config.compose import long_name, module_names, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.presets import groups
@@ -54,27 +56,63 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     Raises:
         UserError: one line per value that this version does not accept.
     """
-    import_modules_of(values)
-    return validate(RunConfig, values, lambda key: where)
+    try:
+        return validate(RunConfig, {**values, "imports": []}, lambda key: where)
+    except UserError as error:
+        raise UserError(*error.lines, *_not_imported(values, where)) from error
 
 
-def own_places(saved: SavedConfig, given: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong) for addresses, and places to write to, that only a saved configuration names: nothing
-    is to be contacted and written there.
+def as_data(saved: SavedConfig, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The values of a saved configuration without those that count only where they are typed: modules, and folders of
+    caches. It may be a stranger's.
 
     Args:
-        given: the keys on the command line.
+        given: the values on the command line by key.
+
+    Raises:
+        UserError: it names modules that nobody has imported, an address, or a folder to write to.
     """
-    data = saved.values.get("data")
-    if "data" in given or not isinstance(data, Mapping):
-        return
-    for key in ("root", "train", "val"):
-        place = str(data.get(key) or "")
-        outside = user_path(place).is_absolute() or ".." in place
-        written = key == "root" and data.get("source") == "digits" and outside and not user_path(place).is_dir()
-        if f"data.{key}" not in given and ("://" in place or written):
-            what = "no folder, so the digits would be written there" if written else "an address"
-            yield f"data.{key}", f"{place} is {what}, and only {saved.file} names it"
+    lines = [] if "imports" in given else list(_not_imported(saved.values, str(saved.file)))
+    values = {key: value for key, value in saved.values.items() if key != "imports"}
+    data = values.get("data")
+    if isinstance(data, Mapping) and "data" not in given:
+        values["data"] = {key: value for key, value in data.items() if key not in _CACHES or value == "off"}
+        source = given.get("data.source", data.get("source"))
+        for key in ("root", "train", "val"):
+            place = str(data.get(key) or "")
+            what = None if f"data.{key}" in given else _acts(place, str(source), is_root=key == "root")
+            if what is not None:
+                lines.append(
+                    f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
+                )
+    refuse(lines)
+    return values
+
+
+_CACHES = ("index_cache", "shard_cache", "shard_cache_gib")
+
+
+def _acts(place: str, source: str, *, is_root: bool) -> str | None:
+    """What a place in `data` is, besides files to be read."""
+    if "://" in place:
+        return "an address"
+    if not is_root or not place:
+        return None
+    if source == "hub" and not user_path(place).is_dir():
+        return "a name on the Hugging Face hub"
+    # Half a folder of digits is completed, too.
+    is_written = source == "digits" and not (user_path(place) / "9").is_dir()
+    return "no folder of the digits, which would be written there" if is_written else None
+
+
+def _not_imported(values: Mapping[str, Any], where: str) -> Iterator[str]:
+    """A line if saved values name modules that this process has not imported; those that it has run nothing more."""
+    names = [name for name in module_names(values) if name not in sys.modules]
+    if names:
+        yield (
+            f"imports: {where} names {', '.join(names)}, which may be a stranger's code; to run it, add "
+            f"imports=[{','.join(names)}] (in Python: import it first)"
+        )
 
 
 # What is taken from these sections; the rest depends on training, its machine and its number of ranks.
@@ -90,20 +128,19 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     taken, since the network is not wrapped for scoring and there may be another number of ranks.
 
     Raises:
-        UserError: there are values that Hydra would resolve, keys of its own, or an address.
+        UserError: there are values that Hydra would resolve, or keys of its own; see `as_data`.
     """
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
     overrides = [long_name(override, [CONFIGS]) for override in overrides]
-    places = own_places(saved, {key_of(override) for override in overrides})
-    refuse(f"{key}: {what}; to allow it, give {key}" for key, what in places)
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    found = as_data(saved, {key_of(key): value for key, value in given.items()})
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
-    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     chosen = {key for key, value in given.items() if not value.startswith("{")}
     values: dict[str, Any] = {"defaults": ["_self_", *({name: None} for name in names)]}
-    for key, value in saved.values.items():
+    for key, value in found.items():
         if key != "config_name" and not (key in names and key in chosen):
             kept = _KEPT.get(key) if isinstance(value, dict) else None
             tag = FAMILIES[key].tag if key in FAMILIES and isinstance(value, dict) else None

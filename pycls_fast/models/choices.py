@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pycls_fast.choice import Choice
 from pycls_fast.given import given
@@ -50,7 +50,7 @@ class ViTModel(Model, name="vit"):
     """The side of a patch, in pixels."""
     width: PositiveInt
     """The number of features of a token; a multiple of heads."""
-    depth: PositiveInt
+    depth: Annotated[int, Field(gt=0, le=1000)]
     """The number of blocks."""
     heads: PositiveInt
     """The number of attention heads."""
@@ -151,6 +151,16 @@ class ResNetModel(Model, name="resnet"):
         return ResNet(num_classes=classes, drop_path=self.drop_path, **self.own(), **switches)
 
 
+# Our settings that replace options of timm's models; no file or address is opened that an option names.
+_INSTEAD_OF_TIMM_OPTIONS = {
+    "num_classes": "the classes of the data, or model.num_classes, decide it",
+    "in_chans": "images are read as RGB, so it is 3",
+    "drop_path_rate": "model.drop_path sets it",
+    "features_only": "models here end in a classification head",
+    **dict.fromkeys(("pretrained", "pretrained_cfg", "checkpoint_path"), "weights=timm:NAME brings weights"),
+}
+
+
 class TimmModel(Model, name="timm"):
     """Any timm model by its name, newly initialised; `weights=timm:NAME` loads timm's weights into it."""
 
@@ -158,6 +168,13 @@ class TimmModel(Model, name="timm"):
     """timm's name of the model, such as convnext_tiny."""
     options: dict[str, bool | int | float | str | None] = Field(default={})
     """Arguments of timm's constructor, under its names."""
+
+    @field_validator("options")
+    @classmethod
+    def _are_of_the_model(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value.keys() & _INSTEAD_OF_TIMM_OPTIONS.keys():
+            raise ValueError(f"{name}: {_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})")
+        return value
 
     switches = ("attention",)
 

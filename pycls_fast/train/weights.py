@@ -241,12 +241,12 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
                   "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
         "runtime": {"device": device},
     }  # fmt: skip
-    if "imports" not in saved:
-        # An exported file names no modules: what only training needs may be of classes that nobody has registered here.
-        changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}}
-        changes |= {"augment": saved["augment"] | {"policy": None}}
-        changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
-        changes["data"]["source"] = "auto"
-        if saved["loss"]["name"] not in Loss.choices():
-            changes |= {"loss": {}}
+    # What only training needs may be of classes that nobody has registered here.
+    changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}, "distill": {}, "trackers": [], "callbacks": []}
+    changes |= {"augment": saved["augment"] | {"policy": None}}
+    changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
+    changes["data"]["source"] = "auto"
+    if "imports" not in saved and saved["loss"]["name"] not in Loss.choices():
+        # An exported file names no modules.
+        changes |= {"loss": {}}
     return validate_saved({**saved, **changes}, str(path))

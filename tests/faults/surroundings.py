@@ -98,6 +98,15 @@ def _lock(run: Path) -> None:
     (run / ".lock").symlink_to("../victim")
 
 
+def _evil_module(run: Path) -> None:
+    (run.parent / "victim").write_text("as before")
+    (run.parent / "evil.py").write_text("open('victim', 'w')\n")
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + "\nimports: [evil]\n")
+    for state in run.glob("checkpoints/step_*/state.json"):
+        state.write_text(state.read_text().replace('"imports": []', '"imports": ["evil"]'))
+
+
 def _victim(folder: Path, text: str) -> list[str]:
     return [] if (folder / "victim").read_text() == "as before" else ["a file outside of the run was overwritten"]
 
@@ -194,5 +203,6 @@ CASES: Mapping[str, Case] = {
     ),
     "a stranger's defaults": Case(_on_run(_config("defaults: [base]"), "score", "weights=run"), allowed=(2,)),
     "a stranger's Hydra": Case(_on_run(_config("hydra: {job: {chdir: true}}"), "score", "weights=run"), allowed=(2,)),
-    "a stranger's module": Case(_on_run(_config("imports: [/tmp/evil]"), "score", "weights=run"), allowed=(2,)),
+    "a stranger's module": Case(_on_run(_evil_module, "score", "weights=run"), allowed=(2,), after=_victim),
+    "a stranger's module in a checkpoint": Case(_on_run(_evil_module, "predict", "run", "run"), after=_victim),
 }  # fmt: skip

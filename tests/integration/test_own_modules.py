@@ -76,6 +76,9 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     with pytest.raises(UserError, match=own):
         pycls_fast.load("net.safetensors")
     image = np.zeros((8, 8, 3), np.uint8)
+    with pytest.raises(UserError, match=own):
+        pycls_fast.load("run")
+    import_modules(["my_package.nets"])
     logits = pycls_fast.load("run").logits(image)
     assert logits.shape == (1, 10)
     assert torch.equal(pycls_fast.load("net.safetensors").logits(image), logits)

@@ -16,7 +16,9 @@ from tests.unit.config.conftest import Tool
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return load_config("vit_digits", ["seed=5", "data.image_size=20", "optim=sgd", "model.num_classes=7"])
+    return load_config(
+        "vit_digits", ["seed=5", "data.source=folder", "data.image_size=20", "optim=sgd", "model.num_classes=7"]
+    )
 
 
 def header(values: object) -> bytes:

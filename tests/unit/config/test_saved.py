@@ -20,7 +20,9 @@ from tests.factories import load_run_config
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return load_config("vit_digits", ["seed=5", "optim.betas=[0.8,0.95]", "augment.policy=rand_augment"])
+    return load_config(
+        "vit_digits", ["seed=5", "data.source=folder", "optim.betas=[0.8,0.95]", "augment.policy=rand_augment"]
+    )
 
 
 @pytest.fixture
@@ -79,8 +81,8 @@ def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, over
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("vit_digits", ["precision=amp_bf16", "speed.compile=model"]),
-        ("vit_digits", ["speed=reference", "speed.recompute=full", "runtime.watchdog=true"]),
+        ("vit_digits", ["data=synthetic", "precision=amp_bf16", "speed.compile=model"]),
+        ("vit_digits", ["data=synthetic", "speed=reference", "speed.recompute=full", "runtime.watchdog=true"]),
         ("resnet50", ["data=synthetic", "optim=muon"]),
     ],
 )
@@ -105,7 +107,9 @@ def test_a_run_of_any_device_is_read_anywhere(
     [["parallel=hsdp", "parallel.shard_degree=4", "parallel.replicate_degree=8"], ["parallel=fairscale_fsdp"]],
 )
 def test_a_run_of_any_strategy_is_scored_by_any_number_of_ranks(tmp_path: Path, overrides: list[str]) -> None:
-    config = load_config("vit_digits", [*overrides, "parallel.backend=gloo", "parallel.timeout_seconds=77"])
+    config = load_config(
+        "vit_digits", ["data.source=folder", *overrides, "parallel.backend=gloo", "parallel.timeout_seconds=77"]
+    )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_run_config(tmp_path).parallel == Parallel(backend="gloo", timeout_seconds=77)
     assert load_run_config(tmp_path, ["parallel=ddp"]).parallel.name == "ddp"
