@@ -10,9 +10,12 @@ import errno
 import json
 import os
 import stat
+import zipfile
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
@@ -22,24 +25,92 @@ TEXT_BYTES = 1 << 28
 CONFIG_BYTES = 1 << 20
 """The largest configuration: PyYAML reads 100 kB a second."""
 IMAGE_BYTES = 1 << 30
+TABLE_BYTES = 1 << 33
+"""The largest table, and the largest file of arrays."""
+_MOST_UNPACKED = 200
+"""How far a file may shrink: weights and names hardly do, zeros a thousandfold."""
+DEPTH = 50
+"""The most containers inside each other: who walks through what was read needs no limit of its own."""
 
 
-def read_bytes(file: str | Path, limit: int = TEXT_BYTES) -> bytes:
-    """The contents of an ordinary file; never waits for a pipe or a device.
+def open_file(file: str | Path, limit: int | None) -> BinaryIO:
+    """An ordinary file, open for reading; never waits for a pipe or a device.
+
+    Args:
+        limit: the most bytes; None for what is read piece by piece.
 
     Raises:
-        OSError: it is no ordinary file or has more than `limit` bytes, besides the system's reasons.
+        OSError: it is no ordinary file or too large, besides the system's reasons.
     """
     if "\0" in os.fspath(file):
         raise OSError(errno.EINVAL, "has a NUL in its name", repr(file))
     # O_NONBLOCK: opening a pipe without a writer would wait for one.
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+    opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no ordinary file", str(file))
-        if status.st_size > limit:
+        if limit is not None and status.st_size > limit:
             raise OSError(errno.EFBIG, f"has {status.st_size:,} bytes, more than {limit:,}", str(file))
-        return opened.read(status.st_size)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def read_bytes(file: str | Path, limit: int = TEXT_BYTES) -> bytes:
+    """The contents of a file; see `open_file`."""
+    with open_file(file, limit) as opened:
+        return opened.read(os.fstat(opened.fileno()).st_size)
+
+
+def read_npz(file: Path) -> dict[str, Any]:
+    """The arrays in an `.npz`, by name.
+
+    Raises:
+        OSError: see `open_file`.
+        ValueError: it is damaged, something else, or would unpack to far more than it is.
+    """
+    import numpy as np
+
+    kinds = (AttributeError, KeyError, TypeError, EOFError, SyntaxError, MemoryError, NotImplementedError)
+    try:
+        with open_file(file, TABLE_BYTES) as opened, np.load(opened, allow_pickle=False) as stored:
+            check_unpacked(opened)
+            return {name: stored[name] for name in stored.files}
+    except (*kinds, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{file} is damaged ({error})") from error
+
+
+def check_unpacked(archive: BinaryIO) -> None:
+    """See that a zip file, if it is one, does not unpack to far more than it is.
+
+    Raises:
+        ValueError: it does.
+    """
+    packed = os.fstat(archive.fileno()).st_size
+    with suppress(zipfile.BadZipFile):
+        unpacked = sum(part.file_size for part in zipfile.ZipFile(archive).infolist())
+        if unpacked > _MOST_UNPACKED * packed:
+            raise ValueError(f"it would unpack to {unpacked:,} bytes")
+
+
+def plain(values: Any, depth: int = DEPTH) -> Any:
+    """The values themselves: containers with names that are text, and what JSON has.
+
+    Raises:
+        ValueError: there is something else in them, or they are nested too deeply.
+    """
+    if isinstance(values, dict | list):
+        if depth == 0:
+            raise ValueError("it is nested too deeply")
+        if isinstance(values, dict) and (odd := [key for key in values if not isinstance(key, str)]):
+            raise ValueError(f"the name {odd[0]} is no text; write it in quotes")
+        for value in values.values() if isinstance(values, dict) else values:
+            plain(value, depth - 1)
+    elif not isinstance(values, str | int | float | None):
+        raise ValueError(f"{values} is a {type(values).__name__}; write it in quotes")
+    return values
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -49,7 +120,7 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, or nested too deeply.
     """
     try:
-        return json.loads(text)
+        return plain(json.loads(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -78,10 +149,10 @@ def read_yaml(file: Path) -> Any:
 
     Raises:
         OSError: see `read_bytes`.
-        ValueError: it is no YAML, nested too deeply, or has aliases.
+        ValueError: it is no YAML, nested too deeply, or has aliases or dates.
     """
     try:
-        return yaml.load(read_bytes(file, CONFIG_BYTES).decode(), _PlainLoader)  # a SafeLoader
+        return plain(yaml.load(read_bytes(file, CONFIG_BYTES).decode(), _PlainLoader))  # a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ValueError(reason) from error
@@ -104,9 +175,26 @@ class _Saved(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+Item = TypeVar("Item")
+_Pair = Annotated[list[Item], Field(min_length=2, max_length=2)]
+_Colors = Annotated[list[float], Field(min_length=3, max_length=3)]
+
+
 class _Batches(_Saved):
     global_batch_size: PositiveInt | str
-    image_size: PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+    image_size: PositiveInt | _Pair[PositiveInt]
+    root: str | None = None
+    mean: _Colors
+    std: _Colors
+    exif_orientation: bool
+    transparent: str
+    label_separator: str | None
+
+
+class _Evaluation(_Saved):
+    eval_crop: str
+    eval_crop_ratio: float
+    interpolation: str
 
 
 class _Named(_Saved):
@@ -123,19 +211,26 @@ class _Threads(_Saved):
 
 class _Switches(_Saved):
     preset: str
+    decode: str | None
+
+
+class _Parallel(_Saved):
+    tensor_degree: PositiveInt
+    pipeline_degree: PositiveInt
 
 
 class SavedConfiguration(_Saved):
     """What is read of a run's configuration before `RunConfig` checks it."""
 
     config_name: str
-    weights: str | None
+    weights: str | None = None
     model: dict[str, Any]
-    augment: dict[str, Any]
+    augment: _Evaluation
     data: _Batches
     optim: _Accumulation
     precision: _Named
     loss: _Named
+    parallel: _Parallel
     speed: _Switches
     runtime: _Threads
 
@@ -174,7 +269,10 @@ class _Record(_Saved):
 class _Train(_Record):
     kind: Literal["train"]
     loss: float | None
-    images_per_second: float | None
+    lr: float | None
+    images_per_second: NonNegativeFloat
+    step_seconds: NonNegativeFloat
+    memory_peak_bytes: NonNegativeInt
 
 
 class _Eval(_Record):
@@ -184,10 +282,12 @@ class _Eval(_Record):
     count: PositiveInt
     loss: float | None
     top1: float | None
+    top5: float | None = None
     class_top1: float | None = None
     class_top1_standard_error: float | None = None
     map: float | None = None
     map_standard_error: float | None = None
+    f1: float | None = None
 
 
 class _Event(_Record):
@@ -201,7 +301,32 @@ class _DamagedImage(_Event):
     reason: str
 
 
-_RECORDS: Mapping[Any, type[_Record]] = {"train": _Train, "eval": _Eval, "event": _Event}
+class _Resumed(_Event):
+    event: Literal["resumed"]
+    changed: dict[str, _Pair[Any]]
+    asked: str
+
+
+_RECORDS: Mapping[str, type[_Record]] = {
+    "train": _Train, "eval": _Eval, "event": _Event, "damaged image": _DamagedImage, "resumed": _Resumed,
+}  # fmt: skip
+
+
+class SavedSummary(_Saved):
+    """What is read of `summary.json`."""
+
+    steps: NonNegativeInt
+    epochs: NonNegativeFloat
+    best: dict[str, Any] | None
+    final: dict[str, Any] | None
+    images_per_second: NonNegativeFloat | None
+    wall_seconds: NonNegativeFloat
+    step_seconds_p50: NonNegativeFloat | None = None
+    memory_peak_bytes: NonNegativeInt | None = None
+    parameters: NonNegativeInt | None = None
+    forward_flops_per_image: NonNegativeFloat | None = None
+    world_size: PositiveInt | None = None
+    device: str | None = None
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -221,16 +346,48 @@ def check(schema: type[Model], values: Any) -> Model:
         raise ValueError(f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
+def our_config(values: Any) -> dict[str, Any] | None:
+    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key.
+
+    Args:
+        values: the decoded JSON under the key `config`.
+    """
+    try:
+        check(SavedConfiguration, values)
+    except ValueError:
+        return None
+    # Nothing is imported because a file of weights says so.
+    return {key: value for key, value in values.items() if key != "imports"}
+
+
 def parse_record(line: str) -> dict[str, Any] | None:
     """A line of `metrics.jsonl`; None for half a line, as a kill leaves it, and for one with fields that are wrong."""
     try:
         record = parse_json(line)
-        kind = record.get("kind") if isinstance(record, dict) else None
-        is_damage = kind == "event" and record.get("event") == "damaged image"
-        check(_DamagedImage if is_damage else _RECORDS.get(kind, _Record) if isinstance(kind, str) else _Record, record)
+        kind, event = check(_Record, record).kind, record.get("event")
+        schema = _RECORDS.get(kind, _Record)
+        check(_RECORDS.get(event, schema) if schema is _Event and isinstance(event, str) else schema, record)
     except ValueError:
         return None
     return dict(record)
+
+
+_Ratio = Annotated[float, Field(ge=0.1, le=10.0)]
+_Shape = Annotated[list[PositiveInt], Field(min_length=3, max_length=3)]
+
+
+class TimmConfig(_Saved):
+    """What is read of the `config.json` that timm writes beside weights."""
+
+    input_size: _Shape | None = None
+    test_input_size: _Shape | None = None
+    crop_pct: _Ratio | None = None
+    test_crop_pct: _Ratio | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    crop_mode: str | None = None
+    interpolation: str | None = None
+    tag: str | None = None
 
 
 def cell(value: Any) -> Any:

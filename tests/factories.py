@@ -29,6 +29,9 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import split
 
+# What a record of training has besides its step.
+TRAINED = {"loss": 1.0, "lr": 0.1, "images_per_second": 10.0, "step_seconds": 0.1, "memory_peak_bytes": 10**9}
+
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a run folder was made with, with overrides.

@@ -21,7 +21,7 @@ from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.errors import DONE, MISTAKE, UserError, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
-from pycls_fast.reading import cell, read_json
+from pycls_fast.reading import SavedSummary, cell, check, read_json
 from pycls_fast.train.display import duration, plain_table, wide_console
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
@@ -157,6 +157,8 @@ def read_run(path: Path) -> SavedRun:
         checkpoint = next(checkpoints(path / "checkpoints"), None)
         newest = (read_values(checkpoint / "state.json") if checkpoint is not None else None) or {}
         summary = summary if state == "finished" else None
+        if summary is not None:
+            check(SavedSummary, summary)
         taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
         weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
         evaluations = [record for record in taken if record["weights"] == weights]

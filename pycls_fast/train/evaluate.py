@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +26,7 @@ from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel.compile import uncompiled
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
+from pycls_fast.reading import read_npz
 from pycls_fast.speed import Speed
 from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
@@ -73,10 +72,9 @@ class Predictions:
         """Read what `save` wrote."""
         if not file.exists():
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet")
-        kinds = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
-        with refusing(f"{file}: not predictions that can be read", *kinds, use="remove it"):
-            with np.load(file, allow_pickle=False) as stored:
-                arrays = [stored[each.name.removesuffix("_N")] for each in fields(cls)]
+        with refusing(f"{file}: not predictions that can be read", OSError, ValueError, KeyError, use="remove it"):
+            stored = read_npz(file)
+            arrays = [stored[each.name.removesuffix("_N")] for each in fields(cls)]
             types = zip(arrays, ("i", "i", "i", "fi", "fi"), strict=True)
             if not all(array.dtype.kind in allowed for array, allowed in types):
                 raise ValueError("an array has the wrong type")

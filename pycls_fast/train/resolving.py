@@ -55,7 +55,7 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
         mean, std = _of_config(saved)
         data |= {"normalization": "configured", "mean": mean, "std": std}
     if config.optim.accumulation_steps == AUTO:
-        together = saved["parallel"].get("tensor_degree", 1) * saved["parallel"].get("pipeline_degree", 1)
+        together = saved["parallel"]["tensor_degree"] * saved["parallel"]["pipeline_degree"]
         parts = resumed_from.plain["world_size"] // together
         steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
         if steps and not rest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pycls_fast.config.keys import flat
 from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
 from pycls_fast.observers import Callback, Tracker
+from pycls_fast.reading import read_json
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.folder import writing
 
@@ -63,7 +63,7 @@ class Board:
 
         def start(tracker: Tracker) -> None:
             file = run.folder.path / "tracker.json"
-            ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            ids = dict(read_json(file)) if file.is_file() else {}
             run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(tracker.name), run.start_step)
             if run_id is not None:
                 run.folder.write_json(file.name, {**ids, tracker.name: run_id})

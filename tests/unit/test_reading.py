@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
-from pycls_fast.config.of_weights import SavedConfig
-from pycls_fast.config.saved import register
-from pycls_fast.errors import UserError, printable
-from pycls_fast.reading import cell, parse_json, parse_record, read_bytes, read_yaml
+from pycls_fast.config import load_config, validate_saved
+from pycls_fast.config.compose import long_name
+from pycls_fast.config.of_weights import SavedConfig, saved_at
+from pycls_fast.config.saved import as_data, register
+from pycls_fast.data.sources import arrays, folders, remote, tables, tars
+from pycls_fast.data.sources.files import OpenFiles
+from pycls_fast.errors import UserError, printable, reporting
+from pycls_fast.models.pretrained import described, read_weights
+from pycls_fast.reading import cell, parse_json, parse_record, read_bytes, read_npz, read_yaml
 
 
 def test_only_ordinary_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
@@ -24,7 +36,16 @@ def test_only_ordinary_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
             read_bytes(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "a: &a [1, 1]\nb: [*a, *a]", "a: !!python/name:os.system ''"])
+_DEEP = 60 * "[" + 60 * "]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000, "{", "a: &a [1, 1]\nb: [*a, *a]", "a: !!python/name:os.system ''", _DEEP, "a: 2024-01-01",
+        "null: 1", "a: !!set {b}",
+    ],
+)  # fmt: skip
 def test_hostile_text_is_one_error(tmp_path: Path, text: str) -> None:
     (file := tmp_path / "config.yaml").write_text(text[:20_000])
     with pytest.raises(ValueError, match=r"^.+$"):
@@ -42,19 +63,49 @@ def test_nothing_in_a_saved_configuration_is_resolved(tmp_path: Path, values: di
         register(SavedConfig(values, tmp_path / "config.yaml"), [])
 
 
-def test_no_address_is_contacted_that_only_a_saved_configuration_names(tmp_path: Path) -> None:
-    for data in ({"root": "ftp://127.0.0.1/x"}, {"source": "digits", "root": str(tmp_path / "new")}):
-        saved = SavedConfig({"data": data}, tmp_path / "config.yaml")
-        with pytest.raises(UserError, match=r"^data\.root: .* names it; to allow it, give data\.root"):
-            register(saved, [])
-        register(saved, ["data.root=ftp://127.0.0.1/x"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"root": "ftp://127.0.0.1/x"},
+        {"source": "digits", "root": "/nowhere/new"},
+        {"source": "digits", "root": "new"},
+        {"source": "hub", "root": "org/name"},
+    ],
+)
+def test_no_place_counts_that_only_a_saved_configuration_names(tmp_path: Path, data: dict[str, str]) -> None:
+    saved = SavedConfig({"data": {**data, "index_cache": "here", "shard_cache": "there"}}, tmp_path / "config.yaml")
+    with pytest.raises(UserError, match=r"^data\.root: .* names it; to allow it, give data\.root"):
+        register(saved, [])
+    register(saved, ["data.root=ftp://127.0.0.1/x"])
+    assert as_data(saved, {"data.root": "x"})["data"] == data
+
+
+def test_no_module_is_imported_that_only_a_saved_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stranger.py").write_text("raise SystemExit('code ran')")
+    monkeypatch.chdir(tmp_path)
+    values = load_config().model_dump(mode="json") | {"imports": ["stranger", "json"], "model": {"kind": "odd"}}
+    line = r"imports: .*config.yaml names stranger, which .* add imports=\[stranger\]"
+    with pytest.raises(UserError, match=f"^{line}"):
+        register(SavedConfig(values, tmp_path / "config.yaml"), [])
+    with pytest.raises(UserError, match=rf"^model\.kind: .*\n{line}"):
+        validate_saved(values, "config.yaml")
+
+
+def test_no_file_is_opened_that_an_option_of_a_timm_model_names() -> None:
+    values = load_config("vit_digits", ["model=timm", "model.name=resnet18"]).model_dump(mode="json")
+    values["model"]["options"] = {"checkpoint_path": "stranger.pth"}
+    with pytest.raises(UserError, match=r"^model\.options: checkpoint_path: weights=timm:NAME brings weights"):
+        validate_saved(values, "config.yaml")
 
 
 @pytest.mark.parametrize(
     "line",
     [
         '{"kind": "train", "step": 2, "lo',
-        '{"kind": "train", "epoch": 1, "loss": 1, "images_per_second": 1}',
+        '{"kind": "train", "step": 1, "epoch": 1, "loss": 1, "lr": 1, "images_per_second": 1, "memory_peak_bytes": 1}',
+        '{"kind": "event", "step": 1, "epoch": 1, "event": "resumed", "asked": "x"}',
         '{"kind": "eval", "step": 1, "epoch": 1, "weights": "ema", "count": 1, "loss": 1, "top1": 1}',
         '{"kind": ["train"], "step": 1, "epoch": 1}',
         '{"kind": "event", "step": 1, "epoch": 1, "event": "damaged image"}',
@@ -71,3 +122,58 @@ def test_names_command_neither_terminals_nor_spreadsheets() -> None:
     assert [cell(value) for value in ("=1+1", " @x", "-", "-1e-3", "name", -1)] == [
         "'=1+1", "' @x", "-", "-1e-3", "name", -1,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        tables._read_csv,
+        tables._read_parquet,
+        lambda path: tars._scan(str(path), "cls"),
+        arrays._read,
+        read_npz,
+        folders._read_kaggle,
+        folders._unpack,
+        lambda path: OpenFiles().read(str(path), 0, 1),
+        lambda path: remote.read_range(f"file://{path}", 0, 1),
+        lambda path: read_weights(str(path.rename(path.with_suffix(".pth")))),
+    ],
+)
+def test_no_reader_waits_for_a_pipe(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((OSError, UserError), match=r"no ordinary file|is not a file"):
+        read(tmp_path / "pipe")
+
+
+def test_a_file_that_unpacks_to_far_more_is_not_read(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "zeros.npz", zeros=np.zeros(10_000_000))
+    with pytest.raises(ValueError, match="would unpack to 80,000,1"):
+        read_npz(tmp_path / "zeros.npz")
+    torch.save({"zeros": torch.zeros(10_000_000)}, tmp_path / "stored.pth")
+    with zipfile.ZipFile(tmp_path / "stored.pth") as stored, zipfile.ZipFile(tmp_path / "zeros.pth", "w", 8) as packed:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    with pytest.raises(UserError, match="would unpack to 40,00"):
+        read_weights(str(tmp_path / "zeros.pth"))
+
+
+def test_a_text_that_is_not_utf8_in_parquet_is_one_line(tmp_path: Path) -> None:
+    parts = [None, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff")]
+    pq.write_table(pa.table({"path": pa.Array.from_buffers(pa.string(), 1, parts)}), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet: cannot be read \(.*utf-8"):
+        tables._read_parquet(tmp_path / "train.parquet")
+
+
+@pytest.mark.parametrize("kept", [{"crop_pct": 1000}, {"crop_pct": 0}, {"input_size": [3, 0, 0]}, {"mean": "x"}])
+def test_a_description_of_timm_that_makes_no_sense_is_one_line(tmp_path: Path, kept: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": kept}))
+    with pytest.raises(UserError, match=r"^weights: .*config.json is not timm's description of a model \("):
+        described(tmp_path / "model.safetensors")
+
+
+def test_a_name_that_is_too_long_is_no_file_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 300
+    assert long_name(f"data={name}", []) == f"data={name}"
+    assert saved_at(Path(name)) is None
+    assert reporting(lambda: int(Path(name).is_file())) == 2
+    assert capsys.readouterr().err == f"error: {name[:99]}...: File name too long\n"

@@ -19,6 +19,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
+from pycls_fast.reading import TABLE_BYTES, open_file
 from pycls_fast.seeds import counter_seed
 from pycls_fast.values import Size
 
@@ -93,7 +94,7 @@ def open_cifar(root: str | Path) -> dict[str, Images]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with open_file(path, TABLE_BYTES) as file:
         values = _DataOnly(file, encoding="bytes").load()
     return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in values.items()}
 

@@ -19,7 +19,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.errors import UserError, first_few
-from pycls_fast.reading import IMAGE_BYTES, parse_json, read_bytes
+from pycls_fast.reading import IMAGE_BYTES, open_file, parse_json, read_bytes
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Extensions of image files, in any case."""
@@ -96,6 +96,8 @@ class OpenFiles:
 
     def read(self, path: str, start: int, size: int) -> bytes:
         """`size` bytes of a file from `start` on; an OSError if it ends before that."""
+        if not 0 <= size <= IMAGE_BYTES:
+            raise OSError(f"an image of {size:,} bytes")
         file = self._file(path)
         try:
             data = os.pread(file.descriptor, size, min(start, sys.maxsize))
@@ -115,7 +117,8 @@ class _File:
     """A file, open as long as this object lives: a thread may still read what another one's read pushed out."""
 
     def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_file(path, None) as opened:
+            self.descriptor = os.dup(opened.fileno())
         weakref.finalize(self, os.close, self.descriptor)
 
 

@@ -25,7 +25,7 @@ from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_f
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError, first_few, is_first_of_node
-from pycls_fast.reading import read_bytes
+from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 """Finds the number of a validation image of ImageNet in its name."""
@@ -280,12 +280,12 @@ def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:
 
 def _read_kaggle(table: Path) -> dict[str, str]:
     """`ImageId,PredictionString`, the second as "WNID x y x y", once for each box."""
-    with table.open(newline="", encoding="utf-8") as file:
+    with open_file(table, TABLE_BYTES) as opened, io.TextIOWrapper(opened, "utf-8", newline="") as file:
         return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
 
 
 def _unpack(archive: Path) -> dict[str, bytes]:
-    with tarfile.open(archive) as tar:
+    with open_file(archive, TABLE_BYTES) as opened, tarfile.open(fileobj=opened) as tar:
         files = {Path(member.name).name: tar.extractfile(member) for member in tar.getmembers() if member.isfile()}
         return {name: file.read() for name, file in files.items() if name in (_GROUND_TRUTH, _META) and file}
 

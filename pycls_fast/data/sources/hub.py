@@ -13,7 +13,7 @@ from pycls_fast.data.source import Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, Labels, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, one_of, refusing
-from pycls_fast.reading import IMAGE_BYTES, read_bytes
+from pycls_fast.reading import IMAGE_BYTES, open_file, read_bytes
 
 
 class ArrowImages(Images):
@@ -60,6 +60,8 @@ def open_parquet(
     opened: dict[str, Images] = {}
     with _datasets(root) as hf:
         for split, files in found.items():
+            for file in files:
+                open_file(file, None).close()
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
             where = f"{root} ({split})"
@@ -87,6 +89,9 @@ def open_hub(
     opened: dict[str, Images] = {}
     with _datasets(name) as hf:
         if Path(name).is_dir():
+            for file in Path(name).rglob("*"):
+                if not file.is_dir():
+                    open_file(file, None).close()
             found = hf.load_from_disk(name)
         else:
             found = hf.load_dataset(repository, hub_config, revision=revision or None)

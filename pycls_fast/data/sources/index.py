@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.files import atomic_write, cache_folder, flush, user_path
-from pycls_fast.reading import parse_json
+from pycls_fast.reading import parse_json, read_npz
 
 _FORMAT = 7
 _FOLDER = ".pycls_fast_index"
@@ -119,13 +118,10 @@ def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
         OSError: it cannot be read.
         ValueError: it is damaged or something else.
     """
-    try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        about = arrays.pop("about").tobytes().decode("utf-8", "surrogateescape")
-    except (AttributeError, KeyError, TypeError, EOFError, SyntaxError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} is damaged ({error})") from error
-    return arrays, parse_json(about)
+    arrays = read_npz(file)
+    if "about" not in arrays:
+        raise ValueError(f"{file} is damaged")
+    return arrays, parse_json(arrays.pop("about").tobytes().decode("utf-8", "surrogateescape"))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ beside the workers of each rank iterates over the same sampler further ahead, an
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import multiprocessing
@@ -44,6 +45,8 @@ def file_system(address: str) -> tuple[Any, str]:
 
     with refusing(f"{address}: fsspec cannot read it", ImportError, ValueError):
         files, path = fsspec.core.url_to_fs(address)
+    if "file" in files.protocol and files.exists(path) and not (files.isfile(path) or files.isdir(path)):
+        raise OSError(errno.EINVAL, "is no ordinary file", path)
     return files, path
 
 

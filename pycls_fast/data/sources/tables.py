@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import operator
 import os
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from pycls_fast.data.sources.files import (
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
 from pycls_fast.errors import UserError, one_of, refusing
+from pycls_fast.reading import TABLE_BYTES, open_file
 
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
@@ -140,7 +142,11 @@ def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
     what = f"{path} is no table in UTF-8 with as many values in each line as columns"
-    with refusing(what, ValueError, csv.Error), path.open(newline="", encoding=ENCODING) as file:
+    with (
+        refusing(what, OSError, ValueError, csv.Error),
+        open_file(path, TABLE_BYTES) as opened,
+        io.TextIOWrapper(opened, ENCODING, newline="") as file,
+    ):
         # Headers like "path, label" exist too.
         reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
         header = next(reader, [])
@@ -152,6 +158,6 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
 def _read_parquet(path: Path) -> dict[str, list[object]]:
     with refusing(f"{path}: Parquet needs pyarrow", ImportError, use="pip install 'pycls_fast[hub]'"):
         import pyarrow.parquet as pq
-    with refusing(f"{path}: cannot be read", OSError, ValueError):
-        table = pq.read_table(path)
-    return {name: table.column(name).to_pylist() for name in table.column_names}
+    with refusing(f"{path}: cannot be read", OSError, ValueError), open_file(path, TABLE_BYTES) as opened:
+        table = pq.read_table(opened)
+        return {name: table.column(name).to_pylist() for name in table.column_names}

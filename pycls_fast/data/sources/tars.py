@@ -22,7 +22,7 @@ from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.remote import CachedShards, ShardCache, is_remote, open_whole, read_range, stamp_of
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
-from pycls_fast.reading import parse_json
+from pycls_fast.reading import IMAGE_BYTES, open_file, parse_json
 
 _THREADS = 8
 _LABEL_BYTES = 1 << 24
@@ -176,10 +176,11 @@ def _scan(shard: str, label_field: str) -> list[_Found]:
     """
     found = []
     try:
-        with open_whole(shard) if is_remote(shard) else Path(shard).open("rb") as file:
+        with open_whole(shard) if is_remote(shard) else open_file(shard, None) as file:
             for key, members in _samples(file):
                 found.append(_read_sample(key, members, label_field))
-    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+    # tarfile calls itself for each of several headers of one member.
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise UserError(f"{shard} cannot be read after {len(found):,} samples ({error}); download it again") from error
     return found
 
@@ -195,6 +196,11 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
     # "r:" refuses compressed files, in which one cannot seek to an image.
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
+            # tarfile remembers all members as long as the file is open.
+            tar.members.clear()  # type: ignore[attr-defined]  # not in typeshed
+            if member.size < 0:
+                # The next one would be before it.
+                raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
             match = _KEY_AND_EXTENSION.match(member.name)
             if not member.isfile() or match is None or Path(member.name).name[0] == ".":
                 continue
@@ -204,16 +210,16 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
                 members = []
             last = key
             content = b""
-            if member.issparse() or member.size < 0:
+            if member.issparse():
                 raise tarfile.ReadError(f"{member.name} is sparse, so its bytes are not in the file")
+            if member.size > IMAGE_BYTES:
+                raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
             if extension in ("cls", "json"):
                 if member.size > _LABEL_BYTES:
                     raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
                 extracted = tar.extractfile(member)
                 content = extracted.read() if extracted is not None else b""
             members.append((extension, member.offset_data, member.size, content))
-            # tarfile remembers all members as long as the file is open.
-            tar.members.clear()  # type: ignore[attr-defined]  # not in typeshed
         # tarfile takes a truncated header for the end of the archive.
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
-from pycls_fast.reading import read_json
+from pycls_fast.reading import TimmConfig, check, read_json
 from pycls_fast.values import Size
 
 
@@ -77,7 +77,10 @@ def _beside(path: Path) -> Preprocessing | None:
     with refusing(what, OSError, ValueError, TypeError, use="correct it"):
         config = read_json(about)
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
-        return _of_timm(kept, str(config.get("architecture", ""))) if kept and isinstance(kept, dict) else None
+        if not isinstance(kept, dict) or not kept:
+            return None
+        check(TimmConfig, kept)
+        return _of_timm(kept, str(config.get("architecture", "")))
 
 
 def _of_timm_model(name: str) -> Preprocessing | None:

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from pycls_fast.errors import UserError, first_few, first_line
-from pycls_fast.files import our_config, user_path
+from pycls_fast.files import user_path
 from pycls_fast.models.pretrained.hubs import from_hub, is_hub
 from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNETS, VITS, read_names, resnet_shortcut
 from pycls_fast.models.pretrained.traits import Traits, jax_traits, pycls_takes_bgr, pycls_traits
-from pycls_fast.reading import parse_json
+from pycls_fast.reading import check_unpacked, open_file, our_config, parse_json, read_npz
 from pycls_fast.values import Size
 
 NormPlace = Literal["every_token", "after_pool"]
 
-# Weights hardly shrink; zeros do, a thousandfold.
-_MOST_UNPACKED = 200
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
@@ -164,14 +162,8 @@ def _json_or_none(text: str) -> Any:
 def _read_npz(path: Path) -> dict[str, Tensor]:
     import numpy as np
 
-    with np.load(path, allow_pickle=False) as opened:
-        archive: Any = opened
-        size = sum(part.file_size for part in archive.zip.infolist())
-        if size > _MOST_UNPACKED * path.stat().st_size:
-            raise ValueError(f"it would unpack to {size:,} bytes")
-        arrays = {name: archive[name] for name in archive.files}
     tensors = {}
-    for name, array in arrays.items():
+    for name, array in read_npz(path).items():
         # numpy sees bfloat16 as two bytes of an unknown type.
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:
             tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
@@ -206,8 +198,10 @@ def _read_torch(path: Path) -> Any:
     harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
     harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
     harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
-    with torch.serialization.safe_globals(harmless):
-        return torch.load(path, map_location="cpu", weights_only=True)
+    with open_file(path, None) as opened, torch.serialization.safe_globals(harmless):
+        check_unpacked(opened)
+        opened.seek(0)
+        return torch.load(opened, map_location="cpu", weights_only=True)
 
 
 def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

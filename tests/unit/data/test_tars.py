@@ -87,6 +87,23 @@ def test_shards_that_are_cut_off_anywhere(tmp_path: Path) -> None:
     assert "cannot be read after 0 samples" in mistake("tar", tmp_path)
 
 
+@pytest.mark.parametrize("attack", ["names", "backwards"])
+def test_headers_that_lead_nowhere_are_one_line(tmp_path: Path, attack: str) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add_member(tar, "a.cls", b"0")
+        add_member(tar, "a.jpg", JPEG)
+    header = tarfile.TarInfo("._x")
+    header.size = -512
+    lost = header.tobuf(tarfile.GNU_FORMAT)
+    if attack == "names":
+        # Each is of the next one, and tarfile calls itself.
+        header.type, header.size = tarfile.GNUTYPE_LONGNAME, 0
+        lost = 2000 * header.tobuf(tarfile.GNU_FORMAT)
+    whole = (tmp_path / "train.tar").read_bytes().rstrip(b"\0")
+    (tmp_path / "train.tar").write_bytes(whole + bytes(-len(whole) % 512) + lost + bytes(1024))
+    assert "train.tar cannot be read after" in mistake("tar", tmp_path)
+
+
 def test_a_shard_that_shrinks_later(tmp_path: Path) -> None:
     write_tars(tmp_path, CONTENT)
     source = opened("tar", tmp_path)["train"]

@@ -20,7 +20,7 @@ from pycls_fast.ledger.runs import read_run
 from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
-from tests.factories import config_of
+from tests.factories import TRAINED, config_of
 from tests.unit.ledger.test_page import Tags
 
 IMAGES = 359
@@ -63,7 +63,7 @@ def make_run(
     settings["speed"] = resolve(config.speed, "cpu", config.optim).model_dump()
     folder.write_config(settings)
     for step in range(1, 11):
-        folder.add_record("train", step, step / 2, loss=2 - 0.1 * step, images_per_second=1e3, memory_peak_bytes=10**9)
+        folder.add_record("train", step, step / 2, **TRAINED | {"loss": 2 - 0.1 * step, "images_per_second": 1e3})
     right = labels(digits, *overrides)
     predicted, losses = right.copy(), np.full(len(right), 0.1, np.float32)
     for position, (label, loss) in wrong.items():
@@ -153,8 +153,8 @@ def test_a_difference_that_is_one(a: Path, tmp_path: Path, digits: Path) -> None
 def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(b)
     for step, changed in ((6, {"optim.lr": [1, 2]}), (4, {"optim.lr": [0.002, 0.001], "loss.threshold": [None, 0.5]})):
-        folder.add_record("event", step, step / 2, event="resumed", changed=changed)
-    folder.add_record("event", 8, 4.0, event="resumed", changed={})
+        folder.add_record("event", step, step / 2, event="resumed", asked="auto", changed=changed)
+    folder.add_record("event", 8, 4.0, event="resumed", asked="auto", changed={})
     compare_runs(str(a), str(b), output=str(b / "out"), images=0)
     line = "B changed after epoch 2: optim.lr 0.002 -> 0.001, loss.threshold null -> 0.5"
     shown = capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_the_best_evaluation_is_that_of_the_list_of_runs(tmp_path: Path, digits:
     for step, top1 in ((9, 99.5), (10, 99.4)):
         numbers = {"top1": top1, "top5": 100.0, "loss": 0.2, "count": IMAGES}
         folder.add_record("eval", step, step / 2, split="val", weights="model", **numbers)
-    folder.add_record("train", 11, 5.5, loss=1.0, images_per_second=1.0)
+    folder.add_record("train", 11, 5.5, **TRAINED)
     found = comparison(read_run_files(str(path)), read_run_files(str(path)), 0)["a"]
     assert (found["best_top1"], found["images_per_second"]) == (99.4, 1e3)
     assert read_run(path).numbers["best_top1"] == 99.4

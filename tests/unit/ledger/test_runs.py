@@ -13,7 +13,7 @@ import pytest
 from pycls_fast.commands.measure import RunsVerb
 from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
 from pycls_fast.train.folder import RunFolder
-from tests.factories import config_of
+from tests.factories import TRAINED, config_of
 
 
 def make_run(
@@ -30,7 +30,7 @@ def make_run(
     folder.write_config(config_of(f"run_dir={path}", *overrides, name=config_name).model_dump(mode="json"))
     evaluations = []
     for epoch, score in enumerate(top1, 1):
-        folder.add_record("train", 10 * epoch, epoch, loss=1.0, images_per_second=100.0 * epoch)
+        folder.add_record("train", 10 * epoch, epoch, **TRAINED | {"images_per_second": 100.0 * epoch})
         numbers = {"split": "val", "top5": 99.0, "loss": 1 / epoch, "count": 10, "class_top1": score - 1}
         evaluations.append(folder.add_record("eval", 10 * epoch, epoch, weights="model", top1=score, **numbers))
         if average:
@@ -121,7 +121,7 @@ def test_how_a_run_ended(tmp_path: Path, ends: str, state: str) -> None:
 
 def test_a_run_that_goes_on_after_its_end_is_what_it_is_now(tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path, top1=(80.0, 70.0)))
-    folder.add_record("train", 30, 3, loss=1.0, images_per_second=1.0)
+    folder.add_record("train", 30, 3, **TRAINED)
     assert read_run(tmp_path).state == "failed"
     (tmp_path / ".lock").touch()
     checkpoint = tmp_path / "checkpoints" / "step_000000030"

@@ -15,6 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import processes as module
 from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, reached, trainings
 from pycls_fast.train.folder import RunFolder
+from tests.factories import TRAINED
 from tests.unit.ledger.stand_ins import made, work
 
 OOM = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
@@ -134,7 +135,7 @@ def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def line(step: int, loss: float | None) -> str:
-    record = {"kind": "train", "step": step, "epoch": step / 10, "loss": loss, "images_per_second": 9.0}
+    record = {"kind": "train", "step": step, "epoch": step / 10, **TRAINED, "loss": loss}
     return json.dumps(record) + "\n"
 
 
