@@ -80,6 +80,8 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
     if not found:
         raise UserError(f"split: {split} has no image that can be read")
     features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    if not features_ND.isfinite().all():
+        raise UserError("weights: features of some images are not finite; take other weights, or head=small")
     if features_ND.ndim != 2:
         raise UserError(
             f"model: the last layer, {network.head_name}, gets {tuple(features_ND.shape[1:])} numbers of an image, not "

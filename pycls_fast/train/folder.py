@@ -24,6 +24,7 @@ from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
 _METRICS_BYTES = 1 << 30
+_WRITTEN = ("checkpoints", "tensorboard", "profile")
 DAMAGED_IMAGE = "damaged image"
 """The event of an image that the run met first."""
 
@@ -130,6 +131,11 @@ class RunFolder:
         while self._lock is None:
             with writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
+                for name in _WRITTEN:
+                    if (self.path / name).is_symlink():
+                        raise UserError(
+                            f"{key}: {self.path / name} is a link, which is not followed; link the whole folder instead"
+                        )
                 found = self._try_lock()
             if found is None:
                 return
@@ -246,17 +252,18 @@ class RunFolder:
         """The names of those that are recorded."""
         return {record["name"] for record in self.records("event") if record.get("event") == DAMAGED_IMAGE}
 
-    def forget_after(self, step: int) -> None:
-        """Drop records of steps that a resumed run repeats (events are kept: they did happen)."""
-        self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
+    def forget_after(self, step: int) -> int:
+        """Drop records of steps that a resumed run repeats (events are kept: they did happen); returns how many."""
+        return self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
 
     def forget_evaluation(self, step: int) -> None:
         """Drop the evaluation records of a step, which is evaluated again: it was interrupted before the average's."""
         self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
 
-    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
         records = list(self.records())
-        kept = "".join(json.dumps(record) + "\n" for record in records if wanted(record))
+        lines = [json.dumps(record) + "\n" for record in records if wanted(record)]
+        kept = "".join(lines)
         now = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         # Usually there is nothing to drop, not even a line cut off by a kill.
         if now != kept:
@@ -265,6 +272,7 @@ class RunFolder:
                 print_lines("warning", [f"{self.metrics}: dropped {damaged} damaged line{'s' * (damaged > 1)}"])
             self._close_metrics()
             self._write("metrics.jsonl", kept)
+        return len(records) - len(lines)
 
     def _close_metrics(self) -> None:
         file, self._metrics = self._metrics, None

@@ -139,7 +139,8 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
         if run.world.is_main:
             run.folder.create()
             # Killed before its first checkpoint: start again from step 0.
-            run.folder.forget_after(0)
+            if forgotten := run.folder.forget_after(0):
+                run.display.note(f"run_dir: no checkpoint was saved; {forgotten} records are dropped, it starts again")
         return
     path = opened.path
     changed = _check_resumable(run, path, opened.plain)

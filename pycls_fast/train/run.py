@@ -13,6 +13,8 @@ from torch import Tensor
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.base import Images
+from pycls_fast.errors import refusing
+from pycls_fast.files import STATE
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.offload import HostOptimizer
@@ -188,13 +190,15 @@ class Run:
         into |= opened.like(own["model"], host_optimizer=on_host)
         opened.check_fits(into, self.world)
         opened.read(into)
-        state = opened.state(into)
-        step.weights.load_state_dict(state["model"])
-        if step.ema is not None:
-            step.ema.load(step.weights.join(state["ema"]))
-        # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
-        # What is of another stage of a pipeline is not here.
-        here = {name: values for name, values in state["optimizer"].items() if name in own["model"]}
-        step.weights.load_optimizer_state(step.optimizer, here)
-        if state["loss_scaler"] and step.scaler.is_enabled():
-            step.scaler.load_state_dict(state["loss_scaler"])
+        what = f"{opened.path}: the checkpoint is damaged, its {STATE}"
+        with refusing(what, AttributeError, LookupError, TypeError, ValueError, use="take another one"):
+            state = opened.state(into)
+            step.weights.load_state_dict(state["model"])
+            if step.ema is not None:
+                step.ema.load(step.weights.join(state["ema"]))
+            # Parameter groups keep this run's settings (decay, implementation); only the state tensors are loaded.
+            # What is of another stage of a pipeline is not here.
+            here = {name: values for name, values in state["optimizer"].items() if name in own["model"]}
+            step.weights.load_optimizer_state(step.optimizer, here)
+            if state["loss_scaler"] and step.scaler.is_enabled():
+                step.scaler.load_state_dict(state["loss_scaler"])

@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
+from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
 from tests.factories import load_checkpoint, save_checkpoint
 from tests.integration.runs import assert_same_state
@@ -116,6 +118,16 @@ def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Calla
     assert warning.endswith("; taking the one before it")
     with pytest.raises(UserError, match=r"damaged|no such"):
         load_checkpoint(bad)
+
+
+def test_a_state_without_what_its_owners_read_is_one_line(tmp_path: Path) -> None:
+    step = SimpleNamespace(optimizer=None, weights=SimpleNamespace(load_state_dict=dict))
+    run: Any = SimpleNamespace(parts=SimpleNamespace(step=step), world=ALONE, state=lambda: {"model": {}})
+    opened: Any = SimpleNamespace(
+        path=tmp_path, like=lambda *_, **__: {}, check_fits=lambda *_: None, read=lambda _: None, state=lambda _: {}
+    )
+    with pytest.raises(UserError, match=r"the checkpoint is damaged, its state.json .*'model'.*; take another one$"):
+        Run.load_state(run, opened)
 
 
 def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:

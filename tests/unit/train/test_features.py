@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pycls_fast.train.features import PENALTIES, fit_each, fit_logistic
+from pycls_fast import build
+from pycls_fast.errors import UserError
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.speed import Speed
+from pycls_fast.train.features import PENALTIES, collect_features, fit_each, fit_logistic
+from tests.factories import config_of
 
 
 def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,3 +91,17 @@ def test_a_head_for_images_with_several_labels() -> None:
         )
     assert (logits_NK[:, 2] == -20).all()
     assert (logits_NK[:, 3] == 20).all()
+
+
+def test_weights_that_are_not_finite_are_one_line() -> None:
+    config = config_of()
+    network = build.model(config, 10, Speed())
+
+    def logits(*_: object) -> Iterator[tuple[SimpleNamespace, None]]:
+        network(torch.full((2, 3, 16, 16), torch.nan))
+        yield SimpleNamespace(labels_B=torch.tensor([0, 1])), None
+
+    source: Any = None
+    scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(report=lambda: None), logits=logits)
+    with pytest.raises(UserError, match=r"^weights: features of some images are not finite"):
+        collect_features(scorer, network, source, "train")

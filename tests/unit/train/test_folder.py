@@ -28,9 +28,7 @@ from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
-from tests.factories import config_of
-
-NUMBERS = {"loss": 1.0, "images_per_second": 10.0}
+from tests.factories import TRAINED, config_of
 
 
 def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
@@ -45,21 +43,21 @@ def test_values_that_are_no_numbers_become_null(tmp_path: Path) -> None:
 
 def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.add_record("train", 1, 0.5, **NUMBERS)
+    folder.add_record("train", 1, 0.5, **TRAINED)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "train", "step": 2, "lo')
     assert [record["step"] for record in folder.records()] == [1]
     folder.forget_after(1)
-    folder.add_record("train", 2, 1.0, **NUMBERS)
+    folder.add_record("train", 2, 1.0, **TRAINED)
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
 def test_a_damaged_line_is_not_dropped_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path)
-    folder.add_record("train", 1, 0.5, **NUMBERS)
+    folder.add_record("train", 1, 0.5, **TRAINED)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "tr\n')
-    folder.add_record("train", 3, 1.5, **NUMBERS)
+    folder.add_record("train", 3, 1.5, **TRAINED)
     folder.forget_after(3)
     assert "metrics.jsonl: dropped 1 damaged line\n" in capsys.readouterr().err
     assert [record["step"] for record in folder.records()] == [1, 3]
@@ -68,9 +66,9 @@ def test_a_damaged_line_is_not_dropped_in_silence(tmp_path: Path, capsys: pytest
 def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
-        folder.add_record("train", step, step / 2, **NUMBERS)
+        folder.add_record("train", step, step / 2, **TRAINED)
     folder.add_record("event", 3, 1.5, event="stopped")
-    folder.forget_after(2)
+    assert folder.forget_after(2) == 1
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
 
 
@@ -102,6 +100,14 @@ def test_links_in_the_folder_are_not_followed_when_writing(tmp_path: Path) -> No
             folder.occupy()
             folder.add_record("event", 1, 0.5, event="stopped")
         assert victim.read_text() == "as before"
+    (run := tmp_path / "linked").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(UserError, match=r"^run_dir: .*checkpoints is a link, which is not followed"),
+        RunFolder(run) as folder,
+    ):
+        folder.occupy()
 
 
 _HOLD = """

@@ -275,7 +275,7 @@ def test_hubs_say_it_without_a_download() -> None:
 def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
     assert statistics(tmp_path / "google.npz") == HALF
-    config = {"data": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, "model": {}, "speed": {}}
+    config = config_of("data.mean=[0.1,0.2,0.3]", "data.std=[0.4,0.5,0.6]").model_dump(mode="json")
     save_file({"a": torch.ones(1)}, tmp_path / "ours.safetensors", metadata={"config": json.dumps(config)})
     assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
