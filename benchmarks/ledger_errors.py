@@ -154,7 +154,7 @@ def _drawn(truth: Truth, family: Family, generator: np.random.Generator) -> list
             interaction = truth.both if first in on and second in on else 0.0
             top1.append(sum(true[name] for name in on) + interaction + truth.deviation * wild * noise)
         discordant = int(generator.poisson(share)) if truth.floor else 0
-        made.append(Pair(pair.on, top1[0] - top1[1], discordant, _IMAGES))
+        made.append(Pair(pair.on, top1[0] - top1[1], discordant, _IMAGES, (top1[0] + top1[1]) / 2))
     return made
 
 

@@ -83,6 +83,8 @@ class Repeats(Section):
     """The most trainings of all variants together; null: 64, with more than 8 variants 96 and more; 0: none."""
     margin: PositiveFloat = 0.25
     """The loss of top-1 that does not matter, in points."""
+    strict: bool = False
+    """Whether at most 5% of ladders, not of variants, may call a variant free that costs the margin."""
     first_seed: NonNegativeInt = 0
     """The seed of the first training."""
     rounds: PositiveInt = 3

@@ -7,14 +7,14 @@ the same runs and the same words.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError, refuse
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, together
+from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, possible, together
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import closed
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
@@ -28,10 +28,12 @@ from pycls_fast.ledger.report.effects import (
     deviation_of,
     estimates,
     fit,
+    interplay,
     resolution,
     runs_that_resolve,
+    sum_of,
 )
-from pycls_fast.ledger.report.record import Accuracy, TrainedRun
+from pycls_fast.ledger.report.record import Accuracy, OverallFit, PlannedFamily, TrainedRun
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 
@@ -72,10 +74,10 @@ class CrossedTrainings:
         self.known = Crossing(**before) if before else crossing(self.ladder, self.names, self.refused)
         self._pairs: dict[PlannedPair, Pair | None] = {}
 
-    def groups(self) -> list[list[Family]]:
+    def groups(self, known: Crossing | None = None) -> list[list[Family]]:
         """The families of trainings, those that are tested together in one list."""
         s = self.settings
-        return families(self.ladder, self.known, s.runs_at_most, s.first_seed)
+        return families(self.ladder, known or self.known, s.runs_at_most, s.first_seed)
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
@@ -178,7 +180,7 @@ class CrossedTrainings:
             )
 
     def _leave_out(self, group: Sequence[Family]) -> bool:
-        """Leave out a variant that makes trainings fail.
+        """Leave out a variant that makes trainings fail, and those that need it.
 
         Raises:
             UserError: trainings fail, and it is not one variant's doing.
@@ -195,11 +197,16 @@ class CrossedTrainings:
                     f"{sum(r.failed is not None for r in with_it)} of {len(with_it)} trainings failed with it, "
                     f"{sum(r.failed is not None for r in without)} of {len(without)} without"
                 )
+                for other in self.names:
+                    if name in closed(self.ladder, [other]):
+                        self.known.broken.setdefault(other, f"it needs {name}, which does")
                 self.folder.keep_crossing(asdict(self.known))
                 self.say(f"{name}: breaks training: {self.known.broken[name]}")
                 return True
-            common = set(family.names).intersection(*(run.on for run in failed))
-            if len(failed) > _MOST_FAILURES and not common:
+            # At first all variants are on together; more trainings at the same rates may tell which one it is.
+            if len(failed) > _MOST_FAILURES and not breaks(
+                [r.on for r in failed], [r.on for r in ended], family.names, times=2 * len(family.pairs) / len(runs)
+            ):
                 raise UserError(
                     f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
                     f"one is tried again when its {FAILED} is removed"
@@ -208,38 +215,57 @@ class CrossedTrainings:
 
     def record(self) -> Accuracy:
         """What the trainings that have ended say."""
-        groups = self.groups()
+        groups, broken = self.groups(), list(self.known.broken.items())
+        # Also those of designs from before a variant was left out.
+        designs = [self.groups(replace(self.known, broken=dict(broken[:count]))) for count in range(len(broken))]
+        trained = [family for design in (*designs, groups) for group in design for family in group]
         found = [self._effects(group) for group in groups]
-        pilot = [pair for group in groups for f in group[:1] for pair in f.pairs[: f.pilot]]
-        known = [pair for each in pilot if (pair := self._pair(each)) is not None]
         return Accuracy(
-            runs=self.trained([family for group in groups for family in group]),
+            runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
             effects=[
                 *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.known.identical),
                 *(effect for effects, *_ in found for effect in effects),
             ],
             looks=[look for _, looks, _ in found for look in looks],
-            total=[total for *_, total in found],
+            plan=[
+                PlannedFamily(names=list(f.names), runs=[2 * len(f.at_look(place)) for place in range(len(LOOKS))])
+                for group in groups
+                for f in group
+            ],
             broken=self.known.broken,
-            deviation=deviation_of(known) if len(known) > 1 else None,
+            fit=self._fitted(groups[0][0], found[0][2][0][1]) if found and found[0][2] else None,
         )
 
-    def _effects(self, group: Sequence[Family]) -> tuple[list[Effect], list[Any], tuple[float, float] | None]:
-        """Effects at the last look that is complete, or without words if none is; the looks; the sum of the effects."""
+    def _fitted(self, family: Family, found: Fit) -> OverallFit:
+        pairs, names = [pair for each in family.pairs if (pair := self._pair(each)) is not None], family.names
+        # Of alternatives the last, as at the end of a cumulative ladder.
+        kept, several = possible(self.ladder, names[::-1], self.known.conflicts), len(names) > 1
+        return OverallFit(
+            deviation=found.residual,
+            floor=found.floor,
+            variance_ratio=(found.residual / found.floor) ** 2,
+            resolution=resolution(found.deviation, 2 * len(family.pairs)),
+            together=sum_of(found, names, [name for name in names if name not in kept]) if several else None,
+            interplay=interplay(pairs, names, found) if several else None,
+        )
+
+    def _effects(
+        self, group: Sequence[Family]
+    ) -> tuple[list[Effect], list[Any], list[tuple[Sequence[str], Fit]] | None]:
+        """Effects at the last look that is complete, or without words if none is; the looks; the fits of the last."""
         looks: list[tuple[int, int, list[tuple[Sequence[str], Fit]]]] = []
         made = []
         for place in range(len(LOOKS)):
             fits = self._fits([(family, family.at_look(place)) for family in group], complete=True)
             if fits is not None:
                 looks.append((place, 2 * len(group[0].at_look(place)), fits))
-                made = decide(looks, self.settings.margin)
+                made = decide(looks, self.settings.margin, strict=self.settings.strict)
                 if made[-1].settled:
                     break
         if made:
-            last = looks[-1][2][0][1]
-            return made[-1].effects, made, last.together if len(group) == 1 else None
+            return made[-1].effects, made, looks[-1][2]
         fits = self._fits([(family, family.pairs) for family in group], complete=False)
-        return (estimates(fits, self.settings.margin) if fits else []), [], None
+        return (estimates(fits, self.settings.margin) if fits else []), [], fits
 
     def _fits(
         self, chosen: Sequence[tuple[Family, Sequence[PlannedPair]]], *, complete: bool
@@ -271,8 +297,8 @@ class CrossedTrainings:
         one, two = found
         # Images that one of the two could not read are left out of both.
         right, other = (each.right for each in one.shared(two))
-        difference = 100.0 * (int(right.sum()) - int(other.sum())) / len(right)
-        return Pair(planned.on, difference, int((right != other).sum()), len(right))
+        first, second = (100.0 * int(each.sum()) / len(right) for each in (right, other))
+        return Pair(planned.on, first - second, int((right != other).sum()), len(right), (first + second) / 2)
 
     def _predictions(self, planned: PlannedPair) -> list[Predictions] | None:
         """Those of both trainings; None if one of them failed."""
@@ -303,13 +329,14 @@ def _same(one: Predictions, two: Predictions) -> bool:
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
     if not RunFolder(run.folder).finished:
         reason = read_measurement(run.folder / FAILED)["reason"]
-        return TrainedRun(seed=run.seed, on=list(on), top1=None, count=None, seconds=None, failed=reason)
+        return TrainedRun(seed=run.seed, on=list(on), top1=None, correct=None, count=None, seconds=None, failed=reason)
     summary = read_measurement(run.folder / "summary.json")
     final = summary["final"]
     return TrainedRun(
         seed=run.seed,
         on=list(on),
         top1=final["top1"],
+        correct=round(final["top1"] * final["count"] / 100),
         count=final["count"],
         seconds=summary["wall_seconds"],
         failed=None,

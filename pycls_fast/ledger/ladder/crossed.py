@@ -143,9 +143,11 @@ def _crossed(
 ) -> tuple[tuple[PlannedPair, ...], int]:
     """`count` pairs, and how many of the first are all on against all off."""
     rows = _rows(len(names))
+    # The others alone tell the variants apart.
+    pilot = max(min(_PILOT, count - rows + 1), 1)
     on_RC = hadamard(rows) > 0
     ends, others = list[PlannedPair](), list[PlannedPair]()
-    for block in range(math.ceil(count / rows)):
+    for block in range(max(math.ceil(count / rows), pilot)):
         generator = np.random.default_rng([first_seed, rows, len(names), block])
         # The column of ones is always among them, which makes the first row the one with all on.
         columns = generator.permutation([0, *generator.choice(np.arange(1, rows), len(names) - 1, replace=False)])
@@ -153,21 +155,18 @@ def _crossed(
         for place, row in enumerate(order):
             is_on_N = on_RC[row, columns]
             halves = [[names[i] for i in np.flatnonzero(side).tolist()] for side in (is_on_N, ~is_on_N)]
-            on = [_possible(ladder, half, known.conflicts, generator) for half in halves]
+            on = [possible(ladder, generator.permutation(half).tolist(), known.conflicts) for half in halves]
             pair = PlannedPair(first_seed + block * rows + place, (on[0], on[1]))
             (others if place else ends).append(pair)
-    pilot = min(len(ends), _PILOT)
     # The ends of later blocks stay with their blocks.
     rest = sorted([*ends[pilot:], *others], key=lambda pair: pair.seed)
     return tuple([*ends[:pilot], *rest][:count]), pilot
 
 
-def _possible(
-    ladder: Ladder, on: Sequence[str], conflicts: Sequence[tuple[str, str]], generator: np.random.Generator
-) -> tuple[str, ...]:
-    """Those of `on` that can be on together: chance decides between alternatives, and a variant needs its parent."""
+def possible(ladder: Ladder, on: Sequence[str], conflicts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Those of `on` that can be on together: of alternatives the first, and a variant needs its parent."""
     kept: set[str] = set()
-    for place in generator.permutation(len(on)):
-        if not any({on[place], other} in map(set, conflicts) for other in kept):
-            kept.add(on[place])
+    for name in on:
+        if not any({name, other} in map(set, conflicts) for other in kept):
+            kept.add(name)
     return tuple(v.name for v in ladder.variants if v.name in kept and set(closed(ladder, [v.name])) <= kept)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -19,8 +20,9 @@ from scipy import special, stats
 
 LOOKS = (0.5, 0.75, 1.0)
 """Shares of the trainings after which there may be verdicts."""
-ALPHA_COSTS, ALPHA_FREE, ALPHA_GAINS = 0.05, 0.05, 0.025
-"""Levels of 'costs' (per ladder), 'free' (per variant) and 'gains' (per ladder), all looks together."""
+ALPHA_COSTS, ALPHA_FREE, ALPHA_GAINS, ALPHA_INTERPLAY = 0.05, 0.05, 0.025, 0.01
+"""Levels of 'costs' (per ladder), 'free' (per variant) and 'gains' (per ladder), all looks together, and of the remark
+that two variants act on each other."""
 CHANCE = 0.9
 """With which the resolution is seen, and a forecast number of runs decides."""
 
@@ -38,7 +40,8 @@ def levels(alpha: float, looks: tuple[float, ...] = LOOKS) -> tuple[float, ...]:
     found, density, before, spent = [], np.zeros(0), 0.0, 0.0
     for t in looks:
         if before:
-            density = stats.norm.pdf(grid[:, None] - grid, scale=math.sqrt(t - before)) @ density * step
+            steps = stats.norm.pdf(step * np.arange(-1200, 1201), scale=math.sqrt(t - before))
+            density = np.convolve(steps, density, mode="valid") * step
         else:
             density = stats.norm.pdf(grid, scale=math.sqrt(t))
         above = np.cumsum(density[::-1])[::-1] * step - density * step / 2
@@ -59,33 +62,43 @@ class Pair:
         difference: top-1 of the first minus the second, in points.
         discordant: images that only one of them got right.
         images: number of images.
+        mean: top-1 of both together, in percent; only `interplay` needs it.
     """
 
     on: tuple[Collection[str], Collection[str]]
     difference: float
     discordant: int
     images: int
+    mean: float = math.nan
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Effects (m,) in points of top-1, their covariance over the variance of one run (m, m), the standard deviation of
-    a run within its pair, and its degrees of freedom."""
+    """Least squares on pairs.
+
+    Attributes:
+        effects: (m,) in points of top-1.
+        shape: (m, m) their covariance over the variance of one run.
+        residual: the standard deviation of a run within its pair, in points, as measured.
+        floor: what it would be if images erred independently.
+        freedom: degrees of freedom of the residual.
+    """
 
     effects: np.ndarray
     shape: np.ndarray
-    deviation: float
+    residual: float
+    floor: float
     freedom: int
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a run within its pair that errors are made of."""
+        return max(self.residual, self.floor)
 
     @property
     def errors(self) -> np.ndarray:
         """Standard errors (m,) of the effects."""
         return self.deviation * np.sqrt(np.diag(self.shape))
-
-    @property
-    def together(self) -> tuple[float, float]:
-        """The sum of all effects and its standard error."""
-        return float(self.effects.sum()), self.deviation * math.sqrt(float(self.shape.sum()))
 
 
 def floor_of(pairs: Sequence[Pair]) -> float:
@@ -111,7 +124,58 @@ def fit(pairs: Sequence[Pair], names: Sequence[str]) -> Fit | None:
     effects = inverse @ on_PM.T @ difference_P
     # A difference has twice a run's variance.
     squares = float(((difference_P - on_PM @ effects) ** 2).sum()) / (2 * freedom)
-    return Fit(effects, 2 * inverse, math.sqrt(max(squares, floor_of(pairs))), freedom)
+    return Fit(effects, 2 * inverse, math.sqrt(squares), math.sqrt(floor_of(pairs)), freedom)
+
+
+@dataclass(frozen=True)
+class Together:
+    """The sum of the effects in points, its error and 95% interval; of alternatives all but one are left out."""
+
+    without: list[str]
+    difference: float
+    error: float
+    low: float
+    high: float
+
+
+def sum_of(found: Fit, names: Sequence[str], without: Sequence[str]) -> Together:
+    """The sum of the effects of the names that are not left out."""
+    on_M = np.array([name not in without for name in names], float)
+    total, error = float(on_M @ found.effects), found.deviation * math.sqrt(on_M @ found.shape @ on_M)
+    half = float(special.stdtrit(found.freedom, 0.975)) * error
+    return Together(list(without), total, error, total - half, total + half)
+
+
+@dataclass(frozen=True)
+class Interplay:
+    """The two variants that most surely act on each other: what both do beyond the sum of their effects, in points, and
+    the p-value (two-sided, after Bonferroni's correction) that no two do."""
+
+    names: tuple[str, str]
+    difference: float
+    p_value: float
+
+
+def interplay(pairs: Sequence[Pair], names: Sequence[str], found: Fit) -> Interplay | None:
+    """What two variants do to each other, by t tests of pairs in which they are on together against the rest.
+
+    Only the means of pairs tell: of differences of mirror images it cancels, from all on against all off as well. The
+    luck of seeds does not cancel in means, so smaller interactions are not seen. None if no two variants can be tested.
+    """
+    half_PM = np.array([[(name in pair.on[0]) + (name in pair.on[1]) for name in names] for pair in pairs]) / 2
+    rest_P = np.array([pair.mean for pair in pairs]) - half_PM @ found.effects
+    tests = list[Interplay]()
+    for two in combinations(names, 2):
+        is_both_P = np.array([any(set(two) <= set(on) for on in pair.on) for pair in pairs])
+        both, others = rest_P[is_both_P], rest_P[~is_both_P]
+        if min(len(both), len(others)) > 1:
+            # The mean of a pair has half of it.
+            difference = 2 * float(both.mean() - others.mean())
+            tests.append(Interplay(two, difference, float(stats.ttest_ind(both, others).pvalue)))
+    if not tests:
+        return None
+    surest = min(tests, key=lambda test: test.p_value)
+    return replace(surest, p_value=min(surest.p_value * len(tests), 1.0))
 
 
 @dataclass(frozen=True)
@@ -139,7 +203,7 @@ class Effect:
 @dataclass(frozen=True)
 class Look:
     """A look at the results: its place in `LOOKS`, the trainings of each family up to it, and the `levels` of 'free',
-    'costs' at Holm's first step, and 'gains'."""
+    'costs' and 'gains', at Holm's first step."""
 
     place: int
     runs: int
@@ -152,13 +216,16 @@ class Look:
         return all(effect.word != "undecided" for effect in self.effects)
 
 
-def decide(looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]], margin: float) -> list[Look]:
+def decide(
+    looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]], margin: float, *, strict: bool = False
+) -> list[Look]:
     """The looks, with verdicts that stay once given.
 
     Args:
         looks: for each, its place in `LOOKS`, the number of trainings of each family, and (names, fit) of each family
             whose variants are tested together.
         margin: the loss in points that does not matter.
+        strict: 'free' at its level per ladder, not per variant.
     """
     costs, free, gains, made = set[int](), set[int](), set[int](), list[Look]()
     for place, runs, families in looks:
@@ -167,8 +234,8 @@ def decide(looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]]
         p_free = special.stdtr(freedoms, -(effects + margin) / errors)
         costs = _rejected(p_costs, place, ALPHA_COSTS, costs)
         gains = _rejected(1 - p_costs, place, ALPHA_GAINS, gains)
-        level = levels(ALPHA_FREE)[place]
-        free |= set(np.flatnonzero(p_free <= level).tolist())
+        level = levels(ALPHA_FREE / len(names) if strict else ALPHA_FREE)[place]
+        free = _rejected(p_free, place, ALPHA_FREE, free) if strict else free | set(np.flatnonzero(p_free <= level))
         words = [_word(i in costs, i in free, i in gains) for i in range(len(names))]
         first = (level, levels(ALPHA_COSTS / len(names))[place], levels(ALPHA_GAINS / len(names))[place])
         # The last look's interval is the usual one; an earlier one's holds for all looks together.
@@ -237,16 +304,18 @@ def runs_that_resolve(deviation: float, margin: float) -> int:
     return 2 * math.ceil((resolution(deviation, 1) / margin) ** 2 / 2)
 
 
-def more_runs(effect: Effect, runs: int, margin: float, tests: int) -> int | None:
-    """How many more trainings decide a variant with 90% chance; None if not even ten times as many.
+def more_runs(effect: Effect, look: Look, margin: float, *, strict: bool = False) -> int | None:
+    """How many more trainings than at this look decide a variant with 90% chance at the next one's levels (after the
+    last, at its own); None if not even ten times as many.
 
-    `runs` are those behind the effect, `tests` the number of variants that are tested together.
     The chance is averaged over the true effects that fit today's estimate, which is normal around them.
     """
+    runs, tests, place = look.runs, len(look.effects), min(look.place + 1, len(LOOKS) - 1)
     later = np.arange(runs + 2, 10 * runs + 2, 2)
     error = effect.error * np.sqrt(runs / later)
     moves = effect.error * np.sqrt(1 - runs / later)
-    free, costs = (stats.norm.isf(levels(alpha)[-1]) for alpha in (ALPHA_FREE, ALPHA_COSTS / tests))
+    alphas = (ALPHA_FREE / (tests if strict else 1), ALPHA_COSTS / tests)
+    free, costs = (stats.norm.isf(levels(alpha)[place]) for alpha in alphas)
     is_free = stats.norm.sf((free * error - margin - effect.difference) / moves)
     costly = stats.norm.cdf((-costs * error - effect.difference) / moves)
     enough = np.flatnonzero(np.minimum(is_free + costly, 1.0) >= CHANCE)
@@ -259,16 +328,20 @@ def deviation_of(pairs: Sequence[Pair]) -> float:
     return math.sqrt(max(spread, floor_of(pairs)))
 
 
-def breaks(failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str]) -> str | None:
+def breaks(
+    failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str], *, times: float = 1.0
+) -> str | None:
     """The variant that makes trainings fail: Fisher's exact test at 5%, after Holm's first step; None if none is found.
 
-    `failed` and `ended` say what was on in each training that failed, and in each that did not.
+    `failed` and `ended` say what was on in each training that failed, and in each that did not; `times` as many are
+    imagined at the same rates.
     """
 
     def p_value(name: str) -> float:
         with_it, without = ([name in on for on in runs] for runs in (failed, ended))
         table = [[sum(with_it), sum(without)], [len(with_it) - sum(with_it), len(without) - sum(without)]]
-        return float(stats.fisher_exact(table, alternative="greater").pvalue)
+        imagined = [[round(times * count) for count in row] for row in table]
+        return float(stats.fisher_exact(imagined, alternative="greater").pvalue)
 
     p_values: Mapping[str, float] = {name: p_value(name) for name in names}
     worst = min(p_values, key=lambda name: p_values[name], default=None)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import refusing
-from pycls_fast.ledger.report.effects import Effect, Look
+from pycls_fast.ledger.report.effects import Effect, Interplay, Look, Together
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from pycls_fast.reading import check
 from pycls_fast.values import ImageSize
@@ -62,30 +62,54 @@ class Rounding(_Part):
 
 
 class TrainedRun(_Part):
-    """One crossed training: the variants that were on, top-1 in percent of so many images, or why it failed."""
+    """One crossed training: the variants that were on, top-1 in percent of so many images and how many images that is,
+    or why it failed."""
 
     seed: int
     on: list[str]
     top1: float | None
+    correct: int | None
     count: int | None
     seconds: float | None
     failed: str | None
 
 
+class PlannedFamily(_Part):
+    """Variants that are estimated together, and the number of trainings at each look."""
+
+    names: list[str]
+    runs: list[int]
+
+
+class OverallFit(_Part):
+    """What the fit of the first family says besides effects, in points of top-1.
+
+    `deviation` is that of a run within its pair, `floor` what it would be if images erred independently,
+    `variance_ratio` the quotient of their squares, and `resolution` the smallest difference that all planned trainings
+    decide with 90% chance. Ledgers of before they were kept have no `floor`.
+    """
+
+    deviation: float
+    floor: float | None
+    variance_ratio: float | None
+    resolution: float
+    together: Together | None
+    interplay: Interplay | None
+
+
 class Accuracy(_Part):
     """What crossed trainings say.
 
-    `effects` have words if every training of a look has ended. `looks` has each group's looks, `total` the sum of the
-    effects of a group with its standard error, `broken` what makes trainings fail, and `deviation` that of a run within
-    its pair, from the first pairs.
+    `effects` have words if every training of a look has ended. `looks` has each group's looks, `broken` what makes
+    trainings fail. `runs` has also those of screening, and of designs with a variant that was then left out.
     """
 
     runs: list[TrainedRun]
     effects: list[Effect]
     looks: list[Look]
-    total: list[tuple[float, float] | None]
+    plan: list[PlannedFamily]
     broken: dict[str, str]
-    deviation: float | None
+    fit: OverallFit | None
 
 
 class VariantRecord(_Part):

@@ -8,11 +8,14 @@ from typing import Literal
 
 from rich.text import Text
 
-from pycls_fast.ledger.report.effects import CHANCE, LOOKS, Effect, more_runs, resolution
+from pycls_fast.config.ladder import LadderSettings
+from pycls_fast.ledger.report.effects import ALPHA_INTERPLAY, CHANCE, LOOKS, Effect, more_runs, resolution
 from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.train.display import human, plain_table, wide_console
 
+# From so many times the variance of independent images on, most of it is how good a training is.
+_QUALITY = 2.0
 # Words of variants that do not cost what matters.
 _FREE = ("free", "identical", "gains", "costs a little")
 
@@ -68,9 +71,9 @@ def headline(record: Record) -> str:
     found = record.accuracy
     if found is None or not (found.effects or found.broken):
         return _fastest(record)
-    words: Counter[str] = Counter(effect.word or "undecided" for effect in found.effects)
+    words: Counter[str | None] = Counter(effect.word for effect in found.effects)
     of, free = len(found.effects) + len(found.broken), sum(words[word] for word in _FREE)
-    parts = [f"{free} of {of} {'is' if free == 1 else 'are'} free"]
+    parts = [f"{free} of {of} variant{'s' * (of != 1)} {'is' if free == 1 else 'are'} free"]
     costs = [f"{effect.variant}: {-effect.difference:.2f} points" for effect in found.effects if effect.word == "costs"]
     if costs:
         parts.append(f"{len(costs)} cost{'s' * (len(costs) == 1)} accuracy ({', '.join(costs)})")
@@ -78,6 +81,11 @@ def headline(record: Record) -> str:
         parts.append(f"{len(found.broken)} break{'s' * (len(found.broken) == 1)} training ({', '.join(found.broken)})")
     if words["undecided"]:
         parts.append(f"{words['undecided']} undecided")
+    if words[None]:
+        parts.append(f"{words[None]} not at a planned look")
+    missing = sum(variant.status != "measured" for variant in record.variants)
+    if missing:
+        parts.append(f"{missing} more did not run here")
     return f"{', '.join(parts)}: a loss of {record.settings.margin:g} points matters, on {record.config_name}."
 
 
@@ -89,7 +97,7 @@ def _fastest(record: Record) -> str:
         if variant.status == "measured" and timing.speedup and (timing.speedup.low or 0.0) > 1
     ]
     if not faster:
-        return f"No variant is shown to be faster than '{first}'; accuracy not measured."
+        return f"No variant is clearly faster than '{first}'; accuracy not measured."
     variant, speedup = max(faster, key=lambda each: each[1].ratio)
     ranks = f" on {variant.ranks} ranks" if variant.ranks != record.reference.ranks else ""
     below = ", on top of those before it" if record.settings.mode == "cumulative" else ""
@@ -101,7 +109,7 @@ def verdicts(record: Record) -> dict[str, tuple[Kind, str]]:
     found = record.accuracy
     if found is None:
         return {}
-    made = {effect.variant: (kind(effect), sentence(effect, found, record.settings.margin)) for effect in found.effects}
+    made = {effect.variant: (kind(effect), sentence(effect, found, record.settings)) for effect in found.effects}
     return {**made, **{name: ("bad", f"breaks training: {text}") for name, text in found.broken.items()}}
 
 
@@ -112,8 +120,9 @@ def kind(effect: Effect) -> Kind:
     return "bad" if effect.word == "costs" else "good"
 
 
-def sentence(effect: Effect, found: Accuracy, margin: float) -> str:
+def sentence(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
     """One variant's verdict with its numbers, losses as positive numbers of points of top-1."""
+    margin = settings.margin
     loss, low, high = -effect.difference, -effect.high, -effect.low
     if effect.word == "identical":
         return "identical: every prediction is the same"
@@ -128,19 +137,20 @@ def sentence(effect: Effect, found: Accuracy, margin: float) -> str:
     ends = " to ".join(f"{abs(end):.2f} {'lost' if end < 0 else 'gained'}" for end in (effect.low, effect.high))
     if effect.word is None:
         return f"{effect.difference:+.2f} ({ends}), not at a planned look"
-    return f"undecided: {ends}; {_way_out(effect, found, margin)}"
+    return f"undecided: {ends}; {_way_out(effect, found, settings)}"
 
 
-def _way_out(effect: Effect, found: Accuracy, margin: float) -> str:
+def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
+    margin = settings.margin
     look = next(look for look in reversed(found.looks) if effect in look.effects)
     # The error of an effect is twice a run's deviation over the root of the runs.
     finest = resolution(effect.error / 2, 1)
-    more = more_runs(effect, look.runs, margin, len(look.effects))
+    more = more_runs(effect, look, margin, strict=settings.strict)
     if more is None or look.place == len(LOOKS) - 1:
         way = "" if more is None else f"; in a new folder, runs_at_most={look.runs + more} would probably decide"
         return f"this workload resolves {finest:.2f} points, not {margin:g}{way}"
     seconds = [run.seconds for run in found.runs if run.seconds is not None]
-    minutes = more * sum(seconds) / len(seconds) / 60 if seconds else 0.0
+    minutes = more * sum(seconds) / len(seconds) / 60 / settings.jobs if seconds else 0.0
     return f"about {more} more trainings ({minutes:.0f} min) would decide with {CHANCE:.0%} chance"
 
 
@@ -211,26 +221,55 @@ def _error(value: float | str | None) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.1e}"
 
 
+def accuracy_remarks(record: Record) -> list[str]:
+    """What holds for all verdicts, and how far; nothing without trainings."""
+    found = record.accuracy
+    if found is None or not found.effects:
+        return []
+    made = [f"The verdicts hold for this workload, {record.config_name}; each on average over the others on and off."]
+    said = found.fit
+    if said is not None and said.together is not None:
+        total, without = said.together, "".join(f", without {name}" for name in said.together.without)
+        made.append(
+            f"All together{without}: {total.difference:+.2f} points ({total.low:+.2f} to {total.high:+.2f}), the sum "
+            "of the effects."
+        )
+    if said is not None and said.interplay is not None and said.interplay.p_value <= ALPHA_INTERPLAY:
+        two = said.interplay
+        made.append(
+            f"{' and '.join(two.names)} act on each other: {two.difference:+.2f} points together, beyond their sum (p "
+            f"{two.p_value:.1g}); the effect of each is not what it does alone."
+        )
+    if said is not None and said.variance_ratio is not None:
+        helps = "would" if said.variance_ratio < _QUALITY else "would hardly"
+        made.append(
+            f"The variance of a training is {said.variance_ratio:.1f} times that of images that err independently: "
+            f"more test images {helps} help."
+        )
+    failed = sum(run.failed is not None for run in found.runs)
+    if failed:
+        made.append(f"{failed} training{'s' * (failed > 1)} failed and {'are' if failed > 1 else 'is'} left out.")
+    return made
+
+
 def remarks(record: Record) -> list[str]:
     """What the columns are, and what they cannot say."""
-    first, steps, found = record.reference.name, record.settings.numerics_steps, record.accuracy
+    first, steps = record.reference.name, record.settings.numerics_steps
     live = "tensors alive in a step (not known of compiled variants and several ranks)"
     where = live if record.device == "cpu" else "device"
     made = [
+        *accuracy_remarks(record),
         f"images/s and speed-up: geometric means of the rounds that are paired with those of '{first}', all ranks "
         f"together. of matmul: share of what one large matrix product reaches here. memory: peak of the {where}, per "
         "rank; in brackets the difference from the first.",
     ]
     if steps is not None:
         made.append(f"gradient error: relative, against float64, before training and after {steps} steps.")
-    total = found.total[0] if found is not None and found.total else None
-    if total is not None:
-        made.insert(0, f"All together: {total[0]:+.2f} ± {2 * total[1]:.2f} points, the sum of the effects.")
     return made
 
 
 def print_table(record: Record) -> None:
-    """Print the table on the terminal, and then the headline with a sentence per variant."""
+    """Print the table on the terminal, then the headline, a sentence per variant, and remarks on them."""
     made, console = rows(record), wide_console()
     for row in made:
         row.pop("accuracy", None)
@@ -244,3 +283,5 @@ def print_table(record: Record) -> None:
         speed = speed_text(variant.timing.speedup_before if variant.timing else None)
         if said:
             console.print(Text(f"{variant.name}: {'; '.join(filter(None, (speed, said)))}", style=colors[which]))
+    for line in accuracy_remarks(record):
+        console.print(line, markup=False, highlight=False)

@@ -11,7 +11,8 @@ from tests.unit.ledger.stand_ins import FakeProcess
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
-    """Processes of ledgers are stand-ins."""
+    """Processes of ledgers are stand-ins, which have ended at once."""
+    monkeypatch.setattr(at_work, "_POLLING_SECONDS", 0.0)
     monkeypatch.setattr(at_work, "Process", FakeProcess)
     monkeypatch.setattr(Process, "stop", lambda processes: None)
     monkeypatch.setattr(FakeProcess, "broken", {})

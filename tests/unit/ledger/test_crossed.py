@@ -18,7 +18,7 @@ from pycls_fast.ledger.ladder.processes import FAILED
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
-from pycls_fast.ledger.report.text import headline
+from pycls_fast.ledger.report.text import headline, remarks
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from tests.unit.ledger.stand_ins import FakeProcess, made
@@ -47,6 +47,19 @@ def test_every_variant_is_on_in_half_of_the_runs_and_each_pair_is_a_mirror() -> 
     assert len({pair.seed for pair in family.pairs}) == 32
 
 
+def test_many_variants_have_four_first_pairs_and_stay_told_apart() -> None:
+    many = [f"v{i}" for i in range(15)]
+    ladder = LADDER.model_copy(update={"variants": tuple(Variant(name=name) for name in many)})
+    for runs in (96, 48, 34):
+        (((family,),)) = planned(ladder, runs_at_most=runs)
+        assert len(family.pairs) == runs // 2
+        assert family.pilot == min(4, runs // 2 - 15)
+        assert [set(pair.on[0]) for pair in family.pairs[: family.pilot]] == [set(many)] * family.pilot
+        x = np.array([[(name in pair.on[0]) * 2 - 1 for name in many] for pair in family.pairs])
+        assert np.linalg.matrix_rank(x) == 15
+        assert len({pair.seed for pair in family.pairs}) == runs // 2
+
+
 def test_alternatives_are_never_on_together_and_children_need_their_parent() -> None:
     variants = (
         Variant(name="bf16", overrides=("precision=amp_bf16",)),
@@ -69,14 +82,15 @@ def test_alternatives_are_never_on_together_and_children_need_their_parent() -> 
 class Training(FakeProcess):
     """Writes a run whose number of wrong images follows its variants: "a" costs 2 points, the seed moves all."""
 
-    broken_variant = ""
+    # Settings, or seeds, with which trainings fail.
+    breaking: tuple[str, ...] = ()
     # Those that change no bit of the first steps, and those that change no prediction.
     alike: tuple[str, ...] = ()
     inert: tuple[str, ...] = ()
 
     def __init__(self, verb: str, arguments: list[str], **more: Any) -> None:
         super().__init__(verb, arguments, **more)
-        if "run_dir" in dict(a.partition("=")[::2] for a in arguments) and self.broken_variant in arguments:
+        if "run_dir" in dict(a.partition("=")[::2] for a in arguments) and set(self.breaking) & set(arguments):
             self._status = 1
             folder = next(a for a in arguments if a.startswith("run_dir=")).removeprefix("run_dir=")
             (Path(folder) / "summary.json").unlink()
@@ -103,7 +117,7 @@ def trained(fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> type[Tr
     """Processes of ledgers are stand-ins whose trainings have a score."""
     del fake
     monkeypatch.setattr("pycls_fast.ledger.ladder.work.Process", Training)
-    monkeypatch.setattr(Training, "broken_variant", "")
+    monkeypatch.setattr(Training, "breaking", ())
     return Training
 
 
@@ -150,7 +164,7 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 
     page = ledger_page(whole, [])
     assert headline(whole) == (
-        "7 of 8 are free, 1 costs accuracy (a: 2.00 points): a loss of 0.25 points matters, on x."
+        "7 of 8 variants are free, 1 costs accuracy (a: 2.00 points): a loss of 0.25 points matters, on x."
     ).replace("2.00", f"{-whole.accuracy.effects[0].difference:.2f}")
     assert "free: at most" in page
 
@@ -158,12 +172,42 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 def test_one_that_breaks_training_is_counted_and_the_others_are_decided(
     trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trained, "broken_variant", "c=1")
+    monkeypatch.setattr(trained, "breaking", ("c=1",))
     record = work(crossed(tmp_path))
     assert list(record.accuracy.broken) == ["c"]
     assert "of" in record.accuracy.broken["c"]
     assert words(record) == {"a": "costs", **dict.fromkeys("bdefgh", "free")}
-    assert list(tmp_path.rglob(FAILED))
+    failed = {run.failed is not None for run in record.accuracy.runs if "c" in run.on}
+    # Trainings of the design with it are still told.
+    assert failed == {True}
+    assert sum("c" in run.on for run in record.accuracy.runs) == len(list(tmp_path.rglob(FAILED)))
+
+
+def test_what_needs_one_that_breaks_training_is_left_out(
+    trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "breaking", ("c=1",))
+    variants = [v.model_copy(update={"against": "c"}) if v.name == "d" else v for v in LADDER.variants]
+    ledger = made(tmp_path, LADDER.model_copy(update={"variants": tuple(variants)}), mode="crossed", runs_at_most=None)
+    record = work(ledger)
+    assert set(record.accuracy.broken) == {"c", "d"}
+    assert words(record) == {"a": "costs", **dict.fromkeys("befgh", "free")}
+
+
+def test_failures_that_no_variant_explains(
+    trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of two that failed is left out, and told; more of them end the ledger."""
+    monkeypatch.setattr(trained, "breaking", ("seed=9",))
+    record = work(crossed(tmp_path / "one"))
+    assert words(record) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}
+    assert "2 trainings failed and are left out." in remarks(record)
+
+    monkeypatch.setattr(trained, "breaking", ("seed=9", "seed=10"))
+    with pytest.raises(UserError, match="ladder: 4 trainings fail, and no variant explains it"):
+        work(crossed(tmp_path / "two"))
+    # They were all before the first look.
+    assert len(list((tmp_path / "two").rglob("summary.json"))) + 4 == 32
 
 
 def test_what_cannot_be_decided_is_refused_after_the_pilot(trained: type[Training], tmp_path: Path) -> None:
@@ -181,7 +225,8 @@ def test_what_changes_nothing_is_identical_and_not_tested(
     monkeypatch.setattr(trained, "inert", ("c=1", "d=1"))
     record = work(crossed(tmp_path / "a", numerics_steps=2))
     assert words(record) == {**dict.fromkeys("cd", "identical"), "a": "costs", **dict.fromkeys("befgh", "free")}
-    assert not any({"c", "d"} & set(run.on) for run in record.accuracy.runs)
+    # But for screening.
+    assert [run.on for run in record.accuracy.runs if {"c", "d"} & set(run.on)] == [["c", "d"]]
     # Whoever changes something only later is found out by one training, and tested like all others.
     monkeypatch.setattr(trained, "inert", ("c=1",))
     assert words(work(crossed(tmp_path / "b", numerics_steps=2))) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.crossed import Crossing, families
+from pycls_fast.ledger.ladder.crossed import Crossing, PlannedPair, families
 from pycls_fast.ledger.report.effects import (
+    ALPHA_INTERPLAY,
     LOOKS,
     Effect,
+    Fit,
+    Look,
     Pair,
     breaks,
     decide,
     fit,
+    interplay,
     levels,
     more_runs,
     resolution,
     runs_that_resolve,
+    sum_of,
 )
 from tests.factories import script
 
@@ -41,19 +48,29 @@ def test_levels_spend_alpha_as_published() -> None:
     assert crossed == pytest.approx(0.05, abs=4 * math.sqrt(0.05 * 0.95 / 200_000))
 
 
-def pairs(effects: Sequence[float], deviation: float, *, runs: int = 64, seed: int = 0) -> list[Pair]:
-    """Pairs of a crossed design with these true effects."""
-    generator, made = np.random.default_rng(seed), []
-    names = NAMES[: len(effects)]
+@cache
+def planned_pairs(names: tuple[str, ...], runs: int) -> Sequence[PlannedPair]:
+    """A crossed design."""
     ladder = Ladder(description="x", baseline=Variant(name="base"), variants=tuple(Variant(name=n) for n in names))
     (family,) = families(ladder, Crossing(list(names)), runs, 0)[0]
-    for planned in family.pairs:
+    return family.pairs
+
+
+def pairs(
+    effects: Sequence[float], deviation: float, *, runs: int = 64, seed: int = 0, luck: float = 0.0, both: float = 0.0
+) -> list[Pair]:
+    """Pairs of a crossed design with these true effects, seeds' `luck`, and what the first two do to each other."""
+    generator, made = np.random.default_rng(seed), []
+    names = NAMES[: len(effects)]
+    for planned in planned_pairs(names, runs):
         top1 = [
             sum(effect for name, effect in zip(names, effects, strict=True) if name in on)
+            + both * ({"a", "b"} <= set(on))
             + deviation * generator.normal()
             for on in planned.on
         ]
-        made.append(Pair(planned.on, top1[0] - top1[1], 1, 10_000))
+        mean = 90 + sum(top1) / 2 + (luck * generator.normal() if luck else 0.0)
+        made.append(Pair(planned.on, top1[0] - top1[1], 1, 10_000, mean))
     return made
 
 
@@ -73,9 +90,120 @@ def test_least_squares_are_those_of_a_regression() -> None:
 
 
 def test_pairs_that_agree_by_chance_do_not_look_precise() -> None:
-    made = [Pair(pair.on, 0.0, 50, 1000) for pair in pairs([0.0] * 8, 0.0)]
+    made = [Pair(pair.on, 0.0, 50, 1000, 90.0) for pair in pairs([0.0] * 8, 0.0)]
     found = fit(made, NAMES)
-    assert found.deviation == pytest.approx(100 * math.sqrt(50 / 2) / 1000)
+    assert found.deviation == found.floor == pytest.approx(100 * math.sqrt(50 / 2) / 1000)
+    assert found.residual == pytest.approx(0.0, abs=1e-12)
+
+
+def test_two_variants_that_act_on_each_other_are_named() -> None:
+    """Half of what two do together is in the effect of each, and all of it in all on against all off."""
+    made = pairs([0.0] * 8, 0.05, luck=0.3, both=-1.5)
+    found = fit(made, NAMES)
+    assert found.effects == pytest.approx([-0.75, -0.75, 0, 0, 0, 0, 0, 0], abs=0.05)
+    assert made[0].difference == pytest.approx(found.effects.sum(), abs=0.2)
+    said = interplay(made, NAMES, found)
+    assert said.names == ("a", "b")
+    assert said.difference == pytest.approx(-1.5, abs=0.4)
+    assert said.p_value < 0.01
+    assert interplay(pairs([-1.0], 0.1), "a", fit(pairs([-1.0], 0.1), "a")) is None
+
+
+def test_innocent_variants_do_not_act_on_each_other() -> None:
+    accused, ladders = 0, 50
+    for seed in range(ladders):
+        made = pairs([-0.5, 0.5, 0.1], 0.2, luck=0.4, seed=seed)
+        accused += interplay(made, "abc", fit(made, "abc")).p_value <= ALPHA_INTERPLAY
+    assert accused <= stats.binom.ppf(0.999, ladders, ALPHA_INTERPLAY)
+
+
+def test_the_sum_of_the_effects_leaves_alternatives_out() -> None:
+    found = Fit(np.array([1.0, 2.0, 4.0]), np.array([[1.0, 0.5, 0], [0.5, 1, 0], [0, 0, 1]]), 0.1, 0.2, 10)
+    total = sum_of(found, "abc", ["c"])
+    assert (total.difference, total.error) == (3.0, pytest.approx(0.2 * math.sqrt(3)))
+    assert total.high - 3.0 == pytest.approx(stats.t.ppf(0.975, 10) * total.error)
+
+
+def levels_anew(alpha: float) -> list[float]:
+    """Kim and DeMets' levels by Gauss-Legendre quadrature over the walk at the first two looks."""
+    nodes, weights = np.polynomial.legendre.leggauss(80)
+    times, bounds = np.array(LOOKS), list[float]()
+
+    def below(bound: float) -> tuple[np.ndarray, np.ndarray]:
+        return (bound - 8) / 2 + (bound + 8) / 2 * nodes, (bound + 8) / 2 * weights
+
+    def crosses(bound: float) -> float:
+        """The probability of crossing no earlier bound and then this one."""
+        if not bounds:
+            return float(stats.norm.sf(bound, scale=math.sqrt(times[0])))
+        points, share = below(bounds[0])
+        share = share * stats.norm.pdf(points, scale=math.sqrt(times[0]))
+        for place in range(1, len(bounds)):
+            new, weight = below(bounds[place])
+            step = stats.norm.pdf(new[:, None] - points, scale=math.sqrt(times[place] - times[place - 1]))
+            points, share = new, weight * (step @ share)
+        scale = math.sqrt(times[len(bounds)] - times[len(bounds) - 1])
+        return float(share @ stats.norm.sf(bound - points, scale=scale))
+
+    for spent in np.diff(alpha * times**2, prepend=0.0):
+        bounds.append(optimize.brentq(lambda bound, spent=spent: crosses(bound) - spent, -1.0, 7.0, xtol=1e-10))
+    return stats.norm.sf(np.array(bounds) / np.sqrt(times)).tolist()
+
+
+def words_anew(looks: Sequence[Sequence[Pair]], margin: float) -> list[str]:
+    """The words of a ladder from the specification: scipy's t distribution, numpy's least squares, Holm by sorting."""
+    known: dict[str, set[int]] = {"costs": set(), "free": set(), "gains": set()}
+
+    def holm(p_values: np.ndarray, alpha: float, place: int, before: set[int]) -> set[int]:
+        rejected = set(before)
+        for i in np.argsort(p_values).tolist():
+            if i not in rejected and p_values[i] > of_level(alpha / (len(p_values) - len(rejected)))[place]:
+                break
+            rejected.add(i)
+        return rejected
+
+    for place, made in enumerate(looks):
+        x = np.array([[(n in p.on[0]) * 1.0 - (n in p.on[1]) for n in NAMES] for p in made])
+        beta, rss, _, _ = np.linalg.lstsq(x, np.array([p.difference for p in made]))
+        freedom = len(made) - len(NAMES)
+        floor = np.mean([1e4 * p.discordant / (2 * p.images**2) for p in made])
+        error = np.sqrt(max(rss[0] / (2 * freedom), floor) * 2 * np.diag(np.linalg.inv(x.T @ x)))
+        student = stats.t(freedom)
+        known["costs"] = holm(student.cdf(beta / error), 0.05, place, known["costs"])
+        known["gains"] = holm(student.sf(beta / error), 0.025, place, known["gains"])
+        known["free"] |= set(np.flatnonzero(student.sf((beta + margin) / error) <= of_level(0.05)[place]).tolist())
+        words = []
+        for i in range(len(NAMES)):
+            costs, free, gains = (i in known[key] for key in ("costs", "free", "gains"))
+            without_costs = "gains" if gains else "free" if free else "undecided"
+            words.append(("costs a little" if free else "costs") if costs else without_costs)
+        if "undecided" not in words:
+            break
+    return words
+
+
+of_level = cache(levels_anew)
+
+
+def test_an_independent_implementation_finds_the_same_words() -> None:
+    seen = set[str]()
+    for alpha in (0.05, 0.025 / 3, 0.05 / 8, 0.05 / 15):
+        np.testing.assert_allclose(levels(alpha), levels_anew(alpha), rtol=2e-3)
+    for seed in range(50):
+        truth = np.random.default_rng(seed).choice([-0.5, -0.25, -0.12, 0.0, 0.25], 8)
+        made = pairs(truth, 0.25, seed=seed)
+        looks, fits, decided = [made[:16], made[:24], made], [], []
+        for place, part in enumerate(looks):
+            found = fit(part, NAMES)
+            assert found is not None
+            fits.append((place, 2 * len(part), [(NAMES, found)]))
+            decided = decide(fits, 0.25)
+            if decided[-1].settled:
+                break
+        words = [str(effect.word) for effect in decided[-1].effects]
+        assert words == words_anew(looks, 0.25), seed
+        seen.update(words)
+    assert seen == {"costs", "costs a little", "free", "gains", "undecided"}
 
 
 def test_a_verdict_stays_and_a_small_loss_is_called_small() -> None:
@@ -124,12 +252,23 @@ def test_resolution_and_forecast() -> None:
     assert resolution(0.28, 64) == pytest.approx(0.213, abs=1e-3)
     assert resolution(0.45, runs_that_resolve(0.45, 0.25)) == pytest.approx(0.25, abs=2e-3)
     open_one = Effect("a", -0.1, 0.1, 24, -0.3, 0.1, -0.27, 0.16, 0.07, "undecided")
-    more = more_runs(open_one, 64, 0.25, 8)
-    assert more is not None
-    # Far from both bounds fewer trainings decide.
-    clear = more_runs(Effect("a", 0.0, 0.1, 24, 0, 0, 0, 0.5, 0.5, "undecided"), 64, 0.25, 8)
-    assert clear is not None
-    assert clear < more
+    clear_one = replace(open_one, difference=0.0)
+    first, second, last = (Look(place, 64, (0.02, 0.01, 0.01), [open_one] * 8) for place in range(3))
+    more = more_runs(open_one, last, 0.25)
+    # Far from both bounds fewer trainings decide; an earlier level is lower, and so is a ladder's.
+    assert more_runs(clear_one, last, 0.25) < more == more_runs(open_one, second, 0.25)
+    assert more < more_runs(open_one, first, 0.25) < more_runs(open_one, first, 0.25, strict=True)
+
+
+def test_strict_has_holms_level_for_free() -> None:
+    made = pairs([0.0] * 8, 0.2, runs=64)
+    found = fit(made, NAMES)
+    words = {strict: [e.word for e in decide([(2, 64, [(NAMES, found)])], 0.08, strict=strict)[0].effects]
+             for strict in (False, True)}  # fmt: skip
+    assert words[False].count("free") > words[True].count("free")
+    (look,) = decide([(2, 64, [(NAMES, found)])], 0.25, strict=True)
+    assert {effect.word for effect in look.effects} == {"free"}
+    assert look.levels[0] == levels(0.05 / 8)[2]
 
 
 def test_a_variant_that_breaks_trainings_is_found_and_no_other() -> None:
@@ -138,3 +277,7 @@ def test_a_variant_that_breaks_trainings_is_found_and_no_other() -> None:
     ended = [on for on in runs if "c" not in on]
     assert breaks(failed, ended, NAMES) == "c"
     assert breaks(failed[:1], [*failed[1:], *ended], NAMES) is None
+    # A quarter of the trainings that have it on: enough only if it goes on like this.
+    few = (failed[-4:], [*failed[:-4], *ended], NAMES)
+    assert breaks(*few) is None
+    assert breaks(*few, times=2) == "c"

@@ -53,6 +53,7 @@ def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     values: dict[str, Any] = {
         "mode": "crossed", "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8, "seconds": 10.0,
         "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False, "runs_at_most": 16,
+        "strict": True,
     }  # fmt: skip
     assert set(values) == set(LadderSettings.model_fields)
     more: dict[str, Any] = {"ladder": "modern", "switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}

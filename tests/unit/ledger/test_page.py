@@ -98,8 +98,8 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
     assert parser.seen.count("svg") == 5
     for words in (
         "vit <digits>", "a & b", "someone, 2022", "1.87x", "1.68 to 2.06", "costs 0.52 points (0.32 to 0.72)",
-        "1 of 2 is free", "it needs CUDA", "2 ranks",
-        "2027-01-15", "python tools/ledger.py", "quick=1",
+        "1 of 2 variants is free, 1 costs accuracy (quick: 0.52 points), 1 more did not run here", "it needs CUDA",
+        "2 ranks", "2027-01-15", "python tools/ledger.py", "quick=1",
     ):  # fmt: skip
         assert words in parser.text, words
     assert len(list((tmp_path / "charts").glob("*.png"))) == 5
@@ -165,9 +165,9 @@ def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.Captu
     [
         ((1.5, 1.4, 1.6), {}, "1.50x (1.40 to 1.60) over 'plain' with 'a'; accuracy not measured."),
         ((1.5, 1.4, 1.6), {"ranks": 4}, "1.50x (1.40 to 1.60) on 4 ranks over 'plain' with 'a'; accuracy not "),
-        ((1.5, 0.9, 2.6), {}, "No variant is shown to be faster than 'plain'"),
-        ((1.5, None, None), {}, "No variant is shown to be faster than 'plain'"),
-        ((1.5, 1.4, 1.6), {"status": "failed"}, "No variant is shown to be faster than 'plain'"),
+        ((1.5, 0.9, 2.6), {}, "No variant is clearly faster than 'plain'"),
+        ((1.5, None, None), {}, "No variant is clearly faster than 'plain'"),
+        ((1.5, 1.4, 1.6), {"status": "failed"}, "No variant is clearly faster than 'plain'"),
     ],
 )
 def test_without_trainings_the_headline_is_the_fastest(
@@ -200,9 +200,22 @@ def test_the_words_of_verdicts() -> None:
         "h": ("bad", "breaks training: 5 of 16 trainings failed with it, 0 of 16 without"),
     }
     assert headline(record) == (
-        "4 of 8 are free, 1 costs accuracy (b: 0.50 points), 1 breaks training (h), 2 undecided: a loss of 0.25 points "
-        "matters, on vit."
+        "4 of 8 variants are free, 1 costs accuracy (b: 0.50 points), 1 breaks training (h), 1 undecided, 1 not at a "
+        "planned look: a loss of 0.25 points matters, on vit."
     )
+    found.runs = [found.runs[0].model_copy(update={"failed": "diverged"}), *found.runs]
+    assert remarks(record)[:5] == [
+        "The verdicts hold for this workload, vit; each on average over the others on and off.",
+        "All together, without z: -0.10 points (-0.30 to +0.10), the sum of the effects.",
+        "quick and two act on each other: -1.50 points together, beyond their sum (p 0.001); the effect of each is not "
+        "what it does alone.",
+        "The variance of a training is 4.0 times that of images that err independently: more test images would hardly "
+        "help.",
+        "1 training failed and is left out.",
+    ]
+    # Two trainings at a time take half of the time.
+    record.settings = LadderSettings(jobs=2)
+    assert verdicts(record)["f"] == ("open", found_open.replace("(68 min)", "(34 min)"))
     found.looks = [replace(found.looks[0], place=2)]
     assert "this workload resolves 0.30 points, not 0.25; in a new" in verdicts(record)["f"][1]
 
@@ -213,7 +226,7 @@ def test_a_variant_compared_alone_needs_trainings_of_its_own() -> None:
     for others in ([], crossed.looks):
         alone.runs, alone.looks = crossed.runs * 2, [*others, alone.looks[-1]]
         record = record_of(variant("plain", None), accuracy=alone)
-        more = more_runs(alone.effects[0], 48, record.settings.margin, 1)
+        more = more_runs(alone.effects[0], alone.looks[-1], record.settings.margin)
         assert f"about {more} more trainings" in verdicts(record)["b"][1]
 
 
