@@ -190,6 +190,7 @@ def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | Ev
         pin_memory=world.device.type == "cuda",
         prefetch_factor=config.data.prefetch_factor,
         timeout_seconds=config.parallel.timeout_seconds,
+        while_waiting=world.while_waiting,
     )
 
 

@@ -95,6 +95,8 @@ class ImageLoader(DataLoader[Any]):
 
     timeout_seconds = 600.0
     """How long a batch of the workers may be waited for."""
+    while_waiting: Callable[[], None] = staticmethod(lambda: None)
+    """Called every few seconds meanwhile; may raise."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
@@ -107,7 +109,7 @@ class ImageLoader(DataLoader[Any]):
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
-            _limit_waiting(iterator, self.timeout_seconds)
+            _limit_waiting(iterator, self.timeout_seconds, self.while_waiting)
         try:
             for batch in iterator:
                 count_batch()
@@ -123,7 +125,7 @@ class ImageLoader(DataLoader[Any]):
             _stop_workers(iterator)
 
 
-def _limit_waiting(iterator: Any, seconds: float) -> None:
+def _limit_waiting(iterator: Any, seconds: float, while_waiting: Callable[[], None]) -> None:
     """Let an iterator raise when no batch has come for so long, as when a worker's thread for sending has died.
 
     Not torch's `timeout`, which would look for dead workers only at its end.
@@ -135,6 +137,8 @@ def _limit_waiting(iterator: Any, seconds: float) -> None:
         asked = time.monotonic()
         found, data = attempt(*arguments, **more)
         waited = 0.0 if found else waited + time.monotonic() - asked
+        if not found:
+            while_waiting()
         if waited > seconds:
             raise UserError(
                 f"no batch has come from the data workers for {seconds:g} s (parallel.timeout_seconds), though all "
@@ -183,6 +187,7 @@ def make_loader(
     pin_memory: bool = False,
     prefetch_factor: int = 2,
     timeout_seconds: float = 600.0,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> ImageLoader:
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
@@ -190,6 +195,7 @@ def make_loader(
         num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
         prefetch_factor: batches that each worker has ready or in progress.
+        while_waiting: called every few seconds while no batch comes from the workers; may raise.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.
@@ -209,7 +215,7 @@ def make_loader(
             # Otherwise the loader would draw the workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(dataset.seed),
         )
-    loader.timeout_seconds = timeout_seconds
+    loader.timeout_seconds, loader.while_waiting = timeout_seconds, while_waiting
     return loader
 
 

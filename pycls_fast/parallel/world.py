@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,6 +42,8 @@ class World:
     pipeline: int = 1
     # For experts that are divided: the same with "expert" after "shard", which it divides.
     experts: DeviceMesh | None = None
+    # Called every few seconds while no batch comes; may raise.
+    while_waiting: Callable[[], None] = lambda: None
 
     def at(self, doing: str) -> None:
         """Record what this rank is doing, for the report if it hangs."""

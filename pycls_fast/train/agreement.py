@@ -15,6 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.parallel.world import World
+from pycls_fast.train.signals import Stopped
 
 T = TypeVar("T")
 
@@ -28,16 +29,17 @@ def on_main(world: World, action: Callable[[], T]) -> T:
     """What an action returns on the main rank, for all ranks, which call this.
 
     Raises:
-        UserError: the main rank's; by all, so that no other one waits for it.
+        UserError, Stopped: the main rank's; by all, so that no other one waits for it.
     """
-    found: tuple[Any, tuple[str, ...]] = (None, ())
+    found: tuple[Any, Exception | None] = (None, None)
     if world.is_main:
         try:
-            found = action(), ()
-        except UserError as error:
-            found = None, error.lines
-    result, lines = world.from_main(found)
-    refuse(lines)
+            found = action(), None
+        except (UserError, Stopped) as error:
+            found = None, error
+    result, raised = world.from_main(found)
+    if raised is not None:
+        raise raised
     return cast(T, result)
 
 

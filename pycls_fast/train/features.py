@@ -27,6 +27,7 @@ from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import UserError
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
+from pycls_fast.train.agreement import on_main
 from pycls_fast.train.evaluate import Scorer, places
 from pycls_fast.train.run import Run
 
@@ -136,13 +137,21 @@ class Head:
     accuracy: float
 
 
-def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int, *, bias: bool = True) -> Head:
+def fit_logistic(
+    features_ND: Tensor,
+    labels_N: Tensor,
+    outputs: int,
+    *,
+    bias: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Head:
     """Multinomial logistic regression with the penalty that is best on held-out images.
 
     Args:
         features_ND: float32, on the CPU.
         labels_N: int64; classes may be without images.
         bias: without it, `bias_K` is zeros.
+        check: called before each fit; may raise.
     """
     labels = labels_N.numpy()
     mean_D = features_ND.mean(0) if bias else torch.zeros(features_ND.shape[1])
@@ -152,14 +161,16 @@ def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int, *, bias: b
     right, loss = np.zeros(len(PENALTIES)), np.zeros(len(PENALTIES))
     parts = _parts(labels)
     for fitted, held_out in parts:
-        for place, (weight, shift) in enumerate(_path(rotated[fitted], labels[fitted], outputs, bias=bias)):
+        for place, (weight, shift) in enumerate(
+            _path(rotated[fitted], labels[fitted], outputs, bias=bias, check=check)
+        ):
             logits = rotated[held_out] @ weight.T + shift
             logits -= logits.max(1, keepdims=True)
             own = logits[np.arange(len(held_out)), labels[held_out]]
             right[place] += (logits.argmax(1) == labels[held_out]).sum() / len(labels)
             loss[place] += (np.log(np.exp(logits).sum(1)) - own).sum()
     best = min(range(len(PENALTIES)), key=lambda place: (-right[place], loss[place]))
-    *_, (weight, shift) = _path(rotated, labels, outputs, PENALTIES[: best + 1], bias=bias)
+    *_, (weight, shift) = _path(rotated, labels, outputs, PENALTIES[: best + 1], bias=bias, check=check)
     weight_KD = (torch.from_numpy(weight) @ back / scale).float()
     # The share that was held out: all images in folds.
     tried = sum(len(held_out) for _, held_out in parts) / len(labels)
@@ -167,7 +178,9 @@ def fit_logistic(features_ND: Tensor, labels_N: Tensor, outputs: int, *, bias: b
     return Head(weight_KD, torch.from_numpy(shift).float() - weight_KD @ mean_D, PENALTIES[best], accuracy)
 
 
-def fit_each(features_ND: Tensor, true_NK: Tensor, *, bias: bool = True) -> tuple[Tensor, Tensor]:
+def fit_each(
+    features_ND: Tensor, true_NK: Tensor, *, bias: bool = True, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """A logistic regression for each class, for images with several labels; see `fit_logistic`.
 
     Args:
@@ -179,7 +192,7 @@ def fit_each(features_ND: Tensor, true_NK: Tensor, *, bias: bool = True) -> tupl
     weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
     bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
     for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
-        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, bias=bias)
+        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, bias=bias, check=check)
         weight_KD[k], bias_K[k] = head.weight_KD.diff(dim=0)[0], head.bias_K.diff()[0]
     return weight_KD, bias_K
 
@@ -214,7 +227,13 @@ def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _path(
-    features: np.ndarray, labels: np.ndarray, outputs: int, penalties: tuple[float, ...] = PENALTIES, *, bias: bool
+    features: np.ndarray,
+    labels: np.ndarray,
+    outputs: int,
+    penalties: tuple[float, ...] = PENALTIES,
+    *,
+    bias: bool,
+    check: Callable[[], None],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields weights (K, D) and biases (K,) for each penalty, each found from the one before."""
     from sklearn.exceptions import ConvergenceWarning
@@ -222,6 +241,7 @@ def _path(
 
     model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True, fit_intercept=bias)
     for penalty in penalties:
+        check()
         model.C = 1.0 / (penalty * len(labels))
         with warnings.catch_warnings():
             # A nearly converged head is trained further, or judged by what it gets right.
@@ -237,8 +257,13 @@ def _path(
         yield weight, shift
 
 
-def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
-    """Fit the head to the training images' features and write it into the network; all ranks call this."""
+def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None]) -> None:
+    """Fit the head to the training images' features and write it into the network; all ranks call this.
+
+    Args:
+        after_batch: called after each batch on every rank; may raise to stop.
+        check: the same, called by the main rank alone while it fits.
+    """
     parts, train = run.parts, run.parts.sources["train"]
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
@@ -246,15 +271,19 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
     scorer, layer = run.scorer(after_batch), parts.network.last_layer()
     outputs, bias = layer.out_features, layer.bias is not None
     features_ND, labels_N = collect_features(scorer, parts.network, train, "train")
-    fitted, sets_LK = None, parts.step.sets_LK
+    sets_LK = parts.step.sets_LK
     if sets_LK is None:
         held_ND, held_N = collect_features(scorer, parts.network, parts.sources["val"], "val")
-    if run.world.is_main and (sets_LK is not None or len(labels_N.unique()) > 1):
+
+    def fit() -> tuple[Tensor, Tensor] | None:
+        if sets_LK is None and len(labels_N.unique()) == 1:
+            return None
         numbers: dict[str, float] = {"images": len(labels_N)}
         if sets_LK is not None:
-            fitted, told = fit_each(features_ND, sets_LK.cpu()[labels_N], bias=bias), "class by class"
+            fitted = fit_each(features_ND, sets_LK.cpu()[labels_N], bias=bias, check=check)
+            told = "class by class"
         else:
-            head = fit_logistic(features_ND, labels_N, outputs, bias=bias)
+            head = fit_logistic(features_ND, labels_N, outputs, bias=bias, check=check)
             fitted, k = (head.weight_KD, head.bias_K), min(_NEIGHBOURS, len(labels_N))
             votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
             knn = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
@@ -262,7 +291,9 @@ def fit_head(run: Run, after_batch: Callable[[], None]) -> None:
             told = f"{100.0 * head.accuracy:.2f}% of held-out ones right; {k} nearest neighbours: val top-1 {knn:.2f}%"
         run.display.note(f"head: fitted to the features of {len(labels_N):,} images, {told}")
         run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
-    fitted = run.world.from_main(fitted)
+        return fitted
+
+    fitted = on_main(run.world, fit)
     if fitted is None:
         return
     weights, name = parts.step.weights, parts.network.head_name

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,10 @@ from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetric
 from pycls_fast.train.page import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
-from pycls_fast.train.signals import StopRequest, stop_requests
+from pycls_fast.train.signals import Stopped, StopRequest, stop_requests
 from pycls_fast.train.start import started
 from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations, summarise
-
-
-class Stopped(Exception):
-    """Raised when all ranks have agreed to stop because one of them got a signal."""
 
 
 def train(
@@ -64,7 +62,10 @@ def train(
 def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     reset_memory_peak(world.device)
-    with stop_requests() as stop, started(config, world, display, command) as run:
+    with (
+        stop_requests() as stop,
+        started(config, replace(world, while_waiting=partial(stop.check, world.size)), display, command) as run,
+    ):
         stop.training = True
         on_start(run.folder.path)
         with open_board(run) as board, display, run.saver:
@@ -158,7 +159,7 @@ class Loop:
         """What comes before the first step of this process."""
         run = self.run
         if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
-            fit_head(run, self._stop_if_asked)
+            fit_head(run, self._stop_if_asked, self.stop.check)
         self._evaluate_if_left_out(run.start_step)
         if self.evaluations.stop_early(run.start_step):
             # An earlier process had stopped early, and nothing has changed since.

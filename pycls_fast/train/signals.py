@@ -14,15 +14,21 @@ from types import FrameType
 from pycls_fast.config import tasks
 from pycls_fast.errors import UserError, end_import, is_first_of_node
 
+# A signal that comes again sooner is the same one: `timeout` and others signal a process, then its group.
+_ECHO_SECONDS = 1.0
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
 _REQUEUE_SECONDS = 60
+
+
+class Stopped(Exception):
+    """Raised when all ranks have agreed to stop because one of them got a signal, or a process without others did."""
 
 
 class StopRequest:
     """Whether a signal has asked this process to stop; `name` is the first signal's.
 
     Set `training` as soon as there is something to save. Before that a signal ends the process at once. Set `finished`
-    when the training is done: then Ctrl-C does so again, and other signals are ignored.
+    when the training is done: then Ctrl-C does so again, and of other signals only a second SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -33,6 +39,18 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.name is not None
+
+    def check(self, ranks: int = 1) -> None:
+        """For what takes long, or may never come: data.
+
+        Raises:
+            Stopped: a signal has asked for it.
+            UserError: the same, and other ranks wait for this one, which cannot finish the step.
+        """
+        if self and ranks > 1:
+            raise UserError(f"{self.name}: this rank waits for data and cannot finish the step; see why nothing comes")
+        if self:
+            raise Stopped
 
     def call_launcher(self) -> None:
         """Call the scheduler launcher's own signal handler, if we intercepted its signal.
@@ -59,8 +77,8 @@ class StopRequest:
 def stop_requests(answer: str = "stopping when this step is done and saved") -> Iterator[StopRequest]:
     """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the warnings of a scheduler or its launcher.
 
-    The first one gets the answer, as a line. A second Ctrl-C interrupts at once, as usual. Outside the main thread,
-    where Python catches no signals, nothing is caught.
+    The first one gets the answer, as a line. A second Ctrl-C or SIGTERM ends the process at once. Outside the main
+    thread, where Python catches no signals, nothing is caught.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -72,6 +90,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
         numbers -= {signal.SIGHUP}
     # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+    terminated: list[float] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
         former = before[signal.Signals(number)]
@@ -87,13 +106,21 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
             return
         if number == signal.SIGINT and (request or request.finished):
             raise KeyboardInterrupt
+        if number == signal.SIGTERM:
+            terminated.append(time.monotonic())
+            if terminated[-1] - terminated[0] > _ECHO_SECONDS:
+                _say("interrupted: SIGTERM again ended this at once")
+                raise SystemExit(128 + number)
         if request.finished:
             return
         if number == warning and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:
             request.name = signal.Signals(number).name
-            _answer(request.name, answer)
+            # torchrun forwards only the first one.
+            alone = "TORCHELASTIC_RUN_ID" not in os.environ and request.name in ("SIGINT", "SIGTERM")
+            again = f"; {'Ctrl-C' if number == signal.SIGINT else request.name} again ends at once" if alone else ""
+            _say(f"{request.name}: {answer}{again}")
 
     for number in before:
         signal.signal(number, remember)
@@ -104,12 +131,9 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
             signal.signal(number, handler)
 
 
-def _answer(name: str, answer: str) -> None:
+def _say(line: str) -> None:
     """Print it at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
     if is_first_of_node():
-        # torchrun forwards only the first one.
-        alone = "TORCHELASTIC_RUN_ID" not in os.environ
-        again = "; Ctrl-C again ends at once" if name == "SIGINT" and alone else ""
         # Not `print`: the signal may interrupt another `print`, and the terminal may be gone.
         with suppress(OSError):
-            os.write(2, f"\n{name}: {answer}{again}\n".encode())
+            os.write(2, f"\n{line}\n".encode())

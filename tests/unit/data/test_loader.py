@@ -224,6 +224,17 @@ def test_a_batch_that_never_comes_is_an_error() -> None:
         next(iter(loader))
 
 
+@pytest.mark.slow
+def test_who_waits_for_a_batch_can_be_stopped() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    loader = train_loader(HookedImages(20, lambda index: time.sleep(300)), 1)
+    loader.while_waiting = stop
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+
+
 def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_is_needed() -> None:
     """Not in the middle of the step: there it would be a traceback, and a save would be cut off."""
     batches = iter(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))

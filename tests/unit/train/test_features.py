@@ -15,6 +15,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train.features import PENALTIES, collect_features, fit_each, fit_logistic
+from pycls_fast.train.signals import Stopped
 from tests.factories import config_of
 
 
@@ -105,3 +106,16 @@ def test_weights_that_are_not_finite_are_one_line() -> None:
     scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(report=lambda: None), logits=logits)
     with pytest.raises(UserError, match=r"^weights: features of some images are not finite"):
         collect_features(scorer, network, source, "train")
+
+
+def test_the_fit_can_be_stopped() -> None:
+    """Not only before it: it may take minutes."""
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fit_logistic(torch.eye(6), torch.arange(6) % 2, 2, check=check)

@@ -13,7 +13,7 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError, end_import
-from pycls_fast.train import train
+from pycls_fast.train import signals, train
 from pycls_fast.train.signals import stop_requests
 from tests.factories import config_of
 
@@ -52,6 +52,32 @@ def test_the_first_is_answered_at_once(capfd: pytest.CaptureFixture[str], number
             send(signal.SIGINT)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_second_sigterm_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *, finished: bool
+) -> None:
+    """Not one that comes in the same moment: `timeout` signals the process and its group."""
+    with stop_requests() as stop:
+        stop.training, stop.finished = True, finished
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        monkeypatch.setattr(signals, "_ECHO_SECONDS", 0.0)
+        with pytest.raises(SystemExit, match="143"):
+            send(signal.SIGTERM)
+    assert capfd.readouterr().err.endswith("\ninterrupted: SIGTERM again ended this at once\n")
+
+
+def test_who_waits_for_data_obeys_too() -> None:
+    with stop_requests() as stop:
+        stop.training = True
+        stop.check()
+        send(signal.SIGTERM)
+        with pytest.raises(signals.Stopped):
+            stop.check()
+        with pytest.raises(UserError, match=r"^SIGTERM: this rank waits for data"):
+            stop.check(ranks=2)
+
+
 def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
     """The tools' own handler may end the process at once."""
     signal.signal(signal.SIGINT, end_import)
@@ -59,7 +85,7 @@ def test_ctrl_c_before_the_training_runs_the_cleanup() -> None:
         send(signal.SIGINT)
 
 
-def test_a_finished_training_ends_only_by_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_training_ignores_the_first(capfd: pytest.CaptureFixture[str]) -> None:
     with stop_requests() as stop:
         stop.training = stop.finished = True
         send(signal.SIGTERM)
