@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycls_fast.errors import FAULT, UserError, first_line
-from pycls_fast.parallel.monitor import Monitor
+from pycls_fast.parallel.monitor import Monitor, report_seconds
 from pycls_fast.parallel.rendezvous import connect, open_store, report_mistake
 from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Parallel, Strategy
@@ -62,10 +62,10 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.
             if size > 1 or facts.has_mesh:
-                # Longer than the monitor's, which knows where the ranks are and so reports first.
-                seconds = settings.timeout_seconds
-                timeout = timedelta(seconds=seconds + max(seconds // 2, 30))
-                world = _join(group, world, _backends(settings.backend, chosen, facts), timeout)
+                backends = _backends(settings.backend, chosen, facts)
+                # The monitor knows where the ranks are and so reports first.
+                timeout = timedelta(seconds=settings.timeout_seconds + report_seconds(settings.timeout_seconds))
+                world = _join(group, world, backends, settings.timeout_seconds, timeout)
                 made = partial(make_mesh, chosen.type, *grid, timeout, tensor=tensor, pipeline=pipeline)
                 if facts.has_mesh or pipeline > 1:
                     world = replace(world, mesh=made())
@@ -112,14 +112,14 @@ def _check_divides(key: str, degree: int, ranks: int, which: str) -> None:
         raise UserError(f"{key}: {degree} does not divide the {ranks} ranks {which}; use {key}={fits}, or {more} ranks")
 
 
-def _join(group: ExitStack, world: World, backends: str, timeout: timedelta) -> World:
-    """The world with its process groups."""
+def _join(group: ExitStack, world: World, backends: str, patience: int, timeout: timedelta) -> World:
+    """The world with its process groups, which have this timeout; the ranks are waited for with patience in seconds."""
     rank, size = world.rank, world.size
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
         raise SystemExit(FAULT)
     try:
-        store = open_store(rank, size, timeout)
+        store = open_store(rank, size, timedelta(seconds=patience))
     except dist.DistError as error:
         # A launcher that restarts ranks does so.
         print(

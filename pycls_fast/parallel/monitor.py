@@ -51,6 +51,15 @@ class Place:
     beat: int
 
 
+def _interval(timeout_seconds: float) -> float:
+    return min(max(timeout_seconds / 20, 0.1), 5.0)
+
+
+def report_seconds(timeout_seconds: float) -> float:
+    """How long after the timeout the report may come: twice four heartbeats, and some time for a busy machine."""
+    return 8 * _interval(timeout_seconds) + 5.0
+
+
 class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
@@ -79,7 +88,7 @@ class Monitor:
         self._rank = rank
         self._size = size
         self._timeout = timeout_seconds
-        self._interval = min(max(timeout_seconds / 20, 0.1), 5.0)
+        self._interval = _interval(timeout_seconds)
         self._end = end or (lambda: os._exit(1))
         self._main = threading.get_ident()
         self._doing = ("starting", time.monotonic())

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 from pycls_fast.errors import UserError, first_line
 
 _CURRENT = "pycls_fast/round"
+# From then on who waits for other ranks wants to know for what.
+_NOTE_SECONDS = 10.0
 # The latest round of this process.
 _round: str | None = None
 
@@ -35,10 +38,24 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         # One rank needs no launcher.
         return dist.HashStore()
     global _round
-    _await_master(rank, timeout)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    _round = meet(store, rank, size, timeout)
+    until = time.monotonic() + timeout.total_seconds()
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    line = f"note: rank {rank} of {size} waits for the others at {where}, for up to {timeout.total_seconds():g} s"
+    note = threading.Timer(_NOTE_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    note.start()
+    try:
+        _await_master(rank, timeout)
+        store, _, _ = next(rendezvous("env://", timeout=_left(until)))
+        _round = meet(store, rank, size, _left(until))
+    finally:
+        note.cancel()
+    store.set_timeout(timeout)
     return dist.PrefixStore(_round, store)
+
+
+def _left(until: float) -> timedelta:
+    # torch's stores wait for ever if it is 0.
+    return timedelta(seconds=max(until - time.monotonic(), 0.1))
 
 
 def _await_master(rank: int, timeout: timedelta) -> None:
