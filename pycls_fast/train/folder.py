@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -138,6 +139,7 @@ class RunFolder:
                         )
                 found = self._try_lock()
             if found is None:
+                self._remove_leftovers()
                 return
             if time.monotonic() > until:
                 raise UserError(
@@ -147,6 +149,13 @@ class RunFolder:
                 on_wait(f"{key}: {self.path} is in use; waiting up to {wait_seconds:g} s for {found}")
             holder = found
             time.sleep(0.2)
+
+    def _remove_leftovers(self) -> None:
+        """Remove files that were being written when a kill came; the checkpoints' go when the next one is saved."""
+        for path in (*self.path.glob(".*.????????.tmp"), *self.path.glob(".export????????")):
+            # Not what a link leads to.
+            with suppress(OSError):
+                path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
     def _try_lock(self) -> str | None:
         """Lock the folder, or return the process that holds it."""

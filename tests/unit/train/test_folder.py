@@ -52,6 +52,21 @@ def test_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in folder.records()] == [1, 2]
 
 
+def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
+    """The curves and the exported weights that were being written; not what a link leads to, nor other files."""
+    (run := tmp_path / "run").mkdir()
+    (run / ".curves.png.0a1b2c3d.tmp").touch()
+    (run / ".exportab12cd34").mkdir()
+    (run / ".exportab12cd34" / "weights").touch()
+    (run / ".my.tmp").touch()
+    (tmp_path / "other").mkdir()
+    (run / ".exportab12cd35").symlink_to("../other")
+    with RunFolder(run) as folder:
+        folder.occupy()
+        assert sorted(path.name for path in run.iterdir()) == [".lock", ".my.tmp"]
+    assert (tmp_path / "other").is_dir()
+
+
 def test_a_damaged_line_is_not_dropped_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path)
     folder.add_record("train", 1, 0.5, **TRAINED)
