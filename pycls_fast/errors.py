@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 DONE, FAULT, MISTAKE, STOPPED = 0, 1, 2, 3
 # The shells' convention: 128 + the number of SIGINT.
@@ -38,6 +39,12 @@ class Finished(int):
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's message, or its class's name if there is none."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+
+
+def _lacks_host_memory(error: Exception) -> bool:
+    # The third is a library of an import.
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_full or isinstance(error, MemoryError) or "failed to map segment from shared object" in str(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -67,6 +74,20 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 def printable(text: str) -> str:
     """The text with escapes in place of characters that control a terminal; tabs and line ends stay."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def cell(value: Any) -> Any:
+    """A value for a CSV file: a text is `printable`; one that a spreadsheet would compute begins with an apostrophe."""
+    if not isinstance(value, str):
+        return value
+    value = printable(value)
+    if not value.lstrip().startswith(("=", "+", "-", "@")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return value if value == "-" else f"'{value}"
+    return value
 
 
 class UserError(Exception):
@@ -185,15 +206,13 @@ def reporting(action: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return _interrupted()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        print_lines("error", [f"{str(error.filename)[:99]}...: {error.strerror}"])
-        return MISTAKE
-    except MemoryError:
-        print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
-        return MISTAKE
     except Exception as error:
+        if _lacks_host_memory(error):
+            print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
+            return MISTAKE
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print_lines("error", [f"{str(error.filename)[:99]}...: {error.strerror}"])
+            return MISTAKE
         if str(error).rstrip().endswith("KeyboardInterrupt:"):
             # Pydantic's own error, if Ctrl-C comes while it builds a schema.
             return _interrupted()
@@ -239,15 +258,15 @@ def wrapped(text: str, width: int | None) -> str:
 
 def is_first_of_node() -> bool:
     """Whether this is the process of its node that prints what all have to say."""
-    rank = os.environ.get("LOCAL_RANK", "0")
-    return not rank.isdecimal() or int(rank) == 0
+    ranks, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_RANK"))
+    return not (_is_number(ranks) and int(ranks) > 1 and _is_number(rank) and int(rank) > 0)
 
 
 _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_CPUS_PER_TASK"),
 )
-_LAST_PORT = 65_535
+_LAST_PORT, _MOST_DIGITS = 65_535, 6
 
 
 def check_launcher() -> None:
@@ -259,20 +278,26 @@ def check_launcher() -> None:
     with refusing("the current folder is gone", FileNotFoundError, use="change to one that is there"):
         Path.cwd()
     values = {name: os.environ.get(name, "0") for name in _NUMBERS}
-    wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not _is_number(text)]
+    wrong = [
+        f"{name}: must be a whole number of at most six digits, got {text[:20]!r}"
+        for name, text in values.items()
+        if not _is_number(text)
+    ]
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not wrong and size != "1" and "SUBMITIT_EXECUTOR" not in os.environ:
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         wrong += [f"{name}: not set, but WORLD_SIZE={size} is" for name in needed if name not in os.environ]
     if not wrong and int(rank) >= int(size):
         wrong = [f"RANK: must be below WORLD_SIZE={size}, got {rank}"]
+    if not wrong and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0:
+        wrong = ["LOCAL_WORLD_SIZE: must be at least 1, got 0"]
     if not wrong and int(values["MASTER_PORT"]) > _LAST_PORT:
         wrong = [f"MASTER_PORT: must be at most {_LAST_PORT}, got {values['MASTER_PORT']}"]
     refuse(f"{line} (the environment); start with torchrun, or unset its variables" for line in wrong)
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def discard_output() -> None:

@@ -388,14 +388,3 @@ class TimmConfig(_Saved):
     crop_mode: str | None = None
     interpolation: str | None = None
     tag: str | None = None
-
-
-def cell(value: Any) -> Any:
-    """A value for a CSV file: a text that a spreadsheet would compute as a formula begins with an apostrophe."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("=", "+", "-", "@")):
-        return value
-    try:
-        float(value)
-    except ValueError:
-        return value if value == "-" else f"'{value}"
-    return value

@@ -15,11 +15,10 @@ from typing import Any, TextIO
 
 from pycls_fast.data.decode import Conversion, decode
 from pycls_fast.data.sources.progress import progress
-from pycls_fast.errors import DONE, MISTAKE, printable
+from pycls_fast.errors import DONE, MISTAKE, cell, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.images import Address, GivenImages, find_images, frames_of
 from pycls_fast.inference.video import Frame
-from pycls_fast.reading import cell
 from pycls_fast.train.contact_sheet import Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file
@@ -81,7 +80,7 @@ def predict(
 def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None:
     """Name the images that could not be read on standard error."""
     for name, reason in unreadable:
-        print(f"unreadable: {printable(name)}: {reason}", file=sys.stderr)
+        print(f"unreadable: {printable(f'{name}: {reason}')}", file=sys.stderr)
     if unreadable:
         print(f"{len(unreadable):,} of {count:,} images could not be read", file=sys.stderr)
 

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.of_weights import saved_in_run
-from pycls_fast.errors import DONE, MISTAKE, UserError, refuse, refusing
+from pycls_fast.errors import DONE, MISTAKE, UserError, cell, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
-from pycls_fast.reading import SavedSummary, cell, check, read_json
+from pycls_fast.reading import SavedSummary, check, read_json
 from pycls_fast.train.display import duration, plain_table, wide_console
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text

@@ -229,7 +229,7 @@ def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (
             overflow="ellipsis" if no_wrap else "fold",
         )
     for row in rows:
-        table.add_row(*(Text(row.get(column, "")) for column in columns))
+        table.add_row(*(Text(printable(row.get(column, ""))) for column in columns))
     return table
 
 

@@ -20,7 +20,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, cell, refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
 from pycls_fast.parallel.compile import uncompiled
@@ -304,9 +304,9 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
     for place in np.lexsort((-losses_N, predictions.labels_N < 0)).tolist():
         index, label, predicted, loss, probability = (values_N[place].item() for values_N in vars(predictions).values())
-        row = [source.name(index)]
+        row = [cell(source.name(index))]
         for k in (label, predicted):
-            row += ["" if k < 0 else str(k), names.get(k, f"output {k}")]
+            row += ["" if k < 0 else str(k), cell(names.get(k, f"output {k}"))]
         row += ["" if predicted < 0 else f"{probability:.6g}", "" if label < 0 else f"{loss:.6g}"]
         table.writerow(row)
     return text.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 
@@ -43,6 +44,10 @@ def test_the_first_line_of_any_error(text: str, line: str) -> None:
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
         ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "99999"}, "MASTER_PORT"),
+        ({"WORLD_SIZE": f"1{20 * '0'}", "RANK": "0"}, "WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
+        # In one process it says nothing about who speaks.
+        ({"LOCAL_RANK": "1", "RANK": "x"}, "RANK"),
     ],
 )
 def test_variables_of_launchers_are_checked_first(
@@ -69,6 +74,22 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
     assert reporting(full) == 2
     says = "the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB)"
     assert capsys.readouterr().err == f"error: rank 9: {says}; lower the batch size or the model\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory", "/tmp"),
+        ImportError("_C.so: failed to map segment from shared object"),
+    ],
+)
+def test_a_host_without_memory_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise error
+
+    assert reporting(full) == 2
+    assert capsys.readouterr().err.startswith("error: out of host memory")
 
 
 def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

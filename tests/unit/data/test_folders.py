@@ -169,6 +169,7 @@ def test_formats_that_are_not_read_are_named(
     write_tree(tmp_path, {"cat": 3, "dog": 3})
     for name in ("cat/a.HEIC", "cat/b.heic", "dog/c.avif", "dog/notes.txt"):
         (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert len(scan_classes(tmp_path)) == 6

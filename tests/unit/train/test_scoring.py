@@ -20,8 +20,10 @@ from PIL import Image
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.decode import Conversion
+from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.errors import UserError
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.evaluate import Evaluation, Predictions, predictions_csv
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.tasks import knn
@@ -135,6 +137,24 @@ def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
         [names[2], "0", c[0], "5", "output 5", "0.9", "0.5"],
         [names[3], "", "", "1", c[1], "0.8", ""],
     ]
+
+
+class Evil(SyntheticImages):
+    """Names that a spreadsheet computes and a terminal obeys."""
+
+    def name(self, index: int) -> str:
+        """A formula."""
+        return f"@{index}"
+
+
+def test_formulas_and_control_characters_in_a_table_of_images() -> None:
+    one, source = np.ones(1), Evil(4, 8, 2, seed=0)
+    source.classes = ("=1+1", "\x1b[31m")
+    text = predictions_csv(Predictions(np.array([3]), np.array([0]), np.array([1]), one, one), source)
+    assert text.splitlines()[1:] == ["'@3,0,'=1+1,1,\\x1b[31m,1,1"]
+    console = wide_console(file := io.StringIO())
+    console.print(plain_table([{"class": "\x1b[31mred"}]))
+    assert "\x1b" not in file.getvalue()
 
 
 def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
