@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import copy
+import errno
 import multiprocessing
+import os
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, queues, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -25,7 +28,7 @@ from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.remote import fetch_ahead
-from pycls_fast.errors import UserError
+from pycls_fast.errors import UserError, first_line, refusing
 
 
 class _Flag:
@@ -90,6 +93,10 @@ def _as_chosen() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
+# Else the destructor of one that could not be made would print a traceback.
+_MultiProcessingDataLoaderIter._shutdown = True
+
+
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
 
@@ -105,7 +112,11 @@ class ImageLoader(DataLoader[Any]):
             yield from self._batches(count_batch)
 
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:
-        with _as_chosen():
+        if self.num_workers:
+            # Each worker would make its own folder for sockets, and a killed one leave it.
+            util.get_temp_dir()
+        way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
+        with _as_chosen(), refusing("data workers cannot be started", use=way_out):
             iterator = super().__iter__()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
@@ -152,6 +163,10 @@ def _limit_waiting(iterator: Any, seconds: float, while_waiting: Callable[[], No
 _SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")
 
 
+def _lacks_files(message: str) -> bool:
+    return os.strerror(errno.EMFILE) in message
+
+
 def _told(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
     """What to say of an error about a dead worker or what the machine lacks; None if it is something else."""
     message, is_cut_off = str(error), isinstance(error, ConnectionError | EOFError)
@@ -161,10 +176,10 @@ def _told(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
         for worker in workers:
             if worker.sentinel in ended:
                 worker.join(5)
-    if shortage := _SHORTAGE.search(message):
-        is_files = "Too many open files" in message
+    lacks_files = any(worker.exitcode == errno.EMFILE for worker in workers)
+    if shortage := _SHORTAGE.search(os.strerror(errno.EMFILE) if lacks_files else message):
         way_out = "raise the limit (ulimit -n), or lower data.num_workers or data.prefetch_factor"
-        return f"data workers: {shortage[0]}; {way_out if is_files else MORE_SHARED_MEMORY}"
+        return f"data workers: {shortage[0]}; {way_out if _lacks_files(shortage[0]) else MORE_SHARED_MEMORY}"
     signals = [-worker.exitcode for worker in workers if worker.exitcode is not None and worker.exitcode < 0]
     # The pinning thread ends if a worker dies while it receives that worker's batch.
     is_cut_off = is_cut_off or message.startswith("Pin memory thread")
@@ -224,8 +239,22 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+_ON_ERROR = "_on_queue_feeder_error"
+
+
+def _end_worker(error: BaseException) -> None:
+    """End a worker that cannot send a batch; its status says so if it has no more file descriptors."""
+    if _lacks_files(str(error)):
+        os._exit(errno.EMFILE)
+    print(f"error: a data worker cannot send its batch: {first_line(error)}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    # Of its threads that send batches. They would print a traceback, and the batch would be waited for.
+    setattr(queues.Queue, _ON_ERROR, staticmethod(lambda error, batch: _end_worker(error)))
+    sys.excepthook = lambda kind, error, trace: _end_worker(error)
     # A launcher signals the whole process group. Only the main process may decide what follows, e.g. to
     # finish the step and save; the workers end when it closes the loader or is gone.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

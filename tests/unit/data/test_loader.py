@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -163,6 +164,17 @@ def test_the_machines_own_limits_are_no_damage() -> None:
 
     with pytest.raises(UserError, match=r"data workers: Too many open files; raise the limit \(ulimit -n\)"):
         list(train_loader(HookedImages(20, no_more_files), 0))
+
+
+def test_a_worker_that_cannot_send_its_batch_is_an_error_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback of its thread, and not after the timeout."""
+
+    def no_more_files(index: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    with pytest.raises(UserError, match=r"^data workers: Too many open files; raise the limit \(ulimit -n\)"):
+        list(train_loader(HookedImages(20, no_more_files), 1))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -64,13 +64,14 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
 def test_ranks_of_a_node_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int, has_master: bool
 ) -> None:
-    """One line and a status at which a launcher starts again."""
+    """A note, one line, and a status at which a launcher starts again."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = store.port if has_master else 1
     for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(rendezvous, "_NOTE_SECONDS", 0.1)
     second = timedelta(seconds=1)
     monkeypatch.setattr(
         "pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: open_store(rank, size, second)
@@ -82,7 +83,8 @@ def test_ranks_of_a_node_that_does_not_come(
         pass
     assert ended.value.code == 1
     # torch's store warns of a wait that timed out.
-    (line,) = (line for line in capfd.readouterr().err.splitlines() if not line.startswith("[W"))
+    note, line = (line for line in capfd.readouterr().err.splitlines() if not line.startswith("[W"))
+    assert note == f"note: rank {rank} of 3 waits for the others at localhost:{port}, for up to 1 s"
     assert line.startswith(f"error: rank {rank}: not all 3 ranks have started (")
 
 
