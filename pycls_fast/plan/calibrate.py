@@ -24,6 +24,9 @@ from pycls_fast.build.device import cores, device_kind, has_decoder
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import DECODERS
 from pycls_fast.data.transforms import TrainTransform
+from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.parallel.tensor import divide
+from pycls_fast.plan.memory_plan import group
 from pycls_fast.plan.time import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.work import CountWork
 
@@ -88,6 +91,7 @@ def measured(device: torch.device) -> Accelerator:
             efficiency=dict.fromkeys(kinds, 0.7),
             kernel=5e-6,
             launch=0.0 if is_cpu else 6e-6,
+            dispatch=dispatch(),
             fused=0.54,
             device=device_kind(device),
         )
@@ -108,6 +112,25 @@ def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured
     with CountWork() as found:
         run()
     return partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device)
+
+
+def dispatch() -> float:
+    """Seconds that the host thinks about each kernel of a small block that ranks divide, besides a whole one's."""
+    network = VisionTransformer(image_size=32, patch_size=8, width=64, depth=1, heads=2, mlp_width=128, num_classes=2)
+    ((_, block),) = network.units()
+    features = torch.randn(1, 16, 64, requires_grad=True)
+
+    def run() -> None:
+        block(features).sum().backward()
+
+    device = torch.device("cpu")
+    whole = seconds(run, device)
+    with group({"tensor": 2}, None) as mesh:
+        divide(network, [block], mesh["tensor"])
+        divided = seconds(run, device)
+        with CountWork() as found:
+            run()
+    return max(divided - whole, 0.0) / len(found.found)
 
 
 def _memory(device: torch.device) -> int:

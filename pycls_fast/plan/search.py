@@ -315,7 +315,10 @@ class Search:
         compiled = plan.switches.compile != "off"
         # Ranks of a CPU compute and exchange with one core each, or share it.
         late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
-        forward, backward, *ends = (late * device.seconds(table, compiled=compiled) for table in tables)
+        forward, backward, *ends = (
+            late * device.seconds(table, compiled=compiled, divided=layout.tensor > 1 and at < 2)
+            for at, table in enumerate(tables)
+        )
         stages = max(plan.stages(len(activations.blocks)), key=lambda stages: sum(map(len, stages.values())))
         own = sum(map(len, stages.values())) / max(len(activations.blocks), 1)
         compute = parts * (own * (forward + backward) + sum(ends))

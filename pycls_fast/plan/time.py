@@ -69,7 +69,8 @@ class Accelerator:
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
             and "depthwise" reach, and of float32's `flops` that depthwise convolutions reach with their "taps".
         kernel: seconds that every kernel takes besides.
-        launch: seconds of the host for each kernel; eager code takes at least their sum.
+        launch: seconds of the host for each kernel; eager code takes at least their sum, on a CPU so much more.
+        dispatch: the same in layers that ranks divide: of DTensors.
         fused: the share of a pass's bytes that compiled code moves.
     """
 
@@ -80,14 +81,16 @@ class Accelerator:
     efficiency: Mapping[str, PositiveFloat] = field(default_factory=dict)
     kernel: NonNegativeFloat = 0.0
     launch: NonNegativeFloat = 0.0
+    dispatch: NonNegativeFloat = 0.0
     fused: PositiveFloat = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
 
-    def seconds(self, kernels: Kernels, *, compiled: bool = False) -> float:
+    def seconds(self, kernels: Kernels, *, compiled: bool = False, divided: bool = False) -> float:
         """How long kernels take one after the other.
 
         Args:
             compiled: passes are fused, and the host is never late.
+            divided: they are of layers that ranks divide.
         """
         kinds, (moved, count, m, n, k) = kernels.kinds, kernels.numbers
         is_product, is_depthwise = np.isin(kinds, PRODUCTS), kinds == "depthwise"
@@ -102,8 +105,9 @@ class Accelerator:
             rate = np.where(is_depthwise, self.flops[4] * self.efficiency.get("taps", 1.0), rate)
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
         each = np.fmax(arithmetic, least) + self.kernel
-        launched = 0.0 if compiled else float(self.launch * kernels.times.sum())
-        return max(float((each * kernels.times).sum()), launched)
+        own, host = float((each * kernels.times).sum()), self.launch + self.dispatch * divided
+        launched = 0.0 if compiled else float(host * kernels.times.sum())
+        return own + launched if self.device == "cpu" else max(own, launched)
 
     def _used(self, count: _Numbers, m: _Numbers, n: _Numbers, k: _Numbers) -> _Numbers:
         """The share of the multiprocessors' arithmetic that a product's tiles use."""

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan import cluster as clusters
-from pycls_fast.plan.calibrate import calibrate
+from pycls_fast.plan.calibrate import calibrate, dispatch
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.work import CountWork, Work
@@ -98,6 +98,15 @@ def test_compiled_code_moves_less_and_does_not_wait_for_the_host() -> None:
     assert device.seconds(table) == pytest.approx(4e-3 + 4e-6)
     assert device.seconds(table, compiled=True) == pytest.approx(2e-3 + 4e-6)
     assert device.seconds(Kernels.of([Work("pass", 8.0)] * 4)) == pytest.approx(4e-3)
+
+
+def test_the_host_thinks_about_each_kernel_of_a_divided_layer() -> None:
+    table = Kernels.of([Work("pass", 1e8)] * 4)
+    cuda, cpu = (replace(DEVICE, device=device, dispatch=1e-2) for device in ("cuda", "cpu"))
+    assert cuda.seconds(table) == cpu.seconds(table) == pytest.approx(4e-3 + 4e-6)
+    assert cuda.seconds(table, divided=True) == pytest.approx(4e-2)
+    assert cpu.seconds(table, divided=True) == pytest.approx(4.4e-2 + 4e-6)
+    assert dispatch() > 1e-6
 
 
 def test_depthwise_convolutions_take_their_bytes_or_the_taps_of_large_kernels() -> None:
