@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import statistics
 import time
@@ -190,6 +191,8 @@ def calibrate(file: Path) -> str:
     per_node = torch.cuda.device_count() if device.type == "cuda" else 4 * cores()
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
     cluster |= links(file.absolute().parent) | {"images_per_core": images_per_core()}
-    text = yaml.safe_dump({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}, sort_keys=False)
+    # Through JSON, whose names are text, as the reader wants them.
+    entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
+    text = yaml.safe_dump(entry, sort_keys=False)
     file.write_text(text, encoding="utf-8")
     return f"{text}\nwritten: {file}; plan with cluster={file}:herex{cores()}"

@@ -328,7 +328,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "file").touch()
     (tmp_path / "bomb.yaml").write_text("accelerators: &all {}\nclusters: *all\n")
     (tmp_path / "wrong.yaml").write_text(
-        "accelerators: {here: {memory: 0, flops: {2: 1.0e+12, 4: 1.0e+12}, bandwidth: 1.0e+9}}\n"
+        "accelerators: {here: {memory: 0, flops: {'2': 1.0e+12, '4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
         "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], cores: 2}}\n"
     )
     assert run([*VIT, *arguments], monkeypatch) == 2
