@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import random
 import sys
 import tempfile
 import time
@@ -40,7 +39,7 @@ def run(*, seed: int, minutes: float, only: str | None = None, first: int = 0, t
         number, begun = first + done[name], time.monotonic()
         folder = place / f"{name.replace(' ', '_')}_{number}" / "a" / "b"
         folder.mkdir(parents=True)
-        this = Try(random.Random(f"{seed} {name} {number}"), lab, folder)
+        this = Try(seed, name, number, lab, folder)
         try:
             FAMILIES[name][0](this)
         except Exception:  # noqa: BLE001  # the harness itself

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -13,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pycls_fast.cli import VERBS
+
 Action = Callable[[], int]
 LIMIT = 90.0
-"""Seconds; nothing that is tried here takes a tenth of it."""
+"""Seconds; nothing that is tried here takes a tenth of it. What has a timeout of its own has a shorter one."""
 _SHARED_MEMORY = Path("/dev/shm")
 _CRASH = 70
 
@@ -27,19 +30,20 @@ class Outcome:
     status: int | None
     text: str
     left: tuple[str, ...]
+    limit: float
 
     def short(self, allowed: Iterable[int] = (0, 2)) -> list[str]:
         """What is wrong with it; a mistake is one line and status 2, never a traceback."""
         found = [f"left {what}" for what in self.left]
         last = next((line for line in reversed(self.text.splitlines()) if line.strip()), "")
         if self.status is None:
-            found.append(f"waited for more than {LIMIT:g} s: {last}")
+            found.append(f"waited for more than {self.limit:g} s: {last}")
         elif "Traceback (most recent" in self.text or self.status == _CRASH:
             found.append(f"traceback: {last}")
         elif self.status not in allowed:
             found.append(f"status {self.status}: {last}")
-        elif self.status == 2 and not last:
-            found.append("status 2 without a line")
+        elif self.status in (1, 2) and not last:
+            found.append(f"status {self.status} without a line")
         if "\x1b" in self.text:
             found.append("a control character reached the terminal")
         return found
@@ -47,6 +51,8 @@ class Outcome:
 
 def tool(*arguments: str) -> Action:
     """A verb of the command line."""
+    # Else it would be refused whatever is tried.
+    assert arguments[0] in VERBS, arguments[0]
 
     def action() -> int:
         from pycls_fast.cli import main
@@ -57,8 +63,13 @@ def tool(*arguments: str) -> Action:
     return action
 
 
+def new_process(*arguments: str) -> Action:
+    """A verb in a process that has imported nothing."""
+    return lambda: os.execv(sys.executable, [sys.executable, "-m", "pycls_fast", *arguments])
+
+
 class Child:
-    """A process that runs an action in a folder, after `setup`."""
+    """A process that runs an action in a folder, after `setup`. Its temporary files have a folder of their own."""
 
     def __init__(
         self,
@@ -69,11 +80,13 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._shared = set(_SHARED_MEMORY.glob("torch_*"))
+        self._temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix="tmp"))
         self._read, write = os.pipe()
         self._text = b""
         self.pid = os.fork()
         if self.pid == 0:
-            _run(action, folder, setup, environment or {}, write)
+            tempfile.tempdir = None
+            _run(action, folder, setup, {"TMPDIR": str(self._temporary), **(environment or {})}, write)
         os.close(write)
         os.set_blocking(self._read, False)
 
@@ -112,8 +125,9 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         if in_time and not os.WIFSIGNALED(status):
             left += [str(path) for path in set(_SHARED_MEMORY.glob(f"torch_{self.pid}_*")) - self._shared]
+            left += [str(path) for path in self._temporary.iterdir()]
         code = os.waitstatus_to_exitcode(status) if in_time else None
-        return Outcome(code, self._text.decode(errors="replace"), tuple(left))
+        return Outcome(code, self._text.decode(errors="replace"), tuple(left), limit)
 
     def _drain(self) -> None:
         with suppress(BlockingIOError):
@@ -121,9 +135,9 @@ class Child:
                 self._text += part
 
 
-def attempt(action: Action, folder: Path, **how: object) -> Outcome:
+def attempt(action: Action, folder: Path, *, limit: float = LIMIT, **how: object) -> Outcome:
     """Run an action to its end; other arguments are `Child`'s."""
-    return Child(action, folder, **how).end()  # type: ignore[arg-type]
+    return Child(action, folder, **how).end(limit)  # type: ignore[arg-type]
 
 
 def _living(session: int) -> set[int]:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,14 @@ from PIL import Image, ImageFile
 
 from pycls_fast.config import load_config
 from pycls_fast.config.keys import flat
+from pycls_fast.parallel.monitor import report_seconds
 from tests.faults.attempt import Child, Outcome, attempt, tool
 from tests.faults.lab import Lab, pick
 from tests.faults.mutate import mutant
 from tests.faults.surroundings import CASES
+
+# Of ranks and loaders, and what it takes besides to notice and to leave.
+_TIMEOUT, _TO_END = 5, 15
 
 
 @dataclass
@@ -35,22 +40,31 @@ class Try:
         about: what was done, for who repeats it.
     """
 
-    draw: random.Random
+    seed: int
+    family: str
+    number: int
     lab: Lab
     folder: Path
     tried: int = 0
     short: list[str] = field(default_factory=list)
     about: str = ""
 
+    @cached_property
+    def draw(self) -> random.Random:
+        """What is random about it, from the seed, the family and the number."""
+        return random.Random(f"{self.seed} {self.family} {self.number}")
+
     def judge(self, outcome: Outcome, *allowed: int) -> None:
         """Count an outcome."""
         self.short += outcome.short(allowed or (0, 2))
 
     def same_bits(self, key: str = "run") -> None:
-        """See that the run has ended as if nothing had happened."""
+        """See that the run has ended as if nothing had happened, and that nothing is left of what was interrupted."""
         found = self.lab.fingerprint(self.folder)
         if found != self.lab.wanted[key]:
             self.short.append(f"other bits: {found} instead of {self.lab.wanted[key]}")
+        hidden = (path for path in (self.folder / "run").rglob(".*") if path.name != ".metadata")
+        self.short += [f"left {path.relative_to(self.folder)}" for path in hidden]
 
 
 def kills(this: Try) -> None:
@@ -64,6 +78,9 @@ def kills(this: Try) -> None:
         if child.runs_for(delay):
             child.signal(number)
             this.tried += 1
+        if number == signal.SIGTERM and this.draw.random() < 0.5 and child.runs_for(1.2):
+            child.signal(number)
+            this.about += "and again; "
         # 130, 128 + the number, and the bare signal: stopped before there was anything to save.
         this.judge(child.end(), *(0, 2, 3, 130, 128 + number, -number))
     this.judge(attempt(run, this.folder), 0)
@@ -85,7 +102,7 @@ def full_disks(this: Try) -> None:
 
 
 def ranks(this: Try) -> None:
-    """One of two ranks is killed or stands still; the other ends, and both go on to the same bits."""
+    """One of two ranks is killed or stands still; the other ends in time, and both go on to the same bits."""
     if "ranks" not in this.lab.wanted:
         (this.folder / "whole").mkdir()
         for child in this.lab.two_ranks(this.folder / "whole"):
@@ -94,17 +111,40 @@ def ranks(this: Try) -> None:
     number, lost = this.draw.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)), this.draw.randrange(2)
     delay = this.draw.uniform(0.5, 5.0)
     this.about, this.tried = f"{number.name} of rank {lost} after {delay:.2f} s", 1
-    both = this.lab.two_ranks(this.folder, "parallel.timeout_seconds=5")
+    both = this.lab.two_ranks(this.folder, f"parallel.timeout_seconds={_TIMEOUT}")
     if both[lost].runs_for(delay):
         both[lost].signal(number)
-    outcome = both[1 - lost].end()
-    if outcome.status is None:
-        this.short.append("the other rank waited for ever")
+    # It may have been done, or both have agreed to stop; else it has lost the other.
+    outcome = both[1 - lost].end(_TIMEOUT + report_seconds(_TIMEOUT) + _TO_END)
+    this.judge(outcome, 0, 1, 3)
+    if outcome.status == 1 and "\nerror: " not in f"\n{outcome.text}":
+        this.short.append(f"status 1 without an error's line: {outcome.text[-200:]}")
     both[lost].signal(signal.SIGKILL)
     both[lost].end()
     for child in this.lab.two_ranks(this.folder):
         this.judge(child.end(), 0)
     this.same_bits("ranks")
+
+
+def stalls(this: Try) -> None:
+    """A loader's worker stands still: the run ends within its timeout or at a signal, and goes on to the same bits."""
+    run = functools.partial(tool, *this.lab.train, "run_dir=run", "data.num_workers=1")
+    number = this.draw.choice((None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    delay, again = this.draw.uniform(0.3, 2.0), number == signal.SIGTERM and this.draw.random() < 0.5
+    this.about = f"after {delay:.2f} s, {'timeout' if number is None else number.name}{' twice' * again}"
+    child = Child(run(f"parallel.timeout_seconds={_TIMEOUT if number is None else 600}"), this.folder)
+    if child.runs_for(delay) and (started := child.largest()) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(started, signal.SIGSTOP)
+            this.tried = 1
+        for _ in range((number is not None) + again):
+            if child.runs_for(1.2):
+                child.signal(number)
+    # A loader looks every 5 s, and its worker has 5 s to end.
+    outcome = child.end(_TIMEOUT + 10 + _TO_END)
+    this.judge(outcome, *((0, 2) if number is None else (0, 3, 130, 128 + number, -number)))
+    this.judge(attempt(run(), this.folder), 0)
+    this.same_bits()
 
 
 def helpers(this: Try) -> None:
@@ -132,13 +172,19 @@ def helpers(this: Try) -> None:
 def _train(*overrides: str) -> Callable[[Try], Outcome]:
     def run(this: Try) -> Outcome:
         arguments = ["data.global_batch_size=4", "data.max_damaged=1000", "schedule.max_steps=1", "run_dir=trained"]
-        return attempt(tool(*this.lab.train, *arguments, *overrides), this.folder)
+        return attempt(tool(*this.lab.train, *arguments, *this.lab.filled(overrides)), this.folder)
 
     return run
 
 
 def _verb(*arguments: str) -> Callable[[Try], Outcome]:
-    return lambda this: attempt(tool(*arguments), this.folder)
+    return lambda this: attempt(tool(*this.lab.filled(arguments)), this.folder)
+
+
+def _gate(this: Try) -> Outcome:
+    """Compare it with the one that was damaged; a loss, which is status 1, is no fault."""
+    outcome = _verb("ledger", "check", "LAB/ledger.json", "ledger.json")(this)
+    return replace(outcome, status=0) if outcome.status == 1 else outcome
 
 
 def _resume(this: Try) -> Outcome:
@@ -154,7 +200,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
             _verb("runs", "run", "output=runs.csv"),
             _verb("compare", "run", "run", "output=compared"),
             _verb("predict", "run", "run"),
-            _verb("score", "weights=run"),
+            _verb("test", "weights=run"),
             _verb("export", "weights=run", "output=out.safetensors"),
             _resume,
         ),
@@ -163,37 +209,55 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
         ("*.safetensors",),
         (
             _train("weights=weights.safetensors"),
-            _verb("predict", "weights.safetensors", "weights.safetensors"),
-            _verb("score", "weights=weights.safetensors"),
+            _verb("predict", "weights.safetensors", "LAB/folder"),
+            _verb("test", "weights=weights.safetensors", "data.root=LAB/digits"),
         ),
     ),
     "weights.pth": (("*.pth",), (_train("weights=weights.pth"),)),
     "weights.npz": (("*.npz",), (_train("weights=weights.npz"),)),
     "folder": (_IMAGES, (_train("data=folder", "data.root=folder"), _verb("predict", "LAB/run", "folder"))),
-    "table": (("*.csv", *_IMAGES), (_train("data.source=table", "data.root=table"),)),
+    "table": (("*.csv", *_IMAGES), (_train("data.source=manifest", "data.root=table"),)),
     "parquet": (("*.parquet",), (_train("data.source=parquet", "data.root=parquet"),)),
     "tar": (("*.tar",), (_train("data.source=tar", "data.root=tar"),)),
     "packed": (("*",), (_train("data.source=packed", "data.root=packed"),)),
+    "manifest": (("*.parquet",), (_train("data.source=manifest", "data.root=manifest"),)),
+    "cifar": (("*_batch*", "batches.meta"), (_train("data.source=cifar", "data.root=cifar"),)),
+    "index": (
+        ("*.npz",),
+        (
+            _train("data=folder", "data.root=LAB/folder", "data.index_cache=index"),
+            _train("data.source=tar", "data.root=LAB/tar", "data.index_cache=index"),
+        ),
+    ),
+    "timm": (
+        ("config.json",),
+        (
+            _train("weights=timm/model.pth", "data.normalization=weights"),
+            lambda this: _verb("test", *this.lab.train[1:], "weights=timm/model.pth", "preprocessing=weights")(this),
+        ),
+    ),
+    "ledger.json": (("*.json",), (_verb("ledger", "report", "ledger.json", "output=page"), _gate)),
 }
 
 
 def mutants(this: Try) -> None:
-    """A file of any format that is read is damaged: its reader says so in a line, or reads it."""
+    """A file of any format that is read is damaged: its reader says so in a line, or reads it. A few are whole."""
     name = this.draw.choice(sorted(FORMATS))
     patterns, readers = FORMATS[name]
     copied = this.lab.copy(name, this.folder)
     file = pick(this.draw, copied, *patterns) if copied.is_dir() else copied
-    file.write_bytes(mutant(this.draw, file.name, file.read_bytes()))
+    if not (whole := this.draw.random() < 0.03):
+        file.write_bytes(mutant(this.draw, file.name, file.read_bytes()))
     read = this.draw.randrange(len(readers))
-    this.about, this.tried = f"{file.relative_to(this.folder)}, reader {read}", 1
-    this.judge(readers[read](this))
+    this.about, this.tried = f"{file.relative_to(this.folder)}{', whole' * whole}, reader {read}", 1
+    this.judge(readers[read](this), *((0,) if whole else (0, 2)))
 
 
 _ODD = (
-    *("", "null", "true", "-1", "0", "1", "3", "0.5", "nan", "inf", "1e308", "1e-320", "abc", "[]", "{}", "[1,2]"),
+    *("", "null", "true", "-1", "0", "1", "3", "7", "0.5", "nan", "inf", "1e308", "1e-320", "abc", "[]", "{}", "[1,2]"),
     *(
-        "9" * 30, "a" * 5000, "'x y'", "../odd", "/proc/self", "/dev/zero", "${oc.env:HOME}", "${odd}",
-        "'\x1b[31m'", "é",
+        "100", "4097", "1000000", "2147483648", "9" * 30, "a" * 5000, "'x y'", "../odd", "/proc/self", "/dev/zero",
+        "${oc.env:HOME}", "${odd}", "'\x1b[31m'", "é",
     ),
 )  # fmt: skip
 # Would start as many processes, write where the try does not own, or ask a server.
@@ -219,7 +283,9 @@ def values(this: Try) -> None:
 
 def surroundings(this: Try) -> None:
     """Odd environments, limits, files and links."""
-    name = this.draw.choice(sorted(CASES))
+    # Each once, in an order of the seed, before any comes again.
+    names = random.Random(this.seed).sample(sorted(CASES), len(CASES))
+    name = names[this.number] if this.number < len(names) else this.draw.choice(names)
     this.about, this.tried = name, 1
     case = CASES[name]
     arguments = case.prepare(this.lab, this.folder)
@@ -229,7 +295,7 @@ def surroundings(this: Try) -> None:
         **case.environment,
         **this.draw.choice(({}, {"LC_ALL": "C"}, {"HOME": "/nonexistent"}, {"TMPDIR": "/x"})),
     }
-    outcome = attempt(tool(*arguments), this.folder, setup=case.setup, environment=environment)
+    outcome = attempt(case.run(*arguments), this.folder, limit=case.limit, setup=case.setup, environment=environment)
     if case.workers_tell:
         outcome = replace(outcome, text=outcome.text.splitlines()[-1] if outcome.text else "")
     this.judge(outcome, *case.allowed)
@@ -268,13 +334,14 @@ def _write_jpegs(folder: Path) -> None:
 
 # Name -> a try, and its share of the time.
 FAMILIES: Mapping[str, tuple[Callable[[Try], None], float]] = {
-    "kills": (kills, 0.25),
-    "full disks": (full_disks, 0.05),
+    "kills": (kills, 0.22),
+    "full disks": (full_disks, 0.04),
     "ranks": (ranks, 0.1),
-    "helpers": (helpers, 0.1),
-    "mutants": (mutants, 0.25),
-    "values": (values, 0.12),
-    "surroundings": (surroundings, 0.08),
+    "stalls": (stalls, 0.05),
+    "helpers": (helpers, 0.06),
+    "mutants": (mutants, 0.22),
+    "values": (values, 0.1),
+    "surroundings": (surroundings, 0.16),
     "jpegs": (jpegs, 0.05),
 }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ TRAINING = (
 )
 
 
+# What timm writes beside weights.
+_TIMM = {
+    "architecture": "vit_tiny_patch16_224",
+    "num_classes": 10,
+    "pretrained_cfg": {
+        "input_size": [3, 8, 8], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "crop_pct": 0.9,
+        "crop_mode": "center", "interpolation": "bicubic", "num_classes": 10, "first_conv": "patch_embed.proj",
+    },
+}  # fmt: skip
+_LEDGER = Path(__file__).parents[2] / "docs" / "results" / "ledger_cpu" / "ledger.json"
+
+
 class Lab:
     """A folder with `run`, `weights.*`, and a folder for each layout of data.
 
@@ -45,10 +58,13 @@ class Lab:
         self.wanted: dict[str, str] = {}
         self._must(attempt(lambda: write_digits(self.digits) or 0, folder))
         self.train = ("train", *TRAINING, f"data.root={self.digits}")
-        self._must(attempt(tool(*self.train, "run_dir=run"), folder))
+        self._must(attempt(tool(*self.train, "run_dir=run"), folder, limit=600))
         self.wanted["run"] = self.fingerprint(folder)
         self._must(attempt(tool("export", "weights=run", "output=weights.safetensors"), folder))
         self._must(attempt(self._write_layouts, folder))
+        for name in ("folder", "tar"):
+            where = (f"data.source={name}", f"data.root={folder / name}", f"data.index_cache={folder / 'index'}")
+            self._must(attempt(tool("prepare", "index", *where), folder))
 
     def _must(self, outcome: Outcome) -> None:
         assert outcome.status == 0, outcome.text
@@ -58,14 +74,25 @@ class Lab:
         writers = {
             "folder": layouts.write_folder, "table": layouts.write_manifest, "parquet": layouts.write_hub_parquet,
             "tar": layouts.write_tars, "packed": layouts.write_packed,
+            "manifest": functools.partial(layouts.write_manifest, extension=".parquet"),
         }  # fmt: skip
         for name, write in writers.items():
             (self.folder / name).mkdir()
             write(self.folder / name, content)
         model = load_checkpoint(self.folder / "run" / "checkpoints" / "best")["model"]
         torch.save(model, self.folder / "weights.pth")
+        images = np.random.default_rng(0).integers(0, 256, (24, 32, 32, 3), dtype=np.uint8)
+        layouts.write_cifar10(self.folder / "cifar", images, [n % 3 for n in range(24)], layouts.CLASSES)
+        (self.folder / "timm").mkdir()
+        torch.save(model, self.folder / "timm" / "model.pth")
+        (self.folder / "timm" / "config.json").write_text(json.dumps(_TIMM))
+        shutil.copy(_LEDGER, self.folder)
         np.savez(self.folder / "weights.npz", **{name: value.numpy() for name, value in model.items()})
         return 0
+
+    def filled(self, arguments: Sequence[str]) -> list[str]:
+        """Arguments with the lab's folder in place of LAB."""
+        return [argument.replace("LAB/", f"{self.folder}/") for argument in arguments]
 
     def copy(self, name: str, folder: Path) -> Path:
         """A copy of something in the lab, in a folder."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from typing import Any
+
+import numpy as np
 
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, 1e308, 2**63, 10**30, "", "x", "=1+1", "\x1b[31m", "${oc.env:SECRET}", "../../x", "\0"),
@@ -55,6 +58,22 @@ def odd_json(draw: random.Random, text: str) -> str:
     return json.dumps(values)
 
 
+def odd_npz(draw: random.Random, data: bytes) -> bytes:
+    """The same arrays, one of another type, shape or length; or, of an index, with an odd value in its description."""
+    with np.load(io.BytesIO(data)) as stored:
+        arrays = dict(stored)
+    name = draw.choice(sorted(arrays))
+    array = arrays[name]
+    if name == "about":
+        arrays[name] = np.frombuffer(odd_json(draw, array.tobytes().decode()).encode(errors="surrogatepass"), np.uint8)
+    else:
+        new_axis, shorter, repeated = array[None], array[:-1] if array.ndim else array, np.repeat(array, 2)
+        others = (array.astype(str), array.astype(np.complex64), array * 0 - 1, array[..., None] * 1000)
+        arrays[name] = draw.choice((new_axis, shorter, repeated, *others))
+    np.savez(written := io.BytesIO(), **arrays)
+    return written.getvalue()
+
+
 def mutant(draw: random.Random, name: str, data: bytes) -> bytes:
     """A damaged file: if it holds JSON, as often with an odd value."""
     if draw.random() < 0.5:
@@ -75,6 +94,8 @@ def mutant(draw: random.Random, name: str, data: bytes) -> bytes:
             text = odd_json(draw, json.dumps(header))
         encoded = text.encode(errors="surrogatepass")
         return len(encoded).to_bytes(8, "little") + encoded + data[8 + length :]
+    if name.endswith(".npz"):
+        return odd_npz(draw, data)
     if name.endswith(".yaml"):
         lines = data.decode().splitlines()
         number = draw.randrange(1, len(lines))

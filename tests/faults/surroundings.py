@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.faults.attempt import LIMIT, Action, new_process, tool
 from tests.faults.lab import Lab
 
 Prepare = Callable[[Lab, Path], Sequence[str]]
@@ -24,6 +26,8 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[int, ...] = (0, 2)
     after: Callable[[Path, str], list[str]] | None = None
+    limit: float = LIMIT
+    run: Callable[..., Action] = tool
     workers_tell: bool = False
     """Whether torch's thread in a worker may print its traceback before the line."""
 
@@ -41,6 +45,13 @@ def _little_memory() -> None:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     used = int(status["VmData"].split()[0]) << 10
     _limit(_DATA, used + (10 << 20))()
+
+
+def _no_shared_memory() -> None:
+    """One page of it, where this process may have its own; a batch of the workers takes more."""
+    libc = ctypes.CDLL(None)
+    if libc.unshare(_NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, _PRIVATE, None) == 0:
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=4k")
 
 
 def _odd_image(make: Callable[[Path], object], *arguments: str) -> Prepare:
@@ -132,10 +143,14 @@ _LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "MASTER_PORT=abc": {"MASTER_PORT": "abc", "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     "no RANK": {"WORLD_SIZE": "2"},
     "RANK=5 of 2": {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
+    "LOCAL_WORLD_SIZE=0": {"LOCAL_WORLD_SIZE": "0"},
+    "WORLD_SIZE=10^20": {"WORLD_SIZE": f"1{20 * '0'}", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
     "no home": {"HOME": "", "XDG_CACHE_HOME": ""},
     "no folder for temporary files": {"TMPDIR": "/nonexistent"},
     "SLURM_PROCID=x": {"SLURM_PROCID": "x"},
 }
+# From <linux/sched.h> and <linux/mount.h>.
+_NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
 _NOFILE, _DATA, _FSIZE, _STACK = (
     resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_STACK,
 )  # fmt: skip
@@ -147,18 +162,23 @@ CASES: Mapping[str, Case] = {
         _train("parallel.timeout_seconds=5"),
         environment={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
         allowed=(1,),
+        limit=20.0,
     ),
+    "LOCAL_RANK=1 in one process": Case(_train("seed=-1"), environment={"LOCAL_RANK": "1"}, allowed=(2,)),
     **{
         f"{limit} descriptors, {workers} workers": Case(
             # A worker that cannot send its batch is waited for.
             _train(f"data.num_workers={workers}", "parallel.timeout_seconds=20"),
             _limit(_NOFILE, limit),
             workers_tell=workers > 0,
+            limit=40.0,
         )
         for limit in (25, 40, 64)
         for workers in (0, 2)
     },
     "little memory": Case(_train(), _little_memory),
+    "300 MB of memory": Case(_train(), _limit(_DATA, 300 << 20), run=new_process, allowed=(2,)),
+    "no shared memory": Case(_train("data.num_workers=2", "data.global_batch_size=128"), _no_shared_memory),
     "small files, workers": Case(_train("data.num_workers=2"), _limit(_FSIZE, 20_000), allowed=(0, 1, 2)),
     "small files": Case(_train(), _limit(_FSIZE, 2_000), allowed=(0, 1, 2)),
     "small stack": Case(_train(), _limit(_STACK, 1 << 20)),
@@ -184,7 +204,7 @@ CASES: Mapping[str, Case] = {
     ),
     "a pipe as weights": Case(lambda lab, folder: os.mkfifo(folder / "w.pth") or ["train", "weights=w.pth"]),
     "a pipe as configuration": Case(
-        _on_run(lambda run: (run / "config.yaml").unlink() or os.mkfifo(run / "config.yaml"), "score", "weights=run")
+        _on_run(lambda run: (run / "config.yaml").unlink() or os.mkfifo(run / "config.yaml"), "test", "weights=run")
     ),
     "a lock that is a link": Case(
         _on_run(_lock, "train", "run_dir=run", "schedule.max_steps=45"), after=_victim
@@ -194,15 +214,15 @@ CASES: Mapping[str, Case] = {
     ),
     "no metrics.jsonl": Case(_on_run(lambda run: (run / "metrics.jsonl").unlink(), "train", "run_dir=run")),
     "another order": Case(_on_run(lambda run: None, "train", "run_dir=run", "data.shuffle=blocks")),
-    "a bomb of aliases": Case(_on_run(_config(_aliases()), "score", "weights=run")),
+    "a bomb of aliases": Case(_on_run(_config(_aliases()), "test", "weights=run")),
     "a bomb of aliases in a table of runs": Case(_on_run(_config(_aliases()), "runs", "run")),
-    "20,000 brackets": Case(_on_run(_config("[" * 20_000 + "\n"), "score", "weights=run")),
+    "20,000 brackets": Case(_on_run(_config("[" * 20_000 + "\n"), "test", "weights=run")),
     "a stranger's interpolation": Case(
-        _on_run(_config("loss: ${oc.env:SECRET}"), "score", "weights=run"),
+        _on_run(_config("loss: ${oc.env:SECRET}"), "test", "weights=run"),
         environment={"SECRET": "s3cr3t"}, allowed=(2,), after=_secret,
     ),
-    "a stranger's defaults": Case(_on_run(_config("defaults: [base]"), "score", "weights=run"), allowed=(2,)),
-    "a stranger's Hydra": Case(_on_run(_config("hydra: {job: {chdir: true}}"), "score", "weights=run"), allowed=(2,)),
-    "a stranger's module": Case(_on_run(_evil_module, "score", "weights=run"), allowed=(2,), after=_victim),
+    "a stranger's defaults": Case(_on_run(_config("defaults: [base]"), "test", "weights=run"), allowed=(2,)),
+    "a stranger's Hydra": Case(_on_run(_config("hydra: {job: {chdir: true}}"), "test", "weights=run"), allowed=(2,)),
+    "a stranger's module": Case(_on_run(_evil_module, "test", "weights=run"), allowed=(2,), after=_victim),
     "a stranger's module in a checkpoint": Case(_on_run(_evil_module, "predict", "run", "run"), after=_victim),
 }  # fmt: skip
