@@ -34,7 +34,6 @@ class Truth:
         floor: whether the images' share of the noise is known, as it is in real ladders.
     """
 
-    name: str
     effects: Sequence[float]
     deviation: float
     runs_at_most: int | None = None
@@ -75,19 +74,20 @@ class Counts:
             self.called_free += t == 0 and is_free
             self.undecided += word == "undecided"
 
-    def row(self, name: str, variants: int) -> list[str]:
+    def row(self, variants: int) -> list[str]:
         """The row of the table."""
-        too_large = "-" if not self.losing else f"{self.false_free / self.losing:.1%}"
+        too_large = "-" if not self.losing else f"{100 * self.false_free / self.losing:.1f}"
         return [
-            name, f"{self.accused / self.ladders:.1%}", too_large,
-            f"{self.found / self.losing:.0%}" if self.losing else "-",
-            f"{self.called_free / self.harmless:.0%}" if self.harmless else "-",
-            f"{self.undecided / (self.ladders * variants):.1%}", f"{np.mean(self.runs):.0f}",
+            f"{100 * self.accused / self.ladders:.1f}", too_large,
+            f"{100 * self.found / self.losing:.0f}" if self.losing else "-",
+            f"{100 * self.called_free / self.harmless:.0f}" if self.harmless else "-",
+            f"{100 * self.undecided / (self.ladders * variants):.1f}", f"{np.mean(self.runs):.0f}",
         ]  # fmt: skip
 
 
 COLUMNS = (
-    "truth", "false costs / ladder", "false free / variant", "costs found", "free found", "undecided", "runs",
+    "sigma: truth", "false costs, % of ladders", "false free, % of variants", "costs found, %", "free found, %",
+    "undecided, %", "runs",
 )  # fmt: skip
 
 
@@ -96,22 +96,20 @@ def one(loss: float, count: int = 8) -> list[float]:
     return [-loss if i == 1 else 0.0 for i in range(count)]
 
 
-TRUTHS = (
-    *(
-        Truth(f"sigma {sigma:g}, {what}", one(loss), sigma, runs)
+GROUPS: dict[str, list[Truth]] = {
+    **{
+        f"{sigma:g}: all free / one -0.25 / one -0.5": [Truth(one(loss), sigma, runs) for loss in (0.0, 0.25, 0.5)]
         for sigma, runs in ((0.16, None), (0.22, None), (0.28, None), (0.34, 96), (0.45, 160))
-        for what, loss in (("all free", 0.0), ("one -0.25", 0.25), ("one -0.5", 0.5))
-    ),
-    *(Truth(f"sigma {sigma:g}, all -0.25", [-0.25] * 8, sigma) for sigma in (0.22, 0.28)),
-    Truth("sigma 0.22, no image floor, one -0.25", one(0.25), 0.22, floor=False),
-    Truth("sigma 0.22, heavy tails (t, 4 df), one -0.25", one(0.25), 0.22, tails=4),
-    Truth("sigma 0.22, one doubles the noise, one -0.25", one(0.25), 0.22, wild=2),
-    Truth("sigma 0.22, two interact by -0.3", [0.0] * 8, 0.22, both=-0.3),
-    Truth("sigma 0.22, 1 variant, all free", [0.0], 0.22),
-    Truth("sigma 0.22, 1 variant, -0.5", [-0.5], 0.22),
-    Truth("sigma 0.22, 4 variants, one -0.5", one(0.5, 4), 0.22),
-    Truth("sigma 0.22, 15 variants, one -0.5", one(0.5, 15), 0.22),
-)
+    },
+    "0.22 / 0.28: all -0.25": [Truth([-0.25] * 8, sigma) for sigma in (0.22, 0.28)],
+    "0.22, one -0.25: no image floor / heavy tails (t, 4 df) / one doubles the noise": [
+        Truth(one(0.25), 0.22, **more) for more in ({"floor": False}, {"tails": 4}, {"wild": 2})
+    ],
+    "0.22: two interact by -0.3": [Truth([0.0] * 8, 0.22, both=-0.3)],
+    "0.22, 1 variant: free / -0.5": [Truth([effect], 0.22) for effect in (0.0, -0.5)],
+    "0.22, one -0.5: of 4 / of 15": [Truth(one(0.5, count), 0.22) for count in (4, 15)],
+}
+"""By sigma and truth, the rows of the table."""
 
 
 def simulate(truth: Truth, ladders: int, *, seed: int = 0) -> Counts:
@@ -166,9 +164,10 @@ def _heavy(freedom: float, generator: np.random.Generator) -> float:
 def main(ladders: int) -> None:
     """Print the table."""
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for truth in TRUTHS:
-        row = simulate(truth, ladders).row(truth.name, len(truth.effects))
-        print(f"| {' | '.join(row)} |", flush=True)
+    for name, truths in GROUPS.items():
+        rows = [simulate(truth, ladders).row(len(truth.effects)) for truth in truths]
+        cells = [" / ".join(column if len(set(column)) > 1 else column[:1]) for column in zip(*rows, strict=True)]
+        print(f"| {' | '.join([name, *cells])} |", flush=True)
 
 
 if __name__ == "__main__":

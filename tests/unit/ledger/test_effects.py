@@ -219,13 +219,13 @@ def test_a_verdict_stays_and_a_small_loss_is_called_small() -> None:
 @pytest.mark.parametrize(
     ("truth", "accused", "false_free", "found", "free"),
     [
-        (Truth("free", one(0.0), 0.28), 0.05, None, None, 0.90),
-        (Truth("at the margin", [-0.25] * 8, 0.28), 0.05, 0.05, None, None),
-        (Truth("half a point", one(0.5), 0.28), 0.05, 0.05, 0.90, 0.90),
-        (Truth("noise of unknown size", one(0.5), 0.22, floor=False), 0.05, 0.05, 0.90, 0.90),
-        (Truth("one variant", [-0.5], 0.22), 0.05, 0.05, 0.90, None),
+        (Truth(one(0.0), 0.28), 0.05, None, None, 0.90),
+        (Truth([-0.25] * 8, 0.28), 0.05, 0.05, None, None),
+        (Truth(one(0.5), 0.28), 0.05, 0.05, 0.90, 0.90),
+        (Truth(one(0.5), 0.22, floor=False), 0.05, 0.05, 0.90, 0.90),
+        (Truth([-0.5], 0.22), 0.05, 0.05, 0.90, None),
     ],
-    ids=lambda each: each.name if isinstance(each, Truth) else "",
+    ids=["free", "at the margin", "half a point", "noise of unknown size", "one variant"],
 )
 def test_error_rates(
     truth: Any, accused: float, false_free: float | None, found: float | None, free: float | None
