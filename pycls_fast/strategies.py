@@ -12,6 +12,10 @@ from pycls_fast.choice import Section
 from pycls_fast.values import PositiveInt
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+TURNS: Mapping[ScheduleName, int] = {
+    "gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2
+}  # fmt: skip
+"""How many stages each rank has."""
 HALVING: tuple[ScheduleName, ...] = ("interleaved_zero_bubble", "zbv")
 """Those that halve backward passes: first gradients of inputs, later those of weights."""
 Name = Literal["auto", "single", "ddp", "fsdp", "hsdp", "fairscale_fsdp", "fairscale_sharded_ddp"]
@@ -70,7 +74,7 @@ class Parallel(Section):
     """How the ranks share the work."""
 
     name: Name = "auto"
-    """The strategy; auto: ddp with more than one rank, else single."""
+    """The strategy; auto: by the degrees hsdp or fsdp, without any of theirs ddp, or single with one rank."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
     timeout_seconds: PositiveInt = 600
@@ -102,11 +106,14 @@ class Parallel(Section):
 
     @property
     def facts(self) -> Strategy:
-        """Those of its strategy; of "auto" those of ddp, which that is with several ranks."""
-        return STRATEGIES["ddp" if self.name == "auto" else self.name]
+        """Those of its strategy; of "auto", where no degree decides, those of ddp, which that is with several ranks."""
+        by_degrees: Name = "fsdp" if self.tensor_degree * self.expert_degree > 1 else "ddp"
+        if self.shard_degree is not None or self.replicate_degree is not None:
+            by_degrees = "hsdp"
+        return STRATEGIES[by_degrees if self.name == "auto" else self.name]
 
     def strategy(self, ranks: int) -> str:
         """The name of the strategy that so many ranks have, a key of `STRATEGIES`."""
         if self.facts.replicates:
             return "ddp" if ranks > 1 else "single"
-        return self.name
+        return self.facts.name

@@ -18,7 +18,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.models.choices import ResNetModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
-from pycls_fast.strategies import Strategy
+from pycls_fast.strategies import TURNS, Parallel, Strategy
 from pycls_fast.values import AUTO, Size
 
 
@@ -191,9 +191,10 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor expert pipeline", "speed.compile=model", "ranks compute parts of it", "speed.compile=blocks"),
     ("tensor expert", "speed.recompute=selective|budget", "it chooses among operations of whole blocks",
      "speed.recompute=full"),
-    ("tensor expert", "speed.activation_compression=8bit", "it rounds whole tensors",
+    ("tensor expert pipeline", "speed.activation_compression=8bit", "it rounds tensors of a whole network",
      "speed.activation_compression=none"),
-    ("tensor expert", "speed.activation_offload=cpu", "it copies whole tensors", "speed.activation_offload=none"),
+    ("tensor expert pipeline", "speed.activation_offload=cpu", "it copies tensors of a whole network",
+     "speed.activation_offload=none"),
     ("tensor expert pipeline", "speed.param_offload=cpu", "ranks on one device exchange there",
      "speed.param_offload=none"),
 )
@@ -366,18 +367,23 @@ def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str,
         yield key, f"{value} is not divisible by {of}; use {below} or {below + divisor}"
 
 
-def _vit_sizes(model: ViTModel, image_size: Size, together: int, apart: int) -> Iterator[tuple[str, str]]:
+def _vit_sizes(model: ViTModel, image_size: Size, parallel: Parallel) -> Iterator[tuple[str, str]]:
     for side in dict.fromkeys(image_size):
         yield from _divided("data.image_size", side, model.patch_size, f"model.patch_size={model.patch_size}")
     yield from _divided("model.width", model.width, model.heads, f"model.heads={model.heads}")
     for key, degree, sizes in (
-        ("parallel.tensor_degree", together, ("heads", "mlp_width")),
-        ("parallel.expert_degree", apart, ("experts",)),
+        ("parallel.tensor_degree", parallel.tensor_degree, ("heads", "mlp_width")),
+        ("parallel.expert_degree", parallel.expert_degree, ("experts",)),
     ):
         fits = math.gcd(degree, *(getattr(model, size) for size in sizes))
         if fits < degree:
             of = " and ".join(f"model.{size}={getattr(model, size)}" for size in sizes)
             yield key, f"{degree} does not divide {of}; use {key}={fits}"
+    stages, turns = parallel.pipeline_degree, TURNS[parallel.pipeline_schedule]
+    if stages > 1 and stages * turns > model.depth:
+        fits = max(model.depth // turns, 1)
+        too_many = f"{stages} ranks with {turns} of a pipeline's stages each are more than model.depth={model.depth}"
+        yield "parallel.pipeline_degree", f"{too_many}; use parallel.pipeline_degree={fits}"
     if model.positions == "sincos2d":
         yield from _divided("model.width", model.width, 4, "4, which model.positions=sincos2d needs")
     strides = model.stem_strides
@@ -396,7 +402,7 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     if augment.quarter_turns and any(size.height != size.width for size in data.training_image_sizes.values()):
         yield "augment.quarter_turns", "it turns images, which are not square; use augment.quarter_turns=false"
     if isinstance(model, ViTModel):
-        yield from _vit_sizes(model, data.image_size, parallel.tensor_degree, parallel.expert_degree)
+        yield from _vit_sizes(model, data.image_size, parallel)
     if isinstance(model, ResNetModel) and model.stem != "small" and smallest < 32:
         yield "data.image_size", f"{smallest} is too small for model.stem={model.stem}; use model.stem=small"
     if model.num_classes == 1:

@@ -97,7 +97,7 @@ def _grid(settings: Parallel, ranks: int) -> tuple[int | None, int]:
     size = ranks // settings.pipeline_degree
     if facts.name == "single" and size > 1:
         raise UserError(f"parallel.name: single is one process, but torchrun started {size}; use parallel=ddp")
-    _check_divides("parallel.tensor_degree", tensor, size, "of the run")
+    _check_divides("parallel.tensor_degree", tensor, size, "of the run" if size == ranks else "of each stage")
     grid: tuple[int | None, int] = (None, size // tensor) if facts.has_mesh else (size, 1)
     if facts.has_groups:
         grid = degrees(settings, size)

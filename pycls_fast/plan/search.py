@@ -232,7 +232,7 @@ class Search:
         blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
         # What the run itself lacks, such as data, refuses no layout.
         known = set(problems(self.config, Purpose()))
-        for degrees in self._degrees(len(blocks)):
+        for degrees in self._degrees():
             ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
             for parts, recompute, precision in product(self._plan(degrees).parts(), ways, self.precisions):
                 if degrees.pipeline > 1 and parts > _MOST * degrees.pipeline:
@@ -241,14 +241,14 @@ class Search:
                 if set(problems(self.config.with_values(**layout.values), Purpose())) <= known:
                     yield layout
 
-    def _degrees(self, blocks: int) -> Iterator[Layout]:
+    def _degrees(self) -> Iterator[Layout]:
         """How ranks can be divided, with as many microbatches as stages."""
         ranks, per_node, model = self.cluster.ranks, self.cluster.per_node, self.config.model
         heads, experts = getattr(model, "heads", 1), getattr(model, "experts", 0)
         stages: list[tuple[int, ScheduleName]] = [(1, "1f1b"), *product(_DEGREES[1:], _SCHEDULES)]
         for tensor, (pipeline, schedule), expert in product(_DEGREES, stages, _DEGREES):
             together = tensor * pipeline
-            if ranks % together or heads % tensor or tensor > per_node or len(owners(schedule, pipeline)) > blocks:
+            if ranks % together or heads % tensor or tensor > per_node:
                 continue
             data = ranks // together
             shards = {1, data, max(per_node // tensor, 1)} if self.config.optim.shardable else {1}

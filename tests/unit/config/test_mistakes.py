@@ -48,6 +48,8 @@ ONE_MISTAKE = [
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
     # Told at once, however large it is.
     ("parallel={name: fsdp, tensor_degree: 2147483646}", "parallel.tensor_degree: 2147483646 does not divide ..."),
+    ("parallel={pipeline_degree: 4, pipeline_schedule: zbv}",
+     f"parallel.pipeline_degree: 4 ranks with 2 of ... model.depth=4; use parallel.pipeline_degree=2 {HERE}"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
     ("data=insects", 'data.source: must be one of auto, ...; got "insects", and there is no folder insects here; '
      f"give its path as data=PATH {HERE}"),

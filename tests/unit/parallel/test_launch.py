@@ -143,10 +143,27 @@ def test_degrees(
     assert degrees(Parallel(shard_degree=shard, replicate_degree=replicate), size) == expected
 
 
+def test_the_strategy_follows_from_the_degrees() -> None:
+    for chosen, name in (
+        ({}, "ddp"),
+        ({"pipeline_degree": 2}, "ddp"),
+        ({"tensor_degree": 2}, "fsdp"),
+        ({"expert_degree": 2}, "fsdp"),
+        ({"shard_degree": 2}, "hsdp"),
+        ({"tensor_degree": 2, "replicate_degree": 2}, "hsdp"),
+    ):
+        assert Parallel.model_validate(chosen).strategy(4) == name
+        assert Parallel.model_validate({"name": "fairscale_fsdp", **chosen}).strategy(4) == "fairscale_fsdp"
+    assert Parallel().strategy(1) == "single"
+
+
 @pytest.mark.parametrize(
     ("strategy", "chosen", "way_out"),
     [
         ("fsdp", {"tensor_degree": 4}, "use parallel.tensor_degree=3, or 8 ranks"),
+        ("auto", {"expert_degree": 4}, "use parallel.expert_degree=3, or 8 ranks"),
+        ("auto", {"pipeline_degree": 4}, "use parallel.pipeline_degree=3, or 8 ranks"),
+        ("auto", {"pipeline_degree": 2, "tensor_degree": 2}, "use parallel.tensor_degree=1, or 4 ranks"),
         ("hsdp", {"shard_degree": 4}, "use parallel.shard_degree=3 parallel.replicate_degree=2"),
         ("hsdp", {"replicate_degree": 4}, "use parallel.shard_degree=1 parallel.replicate_degree=6"),
         ("single", {}, "use parallel=ddp"),
