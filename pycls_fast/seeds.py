@@ -59,17 +59,21 @@ def frozen_generator(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint32))
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Those of the CPU and of `device`, from which a training step draws."""
+    import torch
+
+    return [torch.default_generator, *([torch.cuda.default_generators[device.index]] if device.type == "cuda" else [])]
+
+
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, from which a training step draws.
+    """Seed `generators(device)`.
 
     The streams are those after `torch.manual_seed`, which costs more: it formats the Python stack once for each kind of
     accelerator that is not in use.
     """
-    import torch
-
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+    for generator in generators(device):
+        generator.manual_seed(seed)
 
 
 @contextmanager

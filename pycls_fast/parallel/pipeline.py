@@ -20,23 +20,27 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import World
-from pycls_fast.strategies import ScheduleName
+from pycls_fast.strategies import TURNS, ScheduleName
 
-# torch's name, and how many stages a rank has.
-_SCHEDULES: dict[ScheduleName, tuple[str, int]] = {
-    "gpipe": ("GPipe", 1),
-    "1f1b": ("1F1B", 1),
-    "interleaved_1f1b": ("Interleaved1F1B", 2),
-    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2),
-    "zbv": ("ZBVZeroBubble", 2),
+# torch's names.
+_SCHEDULES: dict[ScheduleName, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
 }
+
+
+GeneratorStates = Sequence[Sequence[tuple[torch.Generator, Tensor]]]
 
 
 def owners(schedule: ScheduleName, ranks: int) -> list[int]:
     """The rank, counted within the pipeline, of each stage: in turns, or (zbv) there and back."""
-    turns = _SCHEDULES[schedule][1]
     back = schedule == "zbv"
-    return [rank for turn in range(turns) for rank in (reversed(range(ranks)) if back and turn else range(ranks))]
+    return [
+        rank for turn in range(TURNS[schedule]) for rank in (reversed(range(ranks)) if back and turn else range(ranks))
+    ]
 
 
 def division(schedule: ScheduleName, ranks: int, units: int) -> list[tuple[int, range]]:
@@ -59,10 +63,9 @@ def orders(schedule: ScheduleName, group: dist.ProcessGroup, microbatches: int) 
 
 
 def _engine(schedule: ScheduleName, stages: list[PipelineStage], microbatches: int, loss_of: Any = None) -> Any:
-    name, turns = _SCHEDULES[schedule]
-    make: Any = get_schedule_class(name)
+    make: Any = get_schedule_class(_SCHEDULES[schedule])
     # Not scaled: the loss is that of a microbatch's share of the batch.
-    return make(stages if turns > 1 else stages[0], microbatches, loss_fn=loss_of, scale_grads=False)
+    return make(stages if TURNS[schedule] > 1 else stages[0], microbatches, loss_fn=loss_of, scale_grads=False)
 
 
 # The time of each part of a microbatch's passes through a stage; the backward pass takes twice the forward one's.
@@ -126,8 +129,8 @@ class Stage(nn.Module):
         self._draws_before, self._first, self._last = draws_before, first, last
         self._routes = bool(network.experts())
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        # Of the host's generator, where one process would begin the forward pass of a microbatch.
-        self.generator_states: Sequence[Tensor] = ()
+        # For each microbatch the generators, in the states in which one process would begin its forward pass.
+        self.generator_states: GeneratorStates = ()
 
     def forward(
         self, features: Tensor, auxiliary: Tensor | None = None, *, position: int = 0
@@ -135,9 +138,12 @@ class Stage(nn.Module):
         """Images (first stage) or features (B, N, D) -> features or (last stage) logits (B, K)."""
         (network,) = self._network
         if self.training and self.generator_states:
-            torch.default_generator.set_state(self.generator_states[position])
-            for _ in range(self._draws_before):
-                torch.rand(features.shape[network.batch_dim], dtype=torch.float32)
+            # Compiled blocks draw as many numbers from the device's generator as others from the host's.
+            for generator, state in self.generator_states[position]:
+                generator.set_state(state)
+                count, device = features.shape[network.batch_dim], generator.device
+                for _ in range(self._draws_before):
+                    torch.rand(count, generator=generator, device=device, dtype=torch.float32)
         with self.autocast():
             if self._first:
                 features = network.enter(features)
@@ -212,7 +218,7 @@ class Pipeline:
         self,
         images: Sequence[Tensor],
         loss_of: Callable[[Tensor, Tensor | None, int], Tensor],
-        states: Sequence[Tensor],
+        states: GeneratorStates,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> bool:
         """Forward and backward passes of all microbatches, in the schedule's order; whether torch has tried the stages
@@ -222,7 +228,7 @@ class Pipeline:
             images: of each microbatch, all of one shape, on every rank.
             loss_of: what is differentiated, of a microbatch's logits, routers' losses and position; called by the last
                 stage.
-            states: of the host's generator before each forward pass.
+            states: of the generators before each forward pass.
             autocast: the context of forward passes.
         """
         self._loss_of = loss_of

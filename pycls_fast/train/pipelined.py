@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
+from pycls_fast.seeds import generators
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.step import Step
 
@@ -28,7 +29,7 @@ class PipelinedStep(Step):
                 # Of a later stage only the shape is asked for.
                 images_BCHW = images_BCHW.new_zeros(()).expand(images_BCHW.shape)
             inputs.append((images_BCHW, targets))
-            states.append(torch.default_generator.get_state())
+            states.append([(each, each.get_state()) for each in generators(batch.labels_B.device)])
         images = [images_BCHW for images_BCHW, _ in inputs]
         losses = torch.zeros(len(images), dtype=torch.get_default_dtype(), device=images[0].device)
 

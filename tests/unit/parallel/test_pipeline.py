@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -89,20 +90,26 @@ def test_statistics_are_averaged_within_a_stage(fake_ranks: None, monkeypatch: p
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_stages_one_after_another_are_the_network(fake_ranks: None, schedule: ScheduleName) -> None:
-    """With the same draws of drop-path."""
+    """With the same draws of drop-path. The generator of another device, from which its compiled blocks draw, is where
+    it would be after the blocks before."""
     images_BCHW = torch.randn(5, 3, 8, 8)
     torch.manual_seed(0)
     whole = network()
-    state = torch.default_generator.get_state()
-    expected = whole.train()(images_BCHW)
+    device, reference = torch.Generator(), torch.Generator()
+    states = [(each, each.get_state()) for each in (torch.default_generator, device)]
+    expected, draws = whole.train()(images_BCHW), iter(whole.draws())
     features = images_BCHW
     cuts = {}
     for index, rank in enumerate(owners(schedule, RANKS)):
         torch.manual_seed(0)
         cuts.setdefault(rank, stages(rank, schedule)[1])
         stage = cuts[rank].stages[sum(owner == rank for owner in owners(schedule, RANKS)[:index])]
-        stage.train().generator_states = [state]
-        torch.rand(3)
+        stage.train().generator_states = [states]
+        for generator in (torch.default_generator, device):
+            torch.rand(3, generator=generator)
         features = stage(features)
+        assert torch.equal(device.get_state(), reference.get_state())
+        for _ in range(sum(islice(draws, len(stage.units)))):
+            torch.rand(5, generator=reference)
     assert not torch.equal(whole.eval()(images_BCHW), expected)
     torch.testing.assert_close(features, expected, rtol=0, atol=0)
