@@ -278,6 +278,9 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.recompute=full|selective|budget",
      "it halves the backward pass, in which blocks would run again",
      "parallel.pipeline_schedule=1f1b or speed.recompute=off"),
+    ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", "speed.compile=blocks",
+     "it halves the backward pass, which compiled code has whole",
+     "parallel.pipeline_schedule=1f1b or speed.compile=off"),
     # torch looks for the weights of their second half where a block's shards are by then.
     ("parallel.pipeline_schedule=interleaved_zero_bubble|zbv", RESHARDS,
      "it halves the backward pass, between whose halves weights have to stay",
