@@ -81,6 +81,18 @@ def test_notes(overrides: list[str], told: list[str]) -> None:
         assert note.startswith(begins)
 
 
+@pytest.mark.parametrize(("degree", "memory", "told"), [("tensor", "1GB", 1), ("pipeline", "0.1MB", 0)])
+def test_a_degree_that_is_not_needed(degree: str, memory: str, told: int) -> None:
+    ranks = [f"parallel.{degree}_degree=2", "optim.accumulation_steps=2", f"runtime.device_memory={memory}"]
+    config = config_of("precision=fp32", "speed.compile=off", *ranks)
+    world = SimpleNamespace(size=2, data_size=1, device=torch.device("cpu"), is_main=True)
+    parts = SimpleNamespace(speed=build.switches(config, world.device), sources=SOURCES)
+    run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
+    notes = list(_notes(run))
+    assert len(notes) == told
+    assert all(f"a step fits with parallel.{degree}_degree=1," in note for note in notes)
+
+
 class Failing(io.StringIO):
     """A terminal that is gone, or a file on a full disk."""
 
