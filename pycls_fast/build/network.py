@@ -16,6 +16,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
+from pycls_fast.models.complexity import complexity
 from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
@@ -170,12 +171,20 @@ def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -
     )
 
 
+def stage_costs(config: RunConfig, classes: int) -> list[int]:
+    """Operations of an image's forward pass before the network's blocks, in each of them, and after them."""
+    network = counted_model(config, classes)
+    counted = complexity(network, image_size=config.data.image_size).flops_of
+    before, after = (sum(counted.get(name, 0) for name in names) for names in network.ends())
+    return [before, *(counted[name] for name, _ in network.units()), after]
+
+
 def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
     """Leave only this rank's stages of a pipeline in the network, in place; None without one."""
     if world.pipeline == 1:
         return None
-    settings = config.parallel
-    return stages.cut(network, world, settings.pipeline_schedule, averages=not settings.facts.shards_weights)
+    settings, costs = config.parallel, stage_costs(config, network.last_layer().out_features)
+    return stages.cut(network, world, settings.pipeline_schedule, costs, averages=not settings.facts.shards_weights)
 
 
 def wrap(

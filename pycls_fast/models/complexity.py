@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class Complexity:
     """Elements of the parameters."""
     forward_flops: int
     """Operations of convolutions and matrix products; a multiply-add counts 2, a bias nothing."""
+    flops_of: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Those of each module, with all within it, by its name."""
 
 
 def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | tuple[int, int]) -> Complexity:
@@ -49,6 +51,8 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | 
     return Complexity(
         parameters=sum(parameter.numel() for parameter in meta_model.parameters()),
         forward_flops=flops.get_total_flops(),
+        # Counted under the class of the network, and its module's name.
+        flops_of={name.partition(".")[2]: sum(ops.values()) for name, ops in flops.get_flop_counts().items()},
     )
 
 

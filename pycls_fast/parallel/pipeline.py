@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,11 +44,29 @@ def owners(schedule: ScheduleName, ranks: int) -> list[int]:
     ]
 
 
-def division(schedule: ScheduleName, ranks: int, units: int) -> list[tuple[int, range]]:
-    """Each stage's rank and blocks. They are divided evenly: what is around them is a hundredth of their work."""
-    found = owners(schedule, ranks)
-    bounds = [round(index * units / len(found)) for index in range(len(found) + 1)]
-    return [(owner, range(bounds[index], bounds[index + 1])) for index, owner in enumerate(found)]
+def division(schedule: ScheduleName, ranks: int, costs: Sequence[int]) -> list[tuple[int, range]]:
+    """Each stage's rank and blocks, one at least, so that the stage with the most work has as little as possible.
+
+    Args:
+        schedule: how many stages a rank has.
+        ranks: of the pipeline.
+        costs: the work before the first block, of each block, and after the last one.
+    """
+    found, (before, *blocks, after) = owners(schedule, ranks), costs
+    sums = [0, *(before + each for each in accumulate(blocks))]
+    sums[-1] += after
+    # For the first blocks, by their number: the most work of a stage, all squares, which are least if stages are alike,
+    # and where stages begin.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for _ in found:
+        tried: defaultdict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+        for begin, (most, squares, begins) in best.items():
+            for end in range(begin + 1, len(sums)):
+                work = sums[end] - sums[begin]
+                tried[end].append((max(most, work), squares + work**2, (*begins, begin)))
+        best = {end: min(ways) for end, ways in tried.items()}
+    bounds = [*best[len(sums) - 1][2], len(sums) - 1]
+    return [(owner, range(*own)) for owner, own in zip(found, pairwise(bounds), strict=True)]
 
 
 def orders(schedule: ScheduleName, group: dist.ProcessGroup, microbatches: int) -> Mapping[int, Sequence[Any]]:
@@ -158,15 +177,16 @@ class Stage(nn.Module):
         return features, torch.stack([nothing, *(loss for loss in losses if loss is not None)]).sum()
 
 
-def cut(network: Network, world: World, schedule: ScheduleName, *, averages: bool) -> Pipeline:
+def cut(network: Network, world: World, schedule: ScheduleName, costs: Sequence[int], *, averages: bool) -> Pipeline:
     """Leave only this rank's blocks in the network, in place; returns its stages, connected with those of the others.
 
     Args:
+        costs: see `division`.
         averages: the ranks with the same blocks average their gradients after a step's backward passes.
     """
     assert world.mesh is not None
     units, draws, classes = network.units(), network.draws(), network.last_layer().out_features
-    parts = division(schedule, world.pipeline, len(units))
+    parts = division(schedule, world.pipeline, costs)
     stages = []
     for index, (owner, own) in enumerate(parts):
         if owner == world.stage:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, switches
-from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory
+from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory, stage_costs
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
@@ -119,13 +119,21 @@ class MemoryPlan:
                 _sizes[key] = (Sizes.of(before), units, Sizes.of(found.get("", [])))
         return _sizes[key]
 
+    @property
+    def costs(self) -> list[int]:
+        """Those of `stage_costs`."""
+        key = (self.config.model.model_dump_json(), self.config.data.image_size, self.classes)
+        if key not in _costs:
+            _costs[key] = stage_costs(self.config, self.config.model.num_classes or self.classes)
+        return _costs[key]
+
     def stages(self, units: int) -> list[dict[int, range]]:
         """The blocks of each stage of each rank of a pipeline; without one, of one rank with one stage."""
         if self.world.pipeline == 1:
             return [{0: range(units)}]
         ranks: list[dict[int, range]] = [{} for _ in range(self.world.pipeline)]
         schedule = self.config.parallel.pipeline_schedule
-        for index, (owner, own) in enumerate(division(schedule, len(ranks), units)):
+        for index, (owner, own) in enumerate(division(schedule, len(ranks), self.costs)):
             ranks[owner][index] = own
         return ranks
 
@@ -350,6 +358,7 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
 _peaks: dict[tuple[object, int], float] = {}
 _orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
 _sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
+_costs: dict[tuple[object, ...], list[int]] = {}
 _NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule", "runtime"}
 
 

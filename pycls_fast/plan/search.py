@@ -319,8 +319,11 @@ class Search:
             late * device.seconds(table, compiled=compiled, divided=layout.tensor > 1 and at < 2)
             for at, table in enumerate(tables)
         )
-        stages = max(plan.stages(len(activations.blocks)), key=lambda stages: sum(map(len, stages.values())))
-        own = sum(map(len, stages.values())) / max(len(activations.blocks), 1)
+        own = 1.0
+        if layout.pipeline > 1:
+            costs = plan.costs[1:-1]
+            stages = plan.stages(len(costs))
+            own = max(sum(costs[index] for own in rank.values() for index in own) for rank in stages) / sum(costs)
         compute = parts * (own * (forward + backward) + sum(ends))
         waits = 0.0
         if layout.pipeline > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import combinations, islice, pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.pipeline import Pipeline, cut, owners
+from pycls_fast.parallel.pipeline import Pipeline, cut, division, owners
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import ScheduleName
 
@@ -38,7 +38,7 @@ def stages(rank: int, schedule: ScheduleName) -> tuple[VisionTransformer, Pipeli
     mesh = init_device_mesh("cpu", (RANKS, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
     world = World(rank, RANKS, torch.device("cpu"), mesh=mesh, pipeline=RANKS)
     whole = network()
-    return whole, cut(whole, world, schedule, averages=True)
+    return whole, cut(whole, world, schedule, [1] * 10, averages=True)
 
 
 @pytest.mark.parametrize(("schedule", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
@@ -59,6 +59,21 @@ def test_halved_backward_passes_fill_it(fake_ranks: None, schedule: ScheduleName
 def test_there_and_back() -> None:
     assert owners("zbv", 3) == [0, 1, 2, 2, 1, 0]
     assert owners("interleaved_1f1b", 3) == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("zbv", 2)])
+def test_no_other_division_has_less_work_in_its_longest_stage(schedule: ScheduleName, ranks: int) -> None:
+    """Of all that there are; blocks that are alike are divided evenly."""
+    costs = torch.randint(1, 9, (20, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    for before, *blocks, after in [*costs, [12, *[3] * 8, 0]]:
+        parts = division(schedule, ranks, [before, *blocks, after])
+        assert [owner for owner, _ in parts] == owners(schedule, ranks)
+        assert [index for _, own in parts for index in own] == list(range(len(blocks)))
+        work = [before + blocks[0], *blocks[1:-1], blocks[-1] + after]
+        ways = [[0, *cuts, len(work)] for cuts in combinations(range(1, len(work)), len(parts) - 1)]
+        longest = [max(sum(work[i:j]) for i, j in pairwise(bounds)) for bounds in ways]
+        assert max(sum(work[index] for index in own) for _, own in parts) == min(longest)
+    assert {len(own) for _, own in division(schedule, ranks, [0, *[1] * 12, 0])} == {12 // len(parts)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
