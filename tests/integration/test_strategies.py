@@ -34,6 +34,10 @@ STRATEGIES = {
     ],
     "pipeline zbv": ["parallel=ddp", "parallel.pipeline_degree=2", "parallel.pipeline_schedule=zbv"],
     "pipeline 4": ["parallel=ddp", "parallel.pipeline_degree=4"],
+    **{
+        f"pipeline 4 {each}": ["parallel=ddp", "parallel.pipeline_degree=4", f"parallel.pipeline_schedule={each}"]
+        for each in ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+    },
     "pipeline fsdp": ["parallel=fsdp", "parallel.pipeline_degree=2"],
     "pipeline fsdp zbv": [*ZBV_SHARDS, "parallel.pipeline_degree=2"],
     "pipeline tensor": ["parallel=fsdp", "parallel.pipeline_degree=2", "parallel.tensor_degree=2"],
@@ -72,6 +76,8 @@ COMMON = [
     "augment=none",
     "trackers=[]",
 ]
+# Two ways to divide together, on four ranks.
+SEVERAL = {"pipeline fsdp": "vit", "pipeline tensor": "vit", "experts tensor": "moe", "experts pipeline": "moe"}
 CASES = [
     (strategy, model, *precision)
     for strategy, model, precision in product(STRATEGIES, MODELS, PRECISIONS)
@@ -80,15 +86,19 @@ CASES = [
     # Only a dense ViT has heads to divide, and only a mixture has experts.
     and not (strategy.startswith("tensor") and (model != "vit" or "4" in strategy))
     and strategy.startswith("experts") == (model == "moe")
+    and strategy not in SEVERAL
     # In float64.
-    and strategy not in ("experts tensor", "experts pipeline", "experts pipeline zbv")
+    and strategy != "experts pipeline zbv"
     # One schedule for both formats; the others in float64.
     and (not strategy.startswith("pipeline") or (strategy == "pipeline" and model == "vit" and precision[1] == 4))
 ]
 # On four ranks a grid of 2 x 2, and one of each kind of the others.
 ON = {
     2: [case for case in CASES if "hsdp" not in case[0]],
-    4: [case for case in CASES if "hsdp" in case[0] or (case[1] != "resnet" and case[2:] == ("fp32", 4))],
+    4: [
+        *(case for case in CASES if "hsdp" in case[0] or (case[1] != "resnet" and case[2:] == ("fp32", 4))),
+        *((*case, "fp32", 4) for case in SEVERAL.items()),
+    ],
 }
 # Largest difference of what is learned, as a share of the whole change; bfloat16 rounds to 4e-3. In float32 no single
 # value differs by more than 1e-5 either.
@@ -127,7 +137,10 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
     # All ranks see the same images: they draw what one process draws. Five tokens are padded to six.
     "everything drawn": (
         "tensor",
-        [*ADAMW, "model.drop_path=0.2", "augment.mixup_alpha=0.2", "model.qk_norm=true", "model.layer_scale=0.1"],
+        [
+            *(*ADAMW, "model.drop_path=0.2", "augment.mixup_alpha=0.2", "model.class_token=true"),
+            *("model.qk_norm=true", "model.layer_scale=0.1"),
+        ],
         1e-5,
     ),
     "tensor recompute": ("tensor", ["speed.recompute=full", "model.classifier=map", "model.registers=2"], 1e-5),
@@ -160,8 +173,8 @@ PARTS: dict[str, tuple[str, list[str], float]] = {
 
 # In float64, with everything on: the strategy, the number of its ranks, and the one that it equals, on how many.
 APART = ["model.expert_capacity=1", "model.balance_loss=0.01"]
-DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2"]
-DEEP = [*DRAWN, "model.depth=5"]
+DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2", "model.class_token=true"]
+DEEP, DEEPER = [*DRAWN, "model.depth=5"], [*DRAWN, "model.depth=8"]
 EXPERTS_DEEP = [*DEEP, *APART]
 WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "tensor 2": ("vit", "tensor", 2, "single", 1, DRAWN),
@@ -174,18 +187,26 @@ WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
     "pipeline 2 interleaved zero bubble": ("vit", "pipeline zero", 2, "single", 1, DEEP),
     "pipeline 2 zbv": ("vit", "pipeline zbv", 2, "single", 1, DEEP),
     "pipeline 4": ("vit", "pipeline 4", 4, "single", 1, DEEP),
+    "pipeline 4 gpipe": ("vit", "pipeline 4 gpipe", 4, "single", 1, DEEP),
+    "pipeline 4 interleaved": ("vit", "pipeline 4 interleaved_1f1b", 4, "single", 1, DEEPER),
+    "pipeline 4 interleaved zero bubble": ("vit", "pipeline 4 interleaved_zero_bubble", 4, "single", 1, DEEPER),
+    "pipeline 4 zbv": ("vit", "pipeline 4 zbv", 4, "single", 1, DEEPER),
     "pipeline 2 x replicate 2": ("vit", "pipeline", 4, "ddp", 2, DRAWN),
     "pipeline 2 x shard 2": ("vit", "pipeline fsdp", 4, "zero3", 2, DRAWN),
     "pipeline 2 zbv x shard 2": ("vit", "pipeline fsdp zbv", 4, "zero3", 2, DEEP),
     "pipeline 2 x tensor 2": ("vit", "pipeline tensor", 4, "single", 1, DRAWN),
     "pipeline 2 x tensor 2 x shard 2": ("vit", "pipeline tensor", 8, "zero3", 2, DRAWN),
+    "pipeline 2 x shard 2 and one process": ("vit", "pipeline fsdp", 4, "single", 1, []),
+    "pipeline 2 x tensor 2 x shard 2 and one process": ("vit", "pipeline tensor", 8, "single", 1, []),
     "expert 2": ("moe", "experts", 2, "zero3", 2, [*APART, *DRAWN]),
     "expert 2 x shard 2": ("moe", "experts", 4, "zero3", 4, [*APART, *DRAWN]),
     "expert 2 x replicate 2": ("moe", "experts hsdp", 4, "hsdp", 4, [*APART, *DRAWN]),
     "expert 2 and one process": ("moe", "experts", 2, "single", 1, []),
-    "experts in tensor 2": ("moe", "tensor", 2, "single", 1, [*APART, *DRAWN, "model.class_token=true"]),
+    "expert 2 x shard 2 and one process": ("moe", "experts", 4, "single", 1, []),
+    "expert 2 x shard 2 x tensor 2 and one process": ("moe", "experts tensor", 8, "single", 1, []),
+    "experts in tensor 2": ("moe", "tensor", 2, "single", 1, [*APART, *DRAWN]),
     "experts in tensor 2 compiled": ("moe", "tensor", 2, "single", 1, [*EXPERTS_DEEP, "speed.compile=blocks"]),
-    "expert 2 x tensor 2": ("moe", "experts tensor", 4, "zero3", 2, [*APART, *DRAWN, "model.class_token=true"]),
+    "expert 2 x tensor 2": ("moe", "experts tensor", 4, "zero3", 2, [*APART, *DRAWN]),
     "expert 2 x shard 2 x tensor 2": ("moe", "experts tensor", 8, "zero3", 4, [*APART, *DRAWN]),
     "experts in pipeline 2": ("moe", "pipeline", 2, "single", 1, [*APART, *DRAWN]),
     "experts in pipeline 2 interleaved": ("moe", "pipeline twice", 2, "single", 1, EXPERTS_DEEP),
@@ -282,14 +303,10 @@ def test_divided_models_in_float64(tmp_path: Path, digits: Path) -> None:
     on: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}, 8: {}}
     for name, (model, strategy, ranks, reference, theirs, keys) in WHOLE.items():
         for what, of, count in (("ours", strategy, ranks), ("theirs", reference, theirs)):
-            parallel = STRATEGIES.get(of, ["parallel=single"])
-            more = [
-                "optim=adamw",
-                "optim.lr=0.001",
-                *([] if "model.depth=5" in keys else ["speed.recompute=full"]),
-                *keys,
-            ]
-            settings = case([*parallel, *more], model, "fp32", 4, digits=digits)
+            given = [*STRATEGIES.get(of, ["parallel=single"]), "optim=adamw", "optim.lr=0.001", *keys]
+            if not any(word in " ".join(given) for word in ("zero_bubble", "zbv", "compile")):
+                given.append("speed.recompute=full")
+            settings = case(given, model, "fp32", 4, digits=digits)
             on[count][f"{name} {what}"] = {**settings, "double": True}
     ends = {count: run_ranks(cases, tmp_path / str(count), count) for count, cases in on.items()}
     for name, (_, _, ranks, _, count, _) in WHOLE.items():
