@@ -35,7 +35,7 @@ def test_the_fullest_rank_holds_what_the_plan_says(ranks: list[dict[str, dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "zero_bubble" not in name and "zbv" not in name])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_exchange_what_the_plan_says(ranks: list[dict[str, dict[str, Any]]], layout: str) -> None:
     """To the byte, except what is small."""
     chosen = LAYOUTS[layout]
