@@ -72,6 +72,9 @@ class LiveMemory(Operators):
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            if not storage.nbytes():
+                # It may have been emptied before this context.
+                self._add(storage)
             result = resize(storage, size)
             self._resized(storage)
             return result

@@ -161,12 +161,12 @@ class StepMemory:
     It is the peak of the process's first two steps, the second of which has the optimizer's state.
 
     Counting takes time in every operation. On CUDA the allocator counts, and where operations cannot be seen (compiled
-    code) or must not be (the exchange of several ranks) it is the peak of the process, as far as the system knows it.
+    code) it is the peak of the process, as far as the system knows it.
     """
 
     def __init__(self, world: World, *, compiled: bool) -> None:
         self._device = world.device
-        self._left = _COUNTED if world.device.type == "cpu" and world.size == 1 and not compiled else 0
+        self._left = _COUNTED if world.device.type == "cpu" and not compiled else 0
         self._peak = 0
 
     @contextmanager

@@ -18,7 +18,7 @@ from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.weights import OwnedWeights, local
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.seeds import microbatch_seed, seed_generators
 from pycls_fast.train.metrics import TrainMetrics
@@ -126,8 +126,6 @@ class Step:
         """What exists from step to step: weights, masters, buffers, average, optimizer state."""
         average = {} if self.ema is None else self.ema.values
         state = tree_leaves([dict(self.optimizer.state), dict(average), list(self.parameters)])
-        return [
-            tensor
-            for tensor in (*self.network.parameters(), *self.network.buffers(), *state)
-            if isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        ]
+        tensors = (*self.network.parameters(), *self.network.buffers(), *state)
+        parts = (local(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        return [part for part in parts if type(part) in (Tensor, nn.Parameter)]

@@ -29,7 +29,7 @@ from pycls_fast.plan.search import Layout
 from pycls_fast.plan.work import EXCHANGES, CountWork
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from tests.integration.strategy_worker import divided
 
 CPU = torch.device("cpu")
@@ -93,13 +93,14 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
             memory.peak = memory.live
             step(index, [batch] * parts, metrics)
     found: Counter[str] = Counter()
-    with CountWork() as work:
+    alone = StepMemory(world, compiled=False)
+    with alone.counting(step.held), CountWork() as work:
         step(2, [batch] * parts, metrics)
     for each in work.found:
         if each.kind in EXCHANGES:
             found[each.kind] += round(each.bytes)
     planned = MemoryPlan(config, world, CLASSES).peak(parts)
-    return {"planned": planned, "held": memory.peak, "exchanged": found}
+    return {"planned": planned, "held": memory.peak, "counted": alone.bytes(), "exchanged": found}
 
 
 if __name__ == "__main__":

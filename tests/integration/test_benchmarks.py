@@ -18,7 +18,7 @@ from tests.factories import script
 
 gpu, cpu_step, memory_plan = script("gpu"), script("cpu_step"), script("memory_plan")
 
-SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2"]
+SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2", "--limit", "2000"]
 
 
 @pytest.mark.slow

@@ -29,9 +29,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_fullest_rank_holds_what_the_plan_says(ranks: list[dict[str, dict[str, Any]]], layout: str) -> None:
-    planned, held = (max(rank[layout][key] for rank in ranks) for key in ("planned", "held"))
+    planned, held, counted = (max(rank[layout][key] for rank in ranks) for key in ("planned", "held", "counted"))
     low, high = interval("memory")
     assert low <= held / planned <= high
+    # What a run says itself.
+    assert planned == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.slow

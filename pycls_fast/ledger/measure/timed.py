@@ -173,7 +173,7 @@ class TimedVariant:
         timed = self.parts[part]
         if isinstance(timed, TrainPart) and timed.memory.counted is not None:
             self.memory.peaks[part] = timed.memory.counted
-        if self.world.device.type == "cuda":
+        if part in self.memory.peaks:
             self.memory.peaks[part] = max(self.world.gather(self.memory.peaks[part]))
 
     def measure_peak(self) -> None:

@@ -347,6 +347,15 @@ def test_the_time_does_not_grow_with_the_depth() -> None:
     assert counts == [2, 2]
 
 
+def test_what_was_emptied_before_counts_when_it_is_filled() -> None:
+    tensor = torch.empty(100)
+    tensor.untyped_storage().resize_(0)
+    with LiveMemory() as memory:
+        tensor.untyped_storage().resize_(400)
+        tensor.untyped_storage().resize_(0)
+    assert (memory.peak, memory.live) == (400, 0)
+
+
 def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
     peaks = []
     for recompute in ("off", "full"):
