@@ -373,7 +373,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 _Ratio = Annotated[float, Field(ge=0.1, le=10.0)]
-_Shape = Annotated[list[PositiveInt], Field(min_length=3, max_length=3)]
+_Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=3)]
 
 
 class TimmConfig(_Saved):
