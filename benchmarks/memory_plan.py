@@ -172,8 +172,8 @@ def main() -> None:
         "",
         "## Against processes",
         "",
-        f"{STEPS} whole steps in float32 with {IMAGES} images of 224 pixels per rank; processes of one thread each on",
-        "one CPU, connected by gloo. The process's peak is its resident memory above that before the model was built.",
+        f"{STEPS} steps in float32 with {IMAGES} images of 224 pixels per rank; processes of one thread on one CPU,",
+        "over gloo. The process's peak is resident memory above that before the model was built.",
         "",
         *measured(arguments.models, arguments.only),
     ]
