@@ -223,9 +223,10 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether `summary.json` is of a run that no signal stopped."""
+        """Whether `summary.json` is of a run that no signal stopped; a `UserError` if it is damaged."""
         file = self.path / "summary.json"
-        return file.is_file() and not read_json(file).get("stopped")
+        with refusing(f"{file}: cannot be read", OSError, ValueError, AttributeError, use="repair or remove it"):
+            return file.is_file() and not read_json(file).get("stopped")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""
