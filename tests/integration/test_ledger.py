@@ -41,12 +41,13 @@ def ladder(tmp_path: Path) -> Path:
     return file
 
 
-def ledger(ladder: Path, digits: Path, *more: str) -> list[str]:
+def ledger(ladder: Path | None, digits: Path, *more: str) -> list[str]:
     measured = (
         "runs_at_most=8", "margin=60", "rounds=1", "steps=2", "warmup_steps=1", "seconds=0", "numerics_steps=2",
         "gradients=false",
     )  # fmt: skip
-    return command(f"ladder={ladder}", f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
+    asked = () if ladder is None else (f"ladder={ladder}",)
+    return command(*asked, f"data.root={digits}", *SHORT, *measured, *more, tool="ledger")
 
 
 # Some twenty processes, one after the other.
@@ -93,6 +94,17 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     report = [*gate[:2], "report", str(folder / "ledger.json"), f"output={tmp_path / 'again'}"]
     assert f"report: {tmp_path / 'again' / 'index.html'}" in run_process(report, cwd=tmp_path).stdout
     assert (tmp_path / "again" / "index.html").read_bytes() == (folder / "index.html").read_bytes()
+
+
+def test_a_question_is_answered_in_one_sentence(digits: Path, tmp_path: Path) -> None:
+    more = ("speed=reference", "numerics_steps=null", "jobs=2", f"output={tmp_path / 'report'}")
+    said = run_process(ledger(None, digits, "switches=[precision.amp_bf16]", *more), cwd=tmp_path).stdout
+    before, _, after = said.partition("training, seed")
+    assert re.search(r"training: at most about \d+ min\n8 trainings, scored on \d+ images, show differences of", before)
+    assert "1 of 1 variant is free: a loss of 60 points matters, on vit_digits." in after
+    answer = r"^precision\.amp_bf16: [\d.]+x \(one round\); free: at most [\d.]+ points lost \(95%\)$"
+    assert re.search(answer, after, flags=re.MULTILINE)
+    assert "The verdicts hold for this workload, vit_digits" in after
 
 
 def test_sigterm_leaves_the_record_and_the_same_command_resumes(
