@@ -15,7 +15,6 @@ from torch import Tensor
 from pycls_fast.data.batch import Batch
 from pycls_fast.reading import read_json
 from pycls_fast.train.display import duration, epochs, human, told
-from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import writing
 from pycls_fast.train.run import Run
 
@@ -63,7 +62,7 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
         "trained": f"{summary['steps']:,} steps, {epochs(summary['epochs'])} epochs",
         "time": duration(summary["wall_seconds"]),
         "device": summary["device"],
-        "command": environment_command(),
+        "command": read_json(folder.path / "environment.json")["command"],
     }
     classes = folder.path / "classes.json"
     html = render(
