@@ -39,9 +39,14 @@ COMMON = [
 ]  # fmt: skip
 # With a large eps, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON += ["optim=adamw", "optim.lr=0.005", "optim.eps=0.001", "optim.weight_decay=0.1", "optim.layer_decay=0.6"]
-SAVED_AT, MORE = 3, 8
+SAVED_AT, MORE = 3, 10
 SAVED = ("ddp", "fsdp", "hsdp", "tensor", "pipeline", "all", "fairscale", "oss")
-LOADED = {1: ("single",), 2: ("ddp", "fsdp", "tensor", "pipeline", "fairscale", "oss"), 3: ("fsdp", "fairscale")}
+LOADED = {
+    1: ("single",),
+    2: ("ddp", "fsdp", "tensor", "pipeline", "fairscale", "oss"),
+    3: ("fsdp", "fairscale"),
+    4: ("fsdp", "all"),
+}
 
 
 def case(strategy: str, digits: Path, steps: int, *more: str) -> dict[str, Any]:
