@@ -26,9 +26,9 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
     exported: Text | None = None
-    """An exported file of these weights (.onnx, OpenVINO's .xml, .pt2), scored instead."""
+    """Their exported file (.onnx, .xml or .pt2), scored instead."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average each image and its mirror image, in twice the time."""
+    """flip: mean with mirror image; twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, or the configuration's."""
 

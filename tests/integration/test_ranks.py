@@ -41,6 +41,7 @@ EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_los
         (["ddp"], []),
         (["fsdp"], []),
         pytest.param(["fsdp", "parallel.tensor_degree=2"], [], marks=pytest.mark.slow),
+        pytest.param(["ddp", "parallel.pipeline_degree=2"], [], marks=pytest.mark.slow),
         pytest.param(["ddp"], EXPERTS, marks=pytest.mark.slow),
         pytest.param(["fsdp", "speed.recompute=full"], EXPERTS, marks=pytest.mark.slow),
     ],
@@ -51,7 +52,11 @@ def test_two_ranks_equal_one(
     """float32, 20 steps: losses to 1e-5, and the same evaluation. 359 images do not divide by two ranks."""
     one, two = alone(*model), tmp_path / "two"
     overrides = [*SAME, *model, f"data.root={digits}", f"parallel={strategy[0]}", *strategy[1:], f"run_dir={two}"]
-    run_process(under_torchrun(command(*overrides), 2), cwd=tmp_path)
+    out = run_process(under_torchrun(command(*overrides), 2), cwd=tmp_path).stdout
+    assert ("2 ranks, 1f1b: idle for 50% of the time of its work" in out) == ("parallel.pipeline_degree=2" in strategy)
+    for record in records(two, "train") if model else ():
+        assert 1 < record["expert_load"] <= 4
+        assert record["dropped_tokens"] == 0
     for name in ("loss", "grad_norm"):
         ours = [record[name] for record in records(two, "train")]
         theirs = [record[name] for record in records(one, "train")]

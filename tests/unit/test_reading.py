@@ -20,9 +20,9 @@ from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.saved import as_data, register
 from pycls_fast.data.sources import arrays, folders, remote, tables, tars
 from pycls_fast.data.sources.files import OpenFiles
-from pycls_fast.errors import UserError, printable, reporting
+from pycls_fast.errors import UserError, cell, printable, reporting
 from pycls_fast.models.pretrained import described, read_weights
-from pycls_fast.reading import cell, parse_json, parse_record, read_bytes, read_npz, read_yaml
+from pycls_fast.reading import parse_json, parse_record, read_bytes, read_npz, read_yaml
 
 
 def test_only_ordinary_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
