@@ -198,7 +198,9 @@ def test_finished_run_stays_as_it_is(tmp_path: Path, digits: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_stopped_while_the_average_is_evaluated(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_while_the_average_is_evaluated(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
+) -> None:
     """The last evaluation is done again, both halves of it, and stands in the records once."""
     overrides = [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "schedule.max_steps=3", "optim.ema_decay=0.5"]
 
