@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pycls_fast.cli import VERBS
 
@@ -135,9 +136,9 @@ class Child:
                 self._text += part
 
 
-def attempt(action: Action, folder: Path, *, limit: float = LIMIT, **how: object) -> Outcome:
+def attempt(action: Action, folder: Path, *, limit: float = LIMIT, **how: Any) -> Outcome:
     """Run an action to its end; other arguments are `Child`'s."""
-    return Child(action, folder, **how).end(limit)  # type: ignore[arg-type]
+    return Child(action, folder, **how).end(limit)
 
 
 def _living(session: int) -> set[int]:
