@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import errno
+import math
 import multiprocessing
 import os
 import re
@@ -15,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import connection, queues, util
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -118,15 +119,17 @@ class ImageLoader(DataLoader[Any]):
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
         with _as_chosen(), refusing("data workers cannot be started", use=way_out):
             iterator = super().__iter__()
+        limit: AbstractContextManager[None] = nullcontext()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)
-            _limit_waiting(iterator, self.timeout_seconds, self.while_waiting)
+            limit = _limited_waiting(iterator, self.timeout_seconds, self.while_waiting)
         try:
-            for batch in iterator:
-                count_batch()
-                if isinstance(batch, UserError):
-                    raise batch
-                yield batch
+            with limit:
+                for batch in iterator:
+                    count_batch()
+                    if isinstance(batch, UserError):
+                        raise batch
+                    yield batch
         except (RuntimeError, OSError, EOFError) as error:
             told = _told(error, getattr(iterator, "_workers", []))
             if told is None:
@@ -136,28 +139,63 @@ class ImageLoader(DataLoader[Any]):
             _stop_workers(iterator)
 
 
-def _limit_waiting(iterator: Any, seconds: float, while_waiting: Callable[[], None]) -> None:
+# An attempt of torch's to get a batch ends after 5 s. After so long, a worker has stopped while it hands one over.
+_HANDED_OVER_SECONDS = 10.0
+
+
+@contextmanager
+def _limited_waiting(iterator: Any, seconds: float, while_waiting: Callable[[], None]) -> Iterator[None]:
     """Let an iterator raise when no batch has come for so long, as when a worker's thread for sending has died.
 
     Not torch's `timeout`, which would look for dead workers only at its end.
     """
-    attempt, waited = iterator._try_get_data, 0.0
+    attempt, waited, asked = iterator._try_get_data, 0.0, math.inf
+    over = threading.Event()
 
     def limited(*arguments: Any, **more: Any) -> Any:
-        nonlocal waited
-        asked = time.monotonic()
-        found, data = attempt(*arguments, **more)
-        waited = 0.0 if found else waited + time.monotonic() - asked
+        nonlocal waited, asked
+        asked = began = time.monotonic()
+        try:
+            found, data = attempt(*arguments, **more)
+        except Exception:
+            while_waiting()
+            check(waited + time.monotonic() - began)
+            raise
+        finally:
+            asked = math.inf
+        waited = 0.0 if found else waited + time.monotonic() - began
         if not found:
             while_waiting()
+        check(waited)
+        return found, data
+
+    def check(waited: float) -> None:
         if waited > seconds:
             raise UserError(
                 f"no batch has come from the data workers for {seconds:g} s (parallel.timeout_seconds), though all "
                 "live; see what they printed, and whether the data's disk answers; data.num_workers=0 shows the error"
             )
-        return found, data
+
+    def unblock() -> None:
+        """Kill workers that have stopped half-way, so that who waits for the other half gets an error."""
+        while not over.wait(1.0):
+            since = time.monotonic() - asked
+            if since < _HANDED_OVER_SECONDS:
+                continue
+            with suppress(Exception):
+                while_waiting()
+                check(waited + since)
+                continue
+            for worker in iterator._workers:
+                worker.kill()
+            return
 
     iterator._try_get_data = limited
+    threading.Thread(target=unblock, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 _SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
@@ -289,6 +290,25 @@ def test_a_worker_that_dies_with_the_lock_of_an_event_is_an_error() -> None:
 
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(train_loader(HookedImages(20, die), 2))
+
+
+def test_a_worker_that_stops_while_its_batch_arrives_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(*_: object) -> None:
+        connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
+        raise ConnectionResetError
+
+    def asked_to_stop() -> None:
+        raise LookupError("asked to stop")
+
+    monkeypatch.setattr(reductions, "rebuild_storage_fd", half)
+    monkeypatch.setattr("pycls_fast.data.loader._HANDED_OVER_SECONDS", 0.1)
+    loader = train_loader(SyntheticImages(40, 20, 3, seed=1), 1)
+    loader.timeout_seconds = 1
+    with pytest.raises(UserError, match=r"no batch has come from the data workers for 1 s"):
+        list(loader)
+    loader.timeout_seconds, loader.while_waiting = 600, asked_to_stop
+    with pytest.raises(LookupError, match="asked to stop"):
+        list(loader)
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:
