@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -105,9 +106,18 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> No
     """
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
     entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
+    entries["checksum"] = _checksum(entries)
     with atomic_write(file) as draft, draft.open("wb") as written:
         np.savez(written, **entries)
         flush(written)
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    found = 0
+    for name, array in sorted(arrays.items()):
+        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
+    return np.array(found, np.uint32)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
@@ -119,7 +129,8 @@ def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
         ValueError: it is damaged or something else.
     """
     arrays = read_npz(file)
-    if "about" not in arrays:
+    # Arrays that do not fit each other would be found out image by image.
+    if "about" not in arrays or not np.array_equal(arrays.pop("checksum", None), _checksum(arrays)):
         raise ValueError(f"{file} is damaged")
     return arrays, parse_json(arrays.pop("about").tobytes().decode("utf-8", "surrogateescape"))
 
