@@ -26,7 +26,7 @@ from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
-from pycls_fast.optim.weights import LocalShards, ModelWeights
+from pycls_fast.optim.weights import LocalShards, OwnedWeights
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
@@ -148,7 +148,7 @@ def _update(kind: str, overrides: Sequence[str], world: World) -> tuple[Callable
     switches = build.switches(config, world.device)
     network = place_model(build.model(config, 1000, switches, empty=cut), world, memory_format="contiguous")
     build.wrap(config, network, world, switches)
-    weights = LocalShards(network) if kind == "local shards" else ModelWeights(network)
+    weights = LocalShards(network) if kind == "local shards" else OwnedWeights(network)
     shards = weights if isinstance(weights, LocalShards) else None
     optimizer = build.optimizer(config, network, switches, shards, sharded=cut)
     gradients = [(parameter, 1e-3 * torch.randn_like(parameter)) for parameter in network.parameters()]

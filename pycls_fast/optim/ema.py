@@ -29,13 +29,7 @@ class Ema:
     """
 
     def __init__(
-        self,
-        weights: OwnedWeights,
-        *,
-        decay: float,
-        warmup: bool,
-        implementation: str,
-        every: int = 1,
+        self, weights: OwnedWeights, *, decay: float, warmup: bool, implementation: str, every: int = 1
     ) -> None:
         self.decay = decay
         self.warmup = warmup
@@ -55,10 +49,7 @@ class Ema:
         self._copied = [name for name in self._live if name not in set(floating)]
 
     def share(self, step: int) -> float:
-        """Share of the weights after `step` (from 0) in the new average: 1 - d ** every, or 0 if the step is skipped.
-
-        d is `decay`, or less during warm-up.
-        """
+        """Share of the weights after `step` (from 0) in the new average; 0 if the step is skipped."""
         if (step + 1) % self.every:
             return 0.0
         return 1.0 - (min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay) ** self.every
@@ -119,11 +110,7 @@ class Ema:
         return averages
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Restore the averages in place.
-
-        Raises:
-            KeyError: a tensor of the model is not among the values.
-        """
+        """Restore the averages in place."""
         for name, average in self.values.items():
             average.copy_(values[name])
 

@@ -24,9 +24,7 @@ def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
     optimizer that `needs_units` they are split by `hidden`, true for the matrices inside the units and every
     convolution behind the first, but for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
 
-    Args:
-        network: parameters that do not require a gradient are left out.
-        settings: the keys of `optim`, with a number for `layer_decay`, or None.
+    Parameters that do not require a gradient are left out.
     """
     # `resolve_auto` has replaced it.
     assert settings.layer_decay != "auto"
@@ -75,7 +73,7 @@ def _between_image_and_head(network: Network, units: Units) -> set[nn.Parameter]
 
 
 def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
-    """The groups with their parameters replaced by the parameters' names."""
+    """The groups with names in place of their parameters."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     return [{**group, "params": [name_of[parameter] for parameter in group["params"]]} for group in groups]
 
@@ -134,13 +132,10 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
     statistics and does not update them, dropout and drop-path drop nothing.
 
     Args:
-        network: any network.
         trainable: "all", "head", and names of modules or parameters, with * for any part of a name. A module stands for
             everything in it.
-        adapted: matrices and convolutions of the blocks that are not named get gradients, too, but not depthwise ones.
-
-    Returns:
-        the names of the adapted ones.
+        adapted: matrices and convolutions of the blocks that are not named get gradients, too, but not depthwise ones;
+            their names are returned.
 
     Raises:
         UserError: the network does not have a name, or nothing to adapt.
@@ -174,10 +169,7 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
 
 
 def keep_statistics(network: nn.Module) -> None:
-    """Let batch norm normalise with its running statistics in training, too, and keep them, in place.
-
-    Its scales and shifts are trained like everything else.
-    """
+    """Let batch norm normalise with its running statistics in training, too, and keep them; it is trained as before."""
     for module in network.modules():
         if isinstance(module, BATCH_NORM):
             _keep_evaluating(module)

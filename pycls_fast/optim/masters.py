@@ -43,7 +43,7 @@ class MasterWeights(OwnedWeights):
         kept: bool,
         wide: torch.dtype = torch.float32,
     ) -> None:
-        self._model = model
+        super().__init__(model)
         self._wide = wide
         self._kept = kept
         # Whether masters that are not kept hold this step's weights: at first they hold initial values.
@@ -59,14 +59,12 @@ class MasterWeights(OwnedWeights):
         return [{**g, "params": [self._master_of.get(id(p), p) for p in g["params"]]} for g in groups]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer owns, under the network's names."""
         for name, parameter in self._model.named_parameters():
             # Parameters that were not cast are their own masters.
             yield name, self._master_of.get(id(parameter), parameter)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Add the network's gradients to the masters' and clear them."""
         self._allocate()
         new, added = [], []
         for parameter, master in zip(self._narrow, self.masters, strict=True):
@@ -86,7 +84,6 @@ class MasterWeights(OwnedWeights):
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Round the masters into the network."""
         torch._foreach_copy_(self._narrow, self.masters)
         if not self._kept:
             # Only the update is in the wide format: the next step starts from the rounded weights.
@@ -96,28 +93,20 @@ class MasterWeights(OwnedWeights):
 
     @torch.no_grad()
     def refresh_model(self) -> None:
-        """Round kept masters that were changed by hand into the network."""
         if self._kept:
             torch._foreach_copy_(self._narrow, self.masters)
 
     def live(self) -> dict[str, Tensor]:
-        """The network's state by name, with kept masters in place of parameters: tensors that training changes."""
-        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
-        return {name: self._master_of.get(id(v), v) if self._kept else v for name, v in state.items()}
+        return {name: self._master_of.get(id(v), v) if self._kept else v for name, v in super().live().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The network's state in the wide format under its own names: what checkpoints hold. Shares kept masters."""
+        """Values in the wide format, which share the memory of kept masters."""
         live = {name: value.detach() for name, value in self.live().items()}
         return {name: v.to(self._wide) if v.is_floating_point() else v for name, v in live.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore masters and network from the wide values.
-
-        Raises:
-            RuntimeError: names or shapes are not the network's.
-        """
-        self._model.load_state_dict(state)
+        super().load_state_dict(state)
         for name, value in self.live().items():
             value.copy_(state[name])
 

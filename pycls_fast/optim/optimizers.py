@@ -1,8 +1,8 @@
-"""What is done to every optimizer: rates, compilation, CUDA graphs, and its state by the names of parameters."""
+"""What is done to every optimizer: rates, compilation, CUDA graphs, state by the names of parameters, the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Named = Iterable[tuple[str, nn.Parameter]]
-
-
 # Too small to change any weight other than 0.
 _LEAST_LR = 1e-30
 
@@ -45,25 +43,21 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set every group's learning rate, multiplied by the group's `lr_scale` if it has one.
-
-    A learning rate that is a tensor is changed in place.
-    """
+    """Set every group's learning rate, multiplied by the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
-        value = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value
+        _set(group, lr * group.get("lr_scale", 1.0))
+
+
+def _set(group: dict[str, Any], lr: float) -> None:
+    # Compiled and captured steps read this tensor, so it is changed in place.
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def named_state(optimizer: Optimizer, parameters: Named) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name, independent of its groups and implementation.
-
-    Args:
-        optimizer: any optimizer.
-        parameters: its parameters by name (`model.named_parameters()`).
-    """
+    """The optimizer's state by parameter name, independent of its groups and implementation."""
     state = optimizer.state_dict()["state"]
     return {name: state[index] for index, name in _names(optimizer, parameters) if index in state}
 
@@ -117,3 +111,73 @@ def steps_from_state(optimizer: Optimizer) -> None:
         if steps:
             # A clone: parameters saved from one group may now be in several, which must not share a counter.
             group["step"] = steps[0].to("cpu", torch.float32).clone()
+
+
+class HostOptimizer(Optimizer):
+    """Runs another optimizer on float32 copies of the parameters on the CPU (ZeRO-Offload, Ren et al. 2021).
+
+    A step copies the gradients to the host (pinned if the parameters are on CUDA), **waits for them**, updates on the
+    CPU, and starts the copy back. The device keeps only weights and gradients; the update's time on the CPU is added to
+    every step. torchao has a CPUOffloadOptimizer that overlaps the two; it runs only on CUDA and XPU, and keeps one
+    optimizer per parameter, so that its saved state has a different layout.
+
+    `param_groups` hold the device's parameters with the settings of the inner optimizer's groups; `state_dict` is the
+    inner optimizer's, the same as without this class.
+
+    Args:
+        groups: groups of parameters on their device, in any floating-point format.
+        make: makes the inner optimizer from the groups of copies.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+        self._owned: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
+        self._copies = [[nn.Parameter(_host_like(p).copy_(p.detach())) for p in owned] for owned in self._owned]
+        self.inner = make([{**g, "params": copies} for g, copies in zip(groups, self._copies, strict=True)])
+        own = [{**g, "params": owned} for g, owned in zip(self.inner.param_groups, self._owned, strict=True)]
+        super().__init__(own, self.inner.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the device's parameters from their gradients; there is no `closure`."""
+        devices = set()
+        for parameter, copy in self._pairs():
+            if parameter.grad is None:
+                copy.grad = None
+                continue
+            if copy.grad is None:
+                copy.grad = _host_like(parameter)
+            copy.grad.copy_(parameter.grad, non_blocking=True)
+            devices.add(parameter.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            _set(inner, group["lr"])
+        self.inner.step()
+        for parameter, copy in self._pairs():
+            if parameter.grad is not None:
+                parameter.copy_(copy, non_blocking=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state; the copies take the parameters' current values, so load the parameters first."""
+        self.inner.load_state_dict(state_dict)
+        for parameter, copy in self._pairs():
+            copy.copy_(parameter)
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [
+            pair
+            for owned, copies in zip(self._owned, self._copies, strict=True)
+            for pair in zip(owned, copies, strict=True)
+        ]
+
+
+def _host_like(parameter: Tensor) -> Tensor:
+    """An empty CPU tensor in float32 (float64 for float64) and the parameter's memory format."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    empty = torch.empty_like(parameter, device="cpu", dtype=dtype, requires_grad=False)
+    return empty.pin_memory() if parameter.device.type == "cuda" else empty

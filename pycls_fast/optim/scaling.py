@@ -16,10 +16,7 @@ class RanksScaler(torch.amp.GradScaler):
     Gradients may overflow on one rank only. Unless all ranks skip that step and lower the scale, their weights and
     scales diverge. FairScale's ShardedGradScaler does the same on CUDA; this one runs on CPUs too.
 
-    Args:
-        device: "cpu" or "cuda".
-        ranks: groups of the ranks that hold parts; none: each rank has all gradients.
-        settings: passed to torch's GradScaler.
+    `ranks` are groups of the ranks that hold parts, none if each has all gradients; `settings` are torch's.
     """
 
     def __init__(self, device: str, *, ranks: Sequence[dist.ProcessGroup] = (), **settings: Any) -> None:
@@ -62,5 +59,5 @@ class ConstantScaler(RanksScaler):
         """Do nothing: the scale is a setting, not a state."""
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the step. The argument is ignored; the base class has it."""
+        """End the step; the base class has the argument."""
         super().update(self._constant)

@@ -98,13 +98,11 @@ class LrSchedule:
 
     With `curve_from=start` the warm-up replaces the curve's beginning, as in timm, so that the rate after the warm-up
     is a little below `lr` (pycls multiplies the two, which makes the warm-up's rates a little smaller).
-
-    Attributes:
-        lr: the highest one, reached at step `warmup_steps`.
     """
 
     schedule: Schedule
     lr: float
+    """The highest one, reached at step `warmup_steps`."""
     steps_per_epoch: int
 
     @property

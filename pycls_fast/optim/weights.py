@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor of the logical shape into a tensor that may be sharded; only the rank's part is read.
-
-    Args:
-        target: a plain tensor or a DTensor, changed in place.
-        whole: the same values on every rank, in any format and on any device; it may be mapped from a file.
-    """
+    """Copy a whole tensor, the same on every rank, into one that may be sharded; only the rank's part is read."""
     local(target).copy_(whole[local_slices(target)])
 
 
@@ -45,11 +40,17 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 class OwnedWeights:
-    """What the optimizer owns: a network's parameters (`ModelWeights`), or what stands for them.
+    """What the optimizer owns: here the network's own parameters, sharded or not; subclasses have what stands for them.
 
     Checkpoints hold the network's own names and shapes, whatever is owned: `state_dict`, `optimizer_state` and `split`
     convert to that form, and `load_state_dict`, `load_optimizer_state` and `join` from it.
+
+    Args:
+        model: has to keep its tensors in place.
     """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -58,11 +59,12 @@ class OwnedWeights:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that are owned, by their names in `live`."""
-        raise NotImplementedError
+        return self._model.named_parameters()
 
     def live(self) -> dict[str, Tensor]:
         """Weights and buffers by name: tensors that training changes in place."""
-        raise NotImplementedError
+        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        return state
 
     def refresh_model(self) -> None:
         """Update the network after tensors of `live` were changed by hand."""
@@ -75,11 +77,16 @@ class OwnedWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers under the network's names and in its shapes."""
-        raise NotImplementedError
+        state: dict[str, Tensor] = self._model.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned, in place."""
-        raise NotImplementedError
+        """Restore what `state_dict` returned, in place.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: names or shapes are not the network's.
+        """
+        self._model.load_state_dict(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """The optimizer's state by the names of the network's parameters."""
@@ -98,41 +105,12 @@ class OwnedWeights:
         return dict(values)
 
 
-class ModelWeights(OwnedWeights):
-    """The network's own parameters and buffers, sharded or not.
-
-    Args:
-        model: has to keep its tensors in place.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._model.named_parameters()
-
-    def live(self) -> dict[str, Tensor]:
-        # It shares memory with the model.
-        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
-        return state
-
-    def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._model.state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._model.load_state_dict(state)
-
-
-class LocalShards(ModelWeights):
+class LocalShards(OwnedWeights):
     """A sharded network's parameters as plain tensors: each rank's own part, in the same memory.
 
     For optimizers that work element by element. On DTensors every operation, and every tensor of a fused one, first
     finds the layout of its result, which takes the host longer than the update takes the device
-    (`benchmarks/optimizers.py --sharded`).
-
-    Args:
-        model: sharded by `fully_shard`, and with memory.
+    (`benchmarks/optimizers.py --sharded`). The model is sharded by `fully_shard`, and has memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -162,7 +140,7 @@ class LocalShards(ModelWeights):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         state = super().optimizer_state(optimizer)
-        return {name: self._like(name, values) for name, values in state.items()}
+        return {name: {key: self._like(name, value) for key, value in values.items()} for name, values in state.items()}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
         parts = {
@@ -171,21 +149,117 @@ class LocalShards(ModelWeights):
         }
         super().load_optimizer_state(optimizer, parts)
 
-    def _like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _like(self, name: str, value: Any) -> Any:
         """What has the shape of a parameter's local part, as a DTensor that is sharded like the parameter."""
+        if not isinstance(value, Tensor) or value.shape != self._local[name].shape:
+            return value
         whole: Any = self._sharded[name]
-        part = self._local[name]
+        return DTensor.from_local(
+            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
-        def sharded(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape != part.shape:
-                return value
-            return DTensor.from_local(
-                value,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
 
-        return {key: sharded(value) for key, value in values.items()}
+# Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, section 4.1. The product of the two narrow
+# matrices is multiplied by this, divided by the rank.
+_ALPHA = 16.0
+
+
+class _Adapted:
+    """A weight W (O, ...) = base + scale * up (O, R) x down (R, I), of which only the two factors are trained."""
+
+    def __init__(self, weight: nn.Parameter, rank: int, generator: torch.Generator) -> None:
+        self.weight = weight
+        self.base = weight.detach().flatten(1).clone()
+        outputs, inputs = self.base.shape
+        down = torch.empty(rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+        # With zeros on one side training begins with the network as it is.
+        self.factors = {
+            "down": nn.Parameter(down.to(self.base)),
+            "up": nn.Parameter(self.base.new_zeros(outputs, rank)),
+        }
+        self.scale = _ALPHA / rank
+
+    @torch.no_grad()
+    def take_gradient(self, weight: Tensor) -> None:
+        """Turn the weight's gradient, which is freed, into those of the factors."""
+        assert weight.grad is not None
+        gradient = weight.grad.flatten(1)
+        down, up = self.factors["down"], self.factors["up"]
+        for factor, added in ((down, up.t() @ gradient), (up, gradient @ down.t())):
+            added *= self.scale
+            factor.grad = added if factor.grad is None else factor.grad.add_(added)
+        weight.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint has besides the weight itself, from which the base would not come back to the bit."""
+        return {"base": self.base, **self.factors}
+
+
+class LowRank(OwnedWeights):
+    """A network some of whose weights are adapted: it keeps its layers, with the sum as their weight.
+
+    Names, kernels, averages, checkpoints and exports are those of any network.
+
+    Args:
+        model: on its device; the weights to adapt require gradients.
+        names: theirs.
+        rank: R.
+        seed: for the initial values, the same on every rank.
+        at_once: gradients are taken as soon as they are there; otherwise ranks exchange them first.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], rank: int, *, seed: int, at_once: bool) -> None:
+        super().__init__(model)
+        generator = torch.Generator().manual_seed(seed)
+        self._adapted = {
+            name: _Adapted(parameter, rank, generator) for name, parameter in model.named_parameters() if name in names
+        }
+        for adapted in self._adapted.values() if at_once else ():
+            adapted.weight.register_post_accumulate_grad_hook(adapted.take_gradient)
+
+    def groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Optimizer groups with the adapted weights replaced by their factors."""
+        factors = {id(each.weight): list(each.factors.values()) for each in self._adapted.values()}
+        return [{**g, "params": [own for p in g["params"] for own in factors.get(id(p), [p])]} for g in groups]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters():
+            if name in self._adapted:
+                for factor, value in self._adapted[name].factors.items():
+                    yield f"{name}.{factor}", value
+            else:
+                yield name, parameter
+
+    def take_gradients(self) -> None:
+        for adapted in self._adapted.values():
+            if adapted.weight.grad is not None:
+                adapted.take_gradient(adapted.weight)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        for adapted in self._adapted.values():
+            down, up = adapted.factors["down"], adapted.factors["up"]
+            whole = torch.addmm(adapted.base, up, down, alpha=adapted.scale)
+            adapted.weight.copy_(whole.view(adapted.weight.shape))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        state = super().optimizer_state(optimizer)
+        for name, adapted in self._adapted.items():
+            state[name] = {key: value.detach() for key, value in adapted.tensors().items()}
+            for factor in adapted.factors:
+                values = state.pop(f"{name}.{factor}", {})
+                state[name] |= {f"{factor}.{key}": value for key, value in values.items()}
+        return state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
+        plain = {name: values for name, values in state.items() if name not in self._adapted}
+        for name, adapted in self._adapted.items():
+            for key, tensor in adapted.tensors().items():
+                tensor.data.copy_(state[name][key])
+            for factor in adapted.factors:
+                own = {
+                    key.removeprefix(f"{factor}."): v for key, v in state[name].items() if key.startswith(f"{factor}.")
+                }
+                if own:
+                    plain[f"{name}.{factor}"] = own
+        super().load_optimizer_state(optimizer, plain)

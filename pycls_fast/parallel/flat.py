@@ -74,40 +74,29 @@ class FlatShards(OwnedWeights):
         self._shards = {flat.name: flat.shard.detach() for flat in self.flats}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards under the names of the flat parameters."""
         for flat in self.flats:
             yield flat.name, flat.shard
 
     def live(self) -> dict[str, Tensor]:
-        """Shards and buffers by name: tensors that training changes in place."""
         return {**self._shards, **self._buffers}
 
     def refresh_model(self) -> None:
-        """Make the next forward pass gather again, after shards were changed by hand."""
+        # The next forward pass gathers again.
         self._free_gathered()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the network's own names: what checkpoints hold. Parameters are copies."""
+        """Buffers are shared, parameters are copies."""
         return self.split(self.live())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore shards and buffers in place.
-
-        Raises:
-            KeyError: a tensor of the network is not in the state.
-            ValueError: a tensor has a different shape.
-        """
         joined = self.join(state)
         for name, value in self.live().items():
             value.copy_(joined[name])
         self.refresh_model()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by the names of the network's parameters.
-
-        A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated for each name.
-        """
+        """A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated."""
         state: dict[str, dict[str, Any]] = {name: {} for flat in self.flats for name in flat.names}
         found = super().optimizer_state(optimizer)
         for flat in self.flats:
@@ -119,11 +108,6 @@ class FlatShards(OwnedWeights):
         return {name: values for name, values in state.items() if values}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
-        """Restore what `optimizer_state` returned; the groups keep their settings.
-
-        Raises:
-            KeyError: a parameter has no state while others of its flat parameter have one.
-        """
         found: dict[str, dict[str, Any]] = {}
         for flat in self.flats:
             if not any(name in state for name in flat.names):
@@ -136,8 +120,7 @@ class FlatShards(OwnedWeights):
         super().load_optimizer_state(optimizer, found)
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Shards (of parameters or of an average) as DTensors under the network's names and shapes, sharded along the
-        first axis; other values are unchanged."""
+        """Shards as DTensors, sharded along the first axis; other values are unchanged."""
         out = {name: value for name, value in values.items() if name not in self._shards}
         for flat in self.flats:
             if flat.name in values:
@@ -145,12 +128,7 @@ class FlatShards(OwnedWeights):
         return out
 
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `split`; takes whole tensors too.
-
-        Raises:
-            KeyError: a parameter is not among the values.
-            ValueError: a tensor has a different shape.
-        """
+        """It takes whole tensors too."""
         parts = {name for flat in self.flats for name in flat.names}
         out = {name: value for name, value in values.items() if name not in parts}
         return out | {flat.name: self._join(flat, [values[name] for name in flat.names]) for flat in self.flats}

@@ -14,9 +14,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
-from pycls_fast.optim.low_rank import LowRank
 from pycls_fast.optim.masters import MasterWeights
-from pycls_fast.optim.weights import LocalShards, ModelWeights, OwnedWeights, local
+from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights, local
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
@@ -214,4 +213,4 @@ def _optimized(
         sharded=sharded and flat is None,
         groups=None if flat is None else flat.groups,
     )
-    return flat or owner or shards or ModelWeights(network), optimizer
+    return flat or owner or shards or OwnedWeights(network), optimizer

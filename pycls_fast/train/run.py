@@ -17,7 +17,7 @@ from pycls_fast.errors import refusing
 from pycls_fast.files import STATE
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
-from pycls_fast.optim.offload import HostOptimizer
+from pycls_fast.optim.optimizers import HostOptimizer
 from pycls_fast.parallel.fairscale import plain_name
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.speed import Speed

@@ -16,7 +16,7 @@ from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
-from pycls_fast.optim.weights import ModelWeights
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.assemble import make_step
@@ -222,7 +222,7 @@ class TestOptimizing:
         assert (made.curve_steps, made.warmup_steps) == (200, 25)
 
     def test_the_average(self) -> None:
-        weights = ModelWeights(nn.Linear(2, 2))
+        weights = OwnedWeights(nn.Linear(2, 2))
         assert build.ema(config_of(), weights, REFERENCE) is None
         made = build.ema(
             config_of("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, REFERENCE.replace(ema="foreach")

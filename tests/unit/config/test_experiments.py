@@ -18,7 +18,7 @@ from pycls_fast.config.presets import PRESETS, options
 from pycls_fast.errors import UserError
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.models.complexity import complexity
-from pycls_fast.optim.weights import ModelWeights
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.speed import Speed, resolve
@@ -62,7 +62,7 @@ def test_an_experiment_builds(name: str) -> None:
         model = build.model(config, 1000, switches, empty=True)
         counted = complexity(model, image_size=config.data.image_size)
         build.optimizer(config, model, switches)
-        average = build.ema(config, ModelWeights(model), switches)
+        average = build.ema(config, OwnedWeights(model), switches)
     assert all(parameter.is_meta for parameter in model.parameters())
     if name in published.EXPERIMENTS:
         known = published.EXPERIMENTS[name]

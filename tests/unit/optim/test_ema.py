@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.weights import ModelWeights
+from pycls_fast.optim.weights import OwnedWeights
 
 IMPLEMENTATIONS = ("loop", "foreach")
 
@@ -51,7 +51,7 @@ def averaged(
 ) -> tuple[Network, Ema, dict[str, Tensor]]:
     """A network after 99 steps, its average, and that average by the formula in float64."""
     model = network(dtype, channels_last=channels_last)
-    ema = Ema(ModelWeights(model), decay=0.9, warmup=warmup, implementation=implementation, every=every)
+    ema = Ema(OwnedWeights(model), decay=0.9, warmup=warmup, implementation=implementation, every=every)
     expected = {name: value.double().clone() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(2)
     # With the warm-up (1 + t) / (10 + t) reaches 0.9 at t = 80.
@@ -88,7 +88,7 @@ def test_it_is_its_formula(
 def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
     model = network(torch.float32, channels_last=channels_last)
     parameters = dict(model.named_parameters())
-    ema = Ema(ModelWeights(model), decay=0.7, warmup=False, implementation="foreach")
+    ema = Ema(OwnedWeights(model), decay=0.7, warmup=False, implementation="foreach")
     for step in range(3):
         randomise(model, torch.Generator().manual_seed(step))
         ema.update(step)
@@ -110,7 +110,7 @@ def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
 
 def test_the_swap_is_undone_after_an_exception() -> None:
     model = network()
-    ema = Ema(ModelWeights(model), decay=0.7, warmup=False, implementation="loop")
+    ema = Ema(OwnedWeights(model), decay=0.7, warmup=False, implementation="loop")
     randomise(model, torch.Generator().manual_seed(5))
     ema.update(0)
     weights, averages = copies(model.state_dict()), copies(ema.values)
@@ -126,7 +126,7 @@ def test_a_shared_weight_is_averaged_and_swapped_once(implementation: str) -> No
     model[1].weight = model[0].weight
     randomise(model, torch.Generator().manual_seed(1))
     start = model[0].weight.detach().clone()
-    ema = Ema(ModelWeights(model), decay=0.9, warmup=False, implementation=implementation)
+    ema = Ema(OwnedWeights(model), decay=0.9, warmup=False, implementation=implementation)
     randomise(model, torch.Generator().manual_seed(2))
     ema.update(0)
     weights = copies(model.state_dict())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pycls_fast.optim.low_rank import LowRank
+from pycls_fast.optim.weights import LowRank
 
 
 def network() -> nn.Sequential:

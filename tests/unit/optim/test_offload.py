@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pycls_fast.optim.offload import HostOptimizer
-from pycls_fast.optim.optimizers import load_named_state, named_state, set_lr
+from pycls_fast.optim.optimizers import HostOptimizer, load_named_state, named_state, set_lr
 from tests.factories import make_optimizer
 
 MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {

@@ -17,7 +17,7 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
-from pycls_fast.optim.weights import ModelWeights
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import fairscale
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.launch import start_world
@@ -109,7 +109,7 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
 
 def state_of(ours: Any, network: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
     """The optimizer's state by the parameters' names."""
-    return dict((ours.weights or ModelWeights(network)).optimizer_state(optimizer))
+    return dict((ours.weights or OwnedWeights(network)).optimizer_state(optimizer))
 
 
 def held_by(optimizer: Any) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
@@ -139,7 +139,7 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
             for value in values.values():
                 value.zero_()
         assert not _whole(state_of(ours, network, first)["head.weight"]["exp_avg"]).any()
-        (ours.weights or ModelWeights(network)).load_optimizer_state(first, state)
+        (ours.weights or OwnedWeights(network)).load_optimizer_state(first, state)
         again = state_of(ours, network, first)
         assert state["head.weight"]["exp_avg"].shape == (10, 32)
         assert state.keys() == again.keys()

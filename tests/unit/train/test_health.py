@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.optim.weights import ModelWeights
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
@@ -34,7 +34,7 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
     precision = config_of(*list(overrides)).precision
 
     def values() -> list[Tensor]:
-        return [*network.parameters(), *ModelWeights(network).live().values()]
+        return [*network.parameters(), *OwnedWeights(network).live().values()]
 
     step, folder = SimpleNamespace(scaler=scaler, watchdog=None), SimpleNamespace(checkpoints=tmp_path)
     run: Any = SimpleNamespace(
