@@ -389,9 +389,8 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak, timed
     from pycls_fast.ledger.measure.timed import part_record
-    from pycls_fast.ledger.measure.workloads import Turn
+    from pycls_fast.ledger.measure.workloads import DeviceMemory, MatmulPeak, Turn, timed
     from pycls_fast.models.complexity import complexity
     from pycls_fast.parallel.world import World
     from pycls_fast.train.environment import device_name, versions
@@ -463,7 +462,7 @@ def products(options: argparse.Namespace) -> dict[str, Any]:
     power and clocks lower than in a burst. And the kernel that torch's attention takes."""
     import torch
 
-    from pycls_fast.ledger.measure.clocks import sustained_seconds
+    from pycls_fast.ledger.measure.workloads import sustained_seconds
     from pycls_fast.train.environment import device_name, versions
 
     device = torch.device(options.device)

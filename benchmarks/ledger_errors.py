@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, families
+from pycls_fast.ledger.ladder.plan import Crossing, Family, families
 from pycls_fast.ledger.report.effects import LOOKS, Look, Pair, decide, fit
 
 _IMAGES = 10_000

@@ -144,7 +144,7 @@ class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     """A JSON file; null: one in gradients/, or in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.ledger.measure.gradients import count_gradients
+        from pycls_fast.ledger.measure.numerics import count_gradients
 
         return count_gradients(config, **dict(self))
 

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import local
-from pycls_fast.plan.live_memory import LiveMemory
-from pycls_fast.plan.work import CountWork, Work
+from pycls_fast.plan.operators import CountWork, LiveMemory, Work
 
 Passes = tuple[tuple[Work, ...], tuple[Work, ...]]
 """The kernels of a forward and of a backward pass."""

@@ -27,9 +27,9 @@ from pycls_fast.data.decoders import DECODERS
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.tensor import divide
+from pycls_fast.plan.cluster import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.memory_plan import group
-from pycls_fast.plan.time import Accelerator, Kernels, Measured, fitted
-from pycls_fast.plan.work import CountWork
+from pycls_fast.plan.operators import CountWork
 
 # Bytes of the exchanges that are timed, and how often each is.
 _SIZES, _REPEATS = (2**12, 2**24), 7

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycls_fast.optim.weights import local
 from pycls_fast.plan.activations import Activations
-from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.strategies import STRATEGIES
 
 

@@ -21,11 +21,10 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
-from pycls_fast.plan.cluster import Cluster
+from pycls_fast.plan.cluster import Cluster, Kernels
 from pycls_fast.plan.memory import Peak
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
-from pycls_fast.plan.time import Kernels
-from pycls_fast.plan.work import EXCHANGES, CountWork
+from pycls_fast.plan.operators import EXCHANGES, CountWork
 from pycls_fast.strategies import HALVING, ScheduleName
 from pycls_fast.values import AUTO
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, profiler
 
 from pycls_fast.parallel.world import World
-from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import writing
 

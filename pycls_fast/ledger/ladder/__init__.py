@@ -1,1 +1,1 @@
-"""Running a ladder, in reading order: plan (its variants), folder, processes, work, record, run (from start to end)."""
+"""Running a ladder, in reading order: plan (its variants), folder, processes, work, accuracy, run (start to end)."""

@@ -14,9 +14,8 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError, refuse
-from pycls_fast.ledger.ladder.crossed import Crossing, Family, PlannedPair, crossing, families, possible, together
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
-from pycls_fast.ledger.ladder.plan import closed
+from pycls_fast.ledger.ladder.plan import Crossing, Family, PlannedPair, closed, crossing, families, possible, together
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
     LOOKS,

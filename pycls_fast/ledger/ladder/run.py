@@ -1,4 +1,4 @@
-"""Run a ladder from start to end: plan, estimate or dry run, measurements, files.
+"""Run a ladder from start to end: plan, estimate or dry run, measurements, the record of what its folder holds, files.
 
 The estimate is for variants that are all as fast as the first.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycls_fast import build
@@ -19,15 +21,25 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
-from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
 from pycls_fast.ledger.ladder.plan import check_reference, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
-from pycls_fast.ledger.report.record import Record
+from pycls_fast.ledger.report.record import (
+    GradientCounts,
+    Record,
+    Rounding,
+    Status,
+    Timing,
+    Unfinished,
+    VariantRecord,
+    compare_speed,
+)
+from pycls_fast.ledger.report.statistics import geometric_mean
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import environment, environment_command, git_state, versions
 from pycls_fast.train.folder import write_json
 from pycls_fast.train.signals import stop_requests
 from pycls_fast.train.weights import find_weights
@@ -298,3 +310,109 @@ def estimate(ledger: Ledger, seconds: float, timed: Mapping[str, Any], fed_step:
         "gradients": missing["gradients"] * (start + _GRADIENT_STEPS * fed_step),
         "training": runs * (start + steps * fed_step),
     }
+
+
+_MODEL = (
+    "model", "parameters", "forward_flops_per_image", "image_size", "train_forward_flops_per_image",
+    "train_image_size", "num_classes", "data", "global_batch_size",
+)  # fmt: skip
+
+
+def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Record:
+    """The record of a ledger, finished or not."""
+    variants, total = ledger.selection.variants(), ledger.total()
+    records = [_variant(ledger, variant) for variant in variants]
+    compare_speed(records)
+    rounds = ledger.settings.rounds
+    timed = next((record for variant in variants for record in ledger.folder.timings(variant, rounds)), None)
+    # Device and ranks of this process, which measures nothing, are not the variants'.
+    here = environment(torch.device("cpu"), 1)
+    return Record(
+        config_name=config_name,
+        time=time.time(),
+        wall_seconds=ledger.folder.seconds,
+        command=environment_command(),
+        ladder=ledger.ladder,
+        settings=ledger.settings,
+        base=[*ledger.flags, *ledger.typed],
+        model=timed and {key: timed[key] for key in _MODEL if key in timed},
+        device=timed["device"] if timed else None,
+        versions=versions(),
+        code=ledger.folder.codes,
+        environment={key: value for key, value in here.items() if key not in ("device", "world_size")},
+        gradients=_gradients(ledger),
+        unmeasured=ledger.unmeasured,
+        unfinished=None if finished else Unfinished(done=total - sum(ledger.missing().values()), of=total),
+        accuracy=ledger.crossed.record() if ledger.crossed else None,
+        variants=records,
+    )
+
+
+def _gradients(ledger: Ledger) -> GradientCounts | None:
+    """Gradient counts over all layers; those of each layer stay in their own file."""
+    file = ledger.folder.gradients_file(ledger.selection.variants()[0])
+    if not file.is_file():
+        return None
+    record = read_measurement(file)
+    return GradientCounts(**{key: record[key] for key in GradientCounts.model_fields})
+
+
+def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
+    name, selection = variant.name, ledger.selection
+    status: Status = (
+        "failed" if name in selection.failed else "cannot run" if name in selection.impossible else "measured"
+    )
+    reason, numerics = selection.why_not(variant), ledger.folder.numerics_file(variant)
+    git = None if variant.tree is None else git_state(tree_path(variant.tree))
+    return VariantRecord(
+        name=name,
+        note="; ".join(filter(None, [variant.note, _code_note(variant, git)])),
+        overrides=list(variant.overrides),
+        ranks=variant.ranks or 1,
+        tree=variant.tree,
+        git=git,
+        before=variant.against,
+        status=status,
+        reason=reason,
+        # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
+        needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
+        timing=_timing(ledger.folder.timings(variant, ledger.settings.rounds)),
+        numerics=[Rounding(**e) for e in read_measurement(numerics)["errors"]] if numerics.is_file() else None,
+    )
+
+
+def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
+    """The checkout that a variant runs and its commit, if it is known; None for a variant with this code."""
+    if variant.tree is None:
+        return None
+    commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
+    return f"the code in {variant.tree}{commit}"
+
+
+def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
+    if not rounds:
+        return None
+    parts = [record["train"] for record in rounds]
+    steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
+    p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
+    rate = geometric_mean([part["images_per_second"] for part in parts]).ratio
+    memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
+    products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
+    shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
+    return Timing(
+        images_per_second=rate,
+        step_seconds_p50=p50,
+        step_seconds_p90=p90,
+        images_per_step=parts[0]["images_per_step"],
+        samples=len(steps),
+        flops_per_second=3 * rounds[0]["train_forward_flops_per_image"] * rate
+        if "flops_per_second" in parts[0]
+        else None,
+        share_of_matmul=float(np.median(shares)) if shares else None,
+        memory_peak_bytes=max(memory, default=None),
+        rounds=[part["images_per_second"] for part in parts],
+        matmul_flops_per_second=products if len(products) == len(rounds) else None,
+        image_size=rounds[0]["train_image_size"],
+        precision=rounds[0]["precision"],
+        switches=rounds[0]["switches"],
+    )

@@ -15,9 +15,8 @@ from typing import Any
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
-from pycls_fast.ledger.ladder.crossed import default_runs
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
-from pycls_fast.ledger.ladder.plan import Selection, merged, tree_path
+from pycls_fast.ledger.ladder.plan import Selection, default_runs, merged, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     Process,

@@ -14,10 +14,11 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.choices import Synthetic
 from pycls_fast.data.sources.base import Images
-from pycls_fast.ledger.measure.clocks import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.measure.workloads import (
+    DeviceMemory,
     InferencePart,
     LoaderPart,
+    MatmulPeak,
     Part,
     PartName,
     StepRange,

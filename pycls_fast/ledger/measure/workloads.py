@@ -1,6 +1,7 @@
 """What can be timed: the training step, the inference forward pass, the input pipeline, training fed by it.
 
-Each part runs a few steps at a time, so that several variants of a configuration can alternate.
+Each part runs a few steps at a time, so that several variants of a configuration can alternate. And what a device is
+measured with: time between marks, memory, the rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
-from typing import Literal, Protocol
+from itertools import pairwise, repeat
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +23,130 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
-from pycls_fast.ledger.measure.clocks import synchronize, timed
+from pycls_fast.ledger.report.statistics import spread
 from pycls_fast.parallel.compile import uncompiled
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
 from pycls_fast.values import Size
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(action: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` consecutive calls; on CUDA by events in its stream, and the host runs ahead."""
+
+    def mark() -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    synchronize(device)
+    marks = [mark()]
+    for _ in range(steps):
+        action()
+        marks.append(mark())
+    synchronize(device)
+    if device.type == "cuda":
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    return [after - before for before, after in pairwise(marks)]
+
+
+@dataclass
+class DeviceMemory:
+    """CUDA memory of one of several variants in a process: what it holds, and its highest peak by part.
+
+    Nothing is counted on the CPU, where the system keeps a single peak for the whole process.
+    """
+
+    device: torch.device
+    held: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count memory that is allocated inside the context towards `part`."""
+        if self.device.type != "cuda":
+            yield
+            return
+        synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        synchronize(self.device)
+        rise = torch.cuda.max_memory_allocated(self.device) - before
+        self.peaks[part] = max(self.peaks.get(part, 0), self.held + rise)
+        self.held += torch.cuda.memory_allocated(self.device) - before
+
+
+def sustained_seconds(action: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of a call in the last half of a series that lasts about so long: a GPU that was idle clocks higher for
+    its first tenths of a second than its power allows it to go on."""
+    _, first = timed(action, 2, device)
+    calls = max(int(seconds / first), 4)
+    return spread(timed(action, calls, device)[calls // 2 :]).p50
+
+
+# Large enough to reach the device's peak rate, small enough to be quick.
+_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MATMULS = 3
+# On a GPU, before those that count.
+_BUSY_SECONDS = 0.5
+
+
+class MatmulPeak:
+    """The rate of a square matrix product of random values (zeros would draw less power and run faster).
+
+    Measured repeatedly between the turns, so that its median is of the same machine state as theirs.
+    """
+
+    def __init__(self, dtype: torch.dtype, world: World, size: int | None = None) -> None:
+        """
+        Args:
+            dtype: of the matrices.
+            world: all ranks multiply at the same time, as they train at the same time.
+            size: side of the matrices; None for 2048 on the CPU and 8192 on CUDA.
+        """
+        self.dtype = dtype
+        self.size = size or _MATMUL_SIZE[world.device.type]
+        self._world = world
+        self._seconds: list[float] = []
+        self._generator = torch.Generator(world.device).manual_seed(0)
+
+    def measure(self) -> None:
+        """Time a few products; of each, the slowest rank's time is kept."""
+        device, shape = self._world.device, (self.size, self.size)
+        a_NN, b_NN = (torch.randn(shape, device=device, generator=self._generator).to(self.dtype) for _ in range(2))
+        out_NN = torch.empty_like(a_NN)
+        self._world.barrier()
+        if device.type == "cuda":
+            sustained_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, _BUSY_SECONDS)
+        # The first one warms up.
+        _, *seconds = timed(lambda: torch.mm(a_NN, b_NN, out=out_NN), 1 + _MATMULS, device)
+        self._seconds += [max(each) for each in zip(*self._world.gather(seconds), strict=True)]
+
+    @property
+    def flops_per_second(self) -> float:
+        """Rate of all ranks together; a multiply-add counts 2."""
+        return 2 * self.size**3 / spread(self._seconds).p50 * self._world.size
+
+    def record(self) -> dict[str, Any]:
+        """The values for JSON."""
+        return {
+            "size": self.size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seconds_p50": spread(self._seconds).p50,
+            "samples": len(self._seconds),
+            "flops_per_second": self.flops_per_second,
+        }
+
 
 PartName = Literal["train", "inference", "loader", "both"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.ledger.report.charts import INK, LINE, PALE, Chart, literal, plain_axes
+from pycls_fast.ledger.report.page import INK, LINE, PALE, Chart, literal, plain_axes
 from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.contact_sheet import tile
 from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console

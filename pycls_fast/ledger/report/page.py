@@ -1,21 +1,34 @@
-"""`index.html`: a ledger on one self-contained page, from the template that the page of `compare.py` shares."""
+"""The charts of a ledger, whose style those of a comparison share, and `index.html`, one self-contained page.
+
+Variants also differ in position, marker and line style, so that charts print in grey.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from pycls_fast.errors import DONE, refusing
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.charts import Chart, charts
+from pycls_fast.ledger.measure.numerics import SMALLEST_SUBNORMAL
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
 from pycls_fast.ledger.report.text import (
     facts,
     headline,
+    kind,
     print_table,
     remarks,
     rows,
+    size_text,
     speed_text,
     state,
     title,
@@ -23,6 +36,233 @@ from pycls_fast.ledger.report.text import (
     verdicts,
 )
 from pycls_fast.train.page import render
+
+INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
+# Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
+COLORS = {"good": "#1b7a3d", "bad": "#d1495b", "open": "#8a8a8a"}
+SIGNS = "osD^vP*X<>"
+# Inches; on a phone 5 inches shrink to 3.5, and the text stays readable.
+_WIDTH = 5.4
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its name, title and caption."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+    def svg(self) -> str:
+        """The figure as SVG, with text kept as text, ready to be embedded with others in one HTML document."""
+        buffer = io.StringIO()
+        # Identifiers are derived from the content, so that the same record gives the same page.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :]
+        # The figure's own size in points would keep it from shrinking; its view box keeps the proportions.
+        text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+        text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+        # Two figures on a page must not share identifiers, which occur only inside tags.
+        text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-", tag[0]), text)
+        return text.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
+
+
+def plain_axes(rows: float) -> tuple[Figure, Axes]:
+    """A figure of this height in inches with one plot, in the style of all charts."""
+    figure = Figure(figsize=(_WIDTH, rows), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    axes.xaxis.label.set_fontsize(9)
+    axes.yaxis.label.set_fontsize(9)
+    return figure, axes
+
+
+def literal(text: str, most: int = 26) -> str:
+    """A name cut to `most` characters and escaped, so that matplotlib draws it as it is.
+
+    Matplotlib reads text between two dollar signs as mathematics, and leaves names that begin with an underscore out
+    of legends.
+    """
+    cut = text if len(text) <= most else f"{text[: most - 1]}…"
+    return f"{' ' if cut.startswith('_') else ''}{cut}".replace("$", r"\$")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A variant's bar: its length, the text at its end, and the ends of its interval."""
+
+    variant: VariantRecord
+    length: float
+    text: str
+    interval: tuple[float, float] | None = None
+
+
+def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
+    """A horizontal bar per variant, from top to bottom, with its number at the end; the reference is hatched."""
+    figure, axes = plain_axes(0.9 + 0.36 * len(made))
+    for place, bar in enumerate(made):
+        first, ends = bar.variant.before is None, bar.interval
+        axes.barh(
+            place, bar.length, color=PALE if first else INK, hatch="//" if first else None, edgecolor=INK, height=0.66
+        )
+        if ends is not None:
+            axes.plot(ends, [place, place], color="black", linewidth=3.2, solid_capstyle="butt")
+            axes.plot(ends, [place, place], color="white", linewidth=1.2, solid_capstyle="butt")
+        end = max(bar.length, ends[1] if ends else 0)
+        axes.annotate(bar.text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    if line is not None:
+        axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
+    name_rows(axes, [bar.variant for bar in made])
+    # Leave room for the number after the longest bar.
+    axes.set_xlim(0, max([bar.length for bar in made] + [end for bar in made for end in bar.interval or ()]) * 1.22)
+    axes.set_xlabel(label)
+    return figure
+
+
+def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
+    """Name the rows, from top to bottom."""
+    axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
+    axes.invert_yaxis()
+
+
+def charts(record: Record) -> list[Chart]:
+    """All charts for which the record has numbers."""
+    made = (
+        _decision(record),
+        _throughput(record),
+        _memory(record),
+        _rounding(record),
+        _gradients(record),
+    )
+    return [chart for chart in made if chart is not None]
+
+
+def _decision(record: Record) -> Chart | None:
+    """What each variant gains in speed against what it does to accuracy."""
+    speeds = {variant.name: timing.speedup_before for variant, timing in record.timed if timing.speedup_before}
+    effects = record.accuracy.effects if record.accuracy else []
+    found = [(effect, speeds[effect.variant]) for effect in effects if effect.variant in speeds]
+    if not found:
+        return None
+    figure, axes = plain_axes(4.2 + 0.17 * len(found))
+    margin = record.settings.margin
+    axes.axhspan(-margin, 0, color=BAND, zorder=0, linewidth=0)
+    axes.axhline(0, color=LINE, linewidth=1, zorder=1)
+    axes.axhline(-margin, color=INK, linewidth=1.2, linestyle="--", zorder=1)
+    axes.axvline(1, color=LINE, linewidth=1, zorder=1)
+    for place, (effect, speedup) in enumerate(found):
+        errors = [[effect.difference - effect.low], [effect.high - effect.difference]]
+        axes.errorbar(
+            speedup.ratio, effect.difference, yerr=errors, color=COLORS[kind(effect)], capsize=3, linestyle="none",
+            linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
+            label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
+        )  # fmt: skip
+    axes.set(xlabel="speed-up over what it is added to", ylabel="top-1 gained, points")
+    axes.xaxis.set_major_formatter("{x:.2f}x")
+    axes.locator_params(axis="x", nbins=6)
+    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=1)
+    return Chart(
+        "decision",
+        "Speed gained and accuracy lost",
+        "Each point is a variant, with the 95% interval of its effect on top-1. Right of 1 it is faster; above the "
+        f"dashed line, {margin:g} points, a loss does not matter.",
+        figure,
+    )
+
+
+def _throughput(record: Record) -> Chart | None:
+    """Speed-ups with intervals."""
+    if not record.timed:
+        return None
+
+    def bar(variant: VariantRecord) -> Bar:
+        found = variant.timing and variant.timing.speedup
+        if not found:
+            return Bar(variant, 0.0, "" if variant.timing else state(variant))
+        is_first = variant is record.reference
+        interval = None if found.low is None or found.high is None or is_first else (found.low, found.high)
+        ranks = f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""
+        return Bar(variant, found.ratio, f"{found.ratio:.2f}x{ranks}", interval)
+
+    return Chart(
+        "throughput",
+        "Relative throughput",
+        "Rate over the first variant's, paired by round. The thin line is the 95% interval.",
+        bars([bar(variant) for variant in record.variants], "images/s, first variant = 1", line=1.0),
+    )
+
+
+def _memory(record: Record) -> Chart | None:
+    """Peak memory, where it is known."""
+    found = [(variant, timing.memory_peak_bytes) for variant, timing in record.timed if timing.memory_peak_bytes]
+    if not found:
+        return None
+    where = "of the tensors alive" if record.device == "cpu" else "of the device"
+    figure = bars([Bar(variant, peak / 1e6, size_text(peak)) for variant, peak in found], "MB")
+    return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
+
+
+def _rounding(record: Record) -> Chart | None:
+    """Errors against float64 before and after some training steps."""
+    found = [(variant, variant.numerics) for variant in record.variants if variant.numerics]
+    if not found:
+        return None
+    figure, axes = plain_axes(0.9 + 0.36 * len(found))
+    shown: dict[tuple[str, str], str] = {}
+    for place, (_, errors) in enumerate(found):
+        for error in errors:
+            sign, when = ("^", "after training steps") if error.step else ("o", "before training")
+            for value, fill, what in (
+                (error.gradient_error, INK, "gradients"),
+                (error.logit_error, "white", "logits"),
+            ):
+                if isinstance(value, float) and value > 0:
+                    shown[sign, fill] = f"{what}, {when}"
+                    axes.plot(
+                        value, place, marker=sign, color=INK, markerfacecolor=fill, markersize=7, linestyle="none"
+                    )
+    for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
+        axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
+    name_rows(axes, [variant for variant, _ in found])
+    axes.grid(axis="x", alpha=0.3)
+    axes.set(xscale="log", xlabel="relative error against float64")
+    if shown:
+        figure.legend(fontsize=7.5, frameon=False, loc="outside upper center", ncols=2)
+    what = "Norm of the difference from float64 with the same weights, over float64's norm."
+    return Chart("errors", "Rounding", what, figure)
+
+
+def _gradients(record: Record) -> Chart | None:
+    """Histogram of the first variant's gradients."""
+    if record.gradients is None:
+        return None
+    total = record.gradients.total
+    exponents = {int(key): count for key, count in total["exponents"].items()}
+    some = max(sum(exponents.values()), 1)
+    figure, axes = plain_axes(3.2)
+    used = (*exponents, SMALLEST_SUBNORMAL)
+    places = range(min(used) - 1, max(used) + 2)
+    for is_lost, color, hatch, label in ((True, "white", "////", "zero in float16"), (False, INK, None, "kept")):
+        # Values above half the smallest number round up to it.
+        chosen = [place for place in places if (place < SMALLEST_SUBNORMAL - 1) == is_lost]
+        if chosen:
+            heights = [100 * exponents.get(place, 0) / some for place in chosen]
+            at = [place + 0.5 for place in chosen]
+            axes.bar(at, heights, width=0.9, color=color, hatch=hatch, edgecolor=INK, label=label)
+    axes.set(xlabel="log₂ |gradient|", ylabel="% of gradients")
+    axes.legend(fontsize=8, frameon=False)
+    return Chart(
+        "gradients",
+        "Gradients of the first variant",
+        f"Zero in float16: {100 * total['below_subnormal']:.2g}%, with the loss times {record.gradients.loss_scale:g}: "
+        f"{100 * total['below_subnormal_scaled']:.2g}%. Updates that float16 weights lose without float32 masters: "
+        f"{100 * total['updates_lost_float16']:.1f}%, bfloat16 weights: {100 * total['updates_lost_bfloat16']:.1f}%.",
+        figure,
+    )
 
 
 def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:

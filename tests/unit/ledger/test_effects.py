@@ -13,7 +13,7 @@ import pytest
 from scipy import optimize, stats
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.crossed import Crossing, PlannedPair, families
+from pycls_fast.ledger.ladder.plan import Crossing, PlannedPair, families
 from pycls_fast.ledger.report.effects import (
     ALPHA_INTERPLAY,
     LOOKS,

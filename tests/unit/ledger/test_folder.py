@@ -15,8 +15,8 @@ from pycls_fast.config import load_config
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
-from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions, default_folder
+from pycls_fast.ledger.ladder.run import collect
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.text import facts
 from pycls_fast.train.folder import RunFolder

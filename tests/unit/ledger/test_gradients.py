@@ -11,7 +11,7 @@ from torch import nn
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.measure.gradients import LayerCounts, Watch, count_gradients
+from pycls_fast.ledger.measure.numerics import LayerCounts, Watch, count_gradients
 from tests.factories import config_of
 from tests.integration.runs import TINY
 

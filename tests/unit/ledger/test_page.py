@@ -13,9 +13,8 @@ from matplotlib.lines import Line2D
 
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.report.charts import Chart, charts
 from pycls_fast.ledger.report.effects import more_runs
-from pycls_fast.ledger.report.page import ledger_page, redraw, write_page
+from pycls_fast.ledger.report.page import Chart, charts, ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, Unfinished, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, title, verdicts

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pycls_fast.ledger.report.charts import charts
-from pycls_fast.ledger.report.page import ledger_page
+from pycls_fast.ledger.report.page import charts, ledger_page
 from pycls_fast.ledger.report.record import read_record
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

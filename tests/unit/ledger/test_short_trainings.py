@@ -14,8 +14,7 @@ import pytest
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.measure.gradients import count_gradients
-from pycls_fast.ledger.measure.numerics import measure_numerics
+from pycls_fast.ledger.measure.numerics import count_gradients, measure_numerics
 from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from tests.factories import config_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.ledger.measure import clocks, stages, timing, workloads
+from pycls_fast.ledger.measure import timing, workloads
 from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
@@ -33,7 +33,6 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    monkeypatch.setattr(clocks, "time", made)
     monkeypatch.setattr(workloads, "time", made)
     return made
 
@@ -67,7 +66,7 @@ class Recorded:
 def recorded(label: str, log: list[str]) -> TimedVariant:
     """A variant that is not built."""
     fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "complexity": None, "world": ALONE}
-    fields |= {"name": label, "config": label, "memory": clocks.DeviceMemory(CPU), "training_complexity": None}
+    fields |= {"name": label, "config": label, "memory": workloads.DeviceMemory(CPU), "training_complexity": None}
     variant = TimedVariant(**fields)
     variant.parts["train"] = Recorded(label, log)
     return variant
@@ -212,7 +211,7 @@ def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.Monke
         time.now += next(lengths)
 
     monkeypatch.setattr(torch, "mm", product)
-    peak = clocks.MatmulPeak(torch.float32, ALONE, size=10)
+    peak = workloads.MatmulPeak(torch.float32, ALONE, size=10)
     for _ in range(3):
         peak.measure()
     assert peak.record()["seconds_p50"] == 2.0
@@ -247,14 +246,14 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 def test_each_stage_of_the_pipeline_is_timed() -> None:
     config = config_of(*SMALL)
     source, chosen = build.sources(config, ALONE)["train"], build.switches(config, CPU)
-    found = stages.measure_stages(config, source, ALONE, chosen, start=0, repeats=2)
-    assert (found["images"], set(found["stages"])) == (16, set(stages.STAGES))
+    found = timing.measure_stages(config, source, ALONE, chosen, start=0, repeats=2)
+    assert (found["images"], set(found["stages"])) == (16, set(timing.STAGES))
     assert all(found["stages"][stage]["seconds_per_image"] > 0 for stage in ("read", "decode", "collate"))
 
 
 def test_workers_beyond_the_cores_only_read() -> None:
     samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
-    found = [stages._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
+    found = [timing._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
     assert [summary["images_per_second_expected"] for summary in found] == [0.5, 2.0, 2.0]
     assert [summary["limit"] for summary in found] == ["read", "read", "decode"]
 

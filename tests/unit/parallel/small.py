@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
-from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.operators import LiveMemory
 from tests.factories import randomise
 
 

@@ -26,7 +26,7 @@ from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import wrap_model
-from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel

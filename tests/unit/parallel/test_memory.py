@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.memory import GROUP, SMALLEST, BitReLUs, SavedTensors, View, _Hook, compress, decompress
-from pycls_fast.plan.live_memory import LiveMemory
+from pycls_fast.plan.operators import LiveMemory
 
 FULL: dict[str, Any] = {"recompute": "full"}
 SELECTIVE: dict[str, Any] = {"recompute": "selective"}

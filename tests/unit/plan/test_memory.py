@@ -23,10 +23,10 @@ from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
 from pycls_fast.plan.auto import resolve_auto
-from pycls_fast.plan.live_memory import LiveMemory
 from pycls_fast.plan.memory import Copies, Sizes, State
 from pycls_fast.plan.memory import state as state_of
 from pycls_fast.plan.memory_plan import MemoryPlan, group
+from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step

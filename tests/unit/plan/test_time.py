@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate, dispatch
+from pycls_fast.plan.cluster import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.memory_plan import MemoryPlan
-from pycls_fast.plan.time import Accelerator, Kernels, errors, fitted
-from pycls_fast.plan.work import CountWork, Work
+from pycls_fast.plan.operators import CountWork, Work
 from tests.factories import config_of
 
 CPU = torch.device("cpu")

@@ -21,8 +21,7 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import atomic_write
-from pycls_fast.ledger.measure.gradients import count_gradients
-from pycls_fast.ledger.measure.numerics import measure_numerics
+from pycls_fast.ledger.measure.numerics import count_gradients, measure_numerics
 from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.knn import score_neighbours
