@@ -38,7 +38,7 @@ def main(verb: str | None = None) -> NoReturn:
         print(f"pycls-fast {__version__}")
         raise SystemExit(DONE)
     if sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
-        from pycls_fast.config.completion import shell_completion
+        from pycls_fast.config.help import shell_completion
 
         raise SystemExit(reporting(lambda: shell_completion(sys.argv[2:], VERBS, find_verb, verb)))
     if verb is None:

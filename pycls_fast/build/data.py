@@ -17,8 +17,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, Decoder, open_scaled_region
 from pycls_fast.data.loader import ImageLoader, make_loader
-from pycls_fast.data.mix import Mixer
-from pycls_fast.data.prepare import Prepare, PrepareOnHost, to_device
+from pycls_fast.data.prepare import Mixer, Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
 from pycls_fast.data.sources.base import Images

@@ -45,8 +45,6 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
     """pack: JPEG quality of the scaled images."""
     store: Literal["encoded", "raw"] = "encoded"
     """pack: store encoded files, as they are unless they are scaled, or decoded pixels."""
-    filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
-    """pack: the filter that scales images down."""
 
     def __call__(self, config: RunConfig) -> int:
         one_of("mode", self.mode, ("pack", "verify", "index"))
@@ -79,7 +77,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         assert self.output is not None
         # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
         convert = config.data.conversion._replace(upright=config.data.exif_orientation and self.store == "raw")
-        settings = PackSettings(self.short_side, self.quality, self.store, self.filter, convert)
+        settings = PackSettings(self.short_side, self.quality, self.store, convert)
         root = user_path(self.output)
         for name, source in splits.items():
             packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")

@@ -1,28 +1,34 @@
-"""The `--help` page of a tool, and `--help KEY`: types, ranges, defaults and descriptions, read from the schema."""
+"""The `--help` page of a tool, `--help KEY`, with types, ranges, defaults and descriptions, and Tab completion."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
+import os
 import re
 import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.plugins import Plugins
+from hydra.plugins.completion_plugin import CompletionPlugin
 from pydantic.fields import FieldInfo
 
 from pycls_fast.choice import FAMILIES, Choice, Section
-from pycls_fast.config.keys import as_typed
-from pycls_fast.config.messages import USUAL_KEYS, section_keys
+from pycls_fast.config.compose import ALIASES
+from pycls_fast.config.keys import CONFIGS, as_typed
+from pycls_fast.config.messages import USUAL_KEYS, known_keys, section_keys
 from pycls_fast.config.presets import LADDERS, groups, options
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError, did_you_mean, one_of, refuse
+from pycls_fast.errors import DONE, UserError, did_you_mean, one_of, refuse
 from pycls_fast.values import Wording, WordOr
 
 Key = tuple[str, type[Section]]
@@ -221,3 +227,48 @@ def _range(metadata: Iterable[Any]) -> str:
         (words, getattr(limit, name)) for limit in metadata for name, words in _LIMITS.items() if hasattr(limit, name)
     ]
     return " and ".join(f"{words} {as_typed(value).removesuffix('.0')}" for words, value in found)
+
+
+FLAGS = {"--cfg", "--config-dir", "--config-name", "--help", "--multirun"}
+
+
+def shell_completion(
+    arguments: Sequence[str], verbs: Iterable[str], find: Callable[[str], type[Section]], verb: str | None = None
+) -> int:
+    """Print the script of a shell (`install=bash`), which then asks what may be typed (`query=bash`)."""
+    asked, _, shell = (arguments[0] if arguments else "").partition("=")
+    if asked == "query":
+        words = os.environ.get("COMP_LINE", "").split(" ")
+        words = words[2 if words[0].rpartition("/")[2].startswith("python") else 1 :]
+        print(*_completions([word for word in words[:-1] if word] + words[-1:], verbs, find, verb), sep="\n")
+        return DONE
+    plugins = Plugins.instance().discover(CompletionPlugin)
+    shells = {plugin.provides(): plugin for plugin in plugins if issubclass(plugin, CompletionPlugin)}
+    if asked not in ("install", "uninstall") or shell not in shells:
+        raise UserError(f"-sc: write install=SHELL or uninstall=SHELL, of {', '.join(sorted(shells))}")
+    plugin = shells[shell](ConfigLoaderImpl(create_config_search_path(None)))
+    (plugin.install if asked == "install" else plugin.uninstall)()
+    return DONE
+
+
+def _completions(
+    words: Sequence[str], verbs: Iterable[str], find: Callable[[str], type[Section]], verb: str | None
+) -> Iterator[str]:
+    """What the last word may become: a verb, an experiment, `group=name`, a key with its values."""
+    *before, word = words or [""]
+    if verb is None and not before:
+        yield from (each for each in verbs if each.startswith(word))
+        return
+    if before and before[-1] == "--config-name":
+        found = {file.stem for file in CONFIGS.glob("*.yaml")}
+    elif "=" in word:
+        group = word.partition("=")[0]
+        found = {f"{group}={name}" for name in options(group, [CONFIGS])}
+    else:
+        verb = verb or before[0]
+        own = find(verb).model_fields if verb in verbs else ()
+        keys = [f"{key}=" for key in {*ALIASES, *own, *groups([CONFIGS]), *known_keys(RunConfig)}]
+        dots = word.count(".") + 1
+        # `optim.` stands for all its keys until it is typed.
+        found = {key if key.count(".") < dots else ".".join([*key.split(".")[:dots], ""]) for key in keys} | FLAGS
+    yield from sorted(each for each in found if each.startswith(word))

@@ -12,7 +12,7 @@ from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from pycls_fast.data.decode import DamagedImage, decode
+from pycls_fast.data.decode import DamagedImage, decode, why
 from pycls_fast.data.pack import Damaged, in_processes, shards_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
@@ -55,10 +55,8 @@ def _check_shard(source: Images, shard: Sequence[int]) -> Checked:
             if isinstance(whole, PackedImages) and not whole.is_as_packed(row):
                 raise DamagedImage("the bytes are not those that were packed (checksum)")
             seen.append((index, image.height, image.width, _pixels(image), _look(image)))
-        except OSError as error:
-            damaged.append(Damaged(index, source.name(index), f"cannot be read: {error.strerror or error}"))
-        except DamagedImage as error:
-            damaged.append(Damaged(index, source.name(index), error.reason))
+        except (OSError, DamagedImage) as error:
+            damaged.append(Damaged(index, source.name(index), why(error)))
     return Checked(damaged, np.array(seen, dtype=SEEN))
 
 

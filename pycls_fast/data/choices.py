@@ -188,7 +188,7 @@ class Given(Source, name="given"):
     """The name of its class."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.given import open_given
+        from pycls_fast.data.sources.arrays import open_given
 
         return open_given(given("data.dataset", self.dataset, "use data.source=auto data.root=PATH"))
 

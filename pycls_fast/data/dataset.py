@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
-from pycls_fast.data.decode import DamagedImage
+from pycls_fast.data.decode import DamagedImage, why
 from pycls_fast.data.decoders import Open, open_with_pillow
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
@@ -85,9 +85,10 @@ class ImageDataset(Dataset[Sample]):
         for offset in range(min(_MOST_REPLACED + 1, count) if self.training else 1):
             own = (index + offset) % count
             try:
-                return self._load(own, transform, seed, tuple(damaged))
+                image_HWC, erase = transform(self.open_picture(self._read(own)), seed)
+                return Sample(image_HWC, int(self.source.labels[own]), own, erase, tuple(damaged))
             except DamagedImage as error:
-                damaged.append((self.source.name(own), error.reason))
+                damaged.append((self.source.name(own), why(error)))
         if self.training:
             raise UserError(
                 f"{len(damaged)} images in a row are damaged, so probably the whole dataset is; the first ones:",
@@ -117,30 +118,22 @@ class ImageDataset(Dataset[Sample]):
             return batch
         return self.host(batch, keys.seed if isinstance(keys, Keys) else None)
 
-    def _load(self, index: int, transform: Transform, seed: int, damaged: tuple[Damage, ...]) -> Sample:
-        try:
-            data = self._read(index)
-        except OSError as error:
-            if error.errno in _OUR_OWN_ERRORS:
-                raise
-            raise DamagedImage(f"cannot be read: {error.strerror or error}") from error
-        picture = self.open_picture(data)
-        image_HWC, erase = transform(picture, seed)
-        return Sample(image_HWC, int(self.source.labels[index]), index, erase, damaged)
-
     def _read(self, index: int) -> bytes | np.ndarray:
         """The stored image, with retries after errors that may pass."""
-        for pause in () if self._is_away else _PAUSES:
+        # Until the disk answers again, the next images are not waited for, too.
+        pauses = iter(() if self._is_away else _PAUSES)
+        while True:
             try:
-                return self.source.read(index)
+                data = self.source.read(index)
             except OSError as error:
-                if error.errno not in _PASSING_ERRORS:
+                self._is_away = error.errno in _PASSING_ERRORS
+                pause = next(pauses, None) if self._is_away else None
+                if pause is not None:
+                    time.sleep(pause)
+                elif error.errno in _OUR_OWN_ERRORS:
                     raise
-                time.sleep(pause)
-        self._is_away = False
-        try:
-            return self.source.read(index)
-        except OSError as error:
-            # Until the disk answers again, the next images are not waited for, too.
-            self._is_away = error.errno in _PASSING_ERRORS
-            raise
+                else:
+                    raise DamagedImage(why(error)) from error
+            else:
+                self._is_away = False
+                return data

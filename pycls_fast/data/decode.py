@@ -67,11 +67,12 @@ AS_STORED = Conversion()
 
 
 class DamagedImage(Exception):
-    """An image that cannot be used. `reason` is one readable line that does not name the file."""
+    """An image that cannot be used, and why in one line that does not name the file."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+
+def why(error: OSError | DamagedImage) -> str:
+    """Why an image cannot be used."""
+    return f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
 
 
 def decode(data: bytes | np.ndarray | Image.Image, convert: Conversion = AS_STORED) -> Image.Image:

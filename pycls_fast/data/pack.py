@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from PIL import ExifTags, Image
 
-from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, decode_as_stored
+from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, decode_as_stored, why
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
@@ -45,22 +45,16 @@ _SMALLEST_SHARD = 256
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How images are stored.
-
-    Args:
-        short_side: larger images are scaled down to this many pixels on the short side, keeping proportions; None
-            stores them as they are.
-        quality: JPEG quality of the scaled images, 1 to 100.
-        store: "encoded", or "raw" for decoded pixels.
-        filter: the resampling filter.
-        convert: of images whose pixels are stored or scaled; encoded ones keep their EXIF orientation.
-    """
+    """How images are stored."""
 
     short_side: int | None = None
+    """Larger images are scaled down to this many pixels on the short side; None stores them as they are."""
     quality: int = 95
+    """JPEG quality of the scaled images, 1 to 100."""
     store: Literal["encoded", "raw"] = "encoded"
-    filter: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+    """As files, or as decoded pixels."""
     convert: Conversion = AS_STORED
+    """Of images whose pixels are stored or scaled; encoded ones keep their EXIF orientation."""
 
     def describe(self) -> str:
         """A short description."""
@@ -165,10 +159,8 @@ def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSett
         for index in shards[number]:
             try:
                 data, height, width = store(source, index, settings)
-            except OSError as error:
-                damaged.append((source.name(index), f"cannot be read: {error.strerror or error}"))
-            except DamagedImage as error:
-                damaged.append((source.name(index), error.reason))
+            except (OSError, DamagedImage) as error:
+                damaged.append((source.name(index), why(error)))
             else:
                 indices.append(index)
                 entries.append((images.tell(), len(data), zlib.crc32(data), source.labels[index], height, width))
@@ -221,7 +213,7 @@ def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
     width, height = image.size
     scale = settings.short_side / min(width, height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
-    return image.resize(size, Image.Resampling[settings.filter.upper()])
+    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, shards: int) -> PackedSplit:

@@ -8,8 +8,7 @@ from the generators of `random` and NumPy, which are seeded from torch's and res
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -114,13 +113,6 @@ class ThreeAugment(Policy, name="three_augment"):
         return _TimmPolicy(policy, [op for sub_policy in policy.policy for op in sub_policy])
 
 
-def color_jitter(brightness: float, contrast: float, saturation: float, hue: float) -> Step:
-    """Factors from 1 +- value, hue from +- value turns, in random order (torchvision)."""
-    from torchvision.transforms import v2
-
-    return v2.ColorJitter(brightness, contrast, saturation, hue)
-
-
 def _timm_parameters(image_size: Size, mean: Sequence[float], interpolation: Interpolation) -> dict[str, object]:
     from pycls_fast.data.decoders import PILLOW_FILTERS
 
@@ -142,10 +134,17 @@ class _TimmPolicy:
         self._policy = policy
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        import numpy as np
         import torch
 
-        with _seeded_globals(int(torch.randint(2**31, ()))):
+        seed, states = int(torch.randint(2**31, ())), (random.getstate(), np.random.get_state())
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
             return self._policy(image)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Image.Image:
@@ -156,18 +155,3 @@ def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Imag
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return posterize(image, bits_to_keep)
-
-
-@contextmanager
-def _seeded_globals(seed: int) -> Iterator[None]:
-    """Seed `random` and NumPy's global generator within the block; restore their states afterwards."""
-    import numpy as np
-
-    states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

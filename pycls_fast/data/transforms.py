@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from pycls_fast.data.choices import Augment, EvalCrop
 from pycls_fast.data.decode import Box, Crop, Interpolation
 from pycls_fast.data.decoders import Picture
-from pycls_fast.data.policies import Step, color_jitter
+from pycls_fast.data.policies import Step
 from pycls_fast.seeds import seeded_torch
 from pycls_fast.values import Size
 
@@ -69,7 +69,7 @@ class TrainTransform:
             mode = augment.interpolation
             self._steps.append(augment.policy.build(interpolation=mode, image_size=size, mean=mean))
         if augment.color_jitter is not None:
-            self._steps.append(color_jitter(*augment.color_jitter))
+            self._steps.append(v2.ColorJitter(*augment.color_jitter))
         self._fill = _in_bytes(mean)
         self._erasing = v2.RandomErasing(p=1.0, value=0)
         # Only its shape is used when a box is drawn.

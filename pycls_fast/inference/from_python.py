@@ -86,7 +86,7 @@ def train_net(
         overrides: as on the command line, e.g. `["model=vit_s16", "optim.lr=1e-3"]`.
         config_dir: a folder of your own experiments and groups, as `--config-dir`.
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
-            may be a torch `Dataset` (`data.sources.given`) or a dictionary of them ("train", "val"), `model` a torch
+            may be a torch `Dataset` (`DatasetImages`) or a dictionary of them ("train", "val"), `model` a torch
             module with a pretrained trunk (`models.given`), which is copied; `head="small"` keeps its head, too.
 
     Raises:

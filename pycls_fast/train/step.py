@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.mix import Mixer
-from pycls_fast.data.prepare import Prepare
+from pycls_fast.data.prepare import Mixer, Prepare
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema

@@ -98,7 +98,7 @@ def _reason(part: str, module: str) -> str:
 
 
 def _part(module: str) -> str:
-    """`pycls_fast.data.mix` -> data; `tools.train_net` -> tools; the package itself -> pycls_fast."""
+    """`pycls_fast.data.batch` -> data; `tools.train_net` -> tools; the package itself -> pycls_fast."""
     top, _, rest = module.partition(".")
     first = rest.partition(".")[0]
     return first if top == "pycls_fast" and not first.startswith("__") and first else top

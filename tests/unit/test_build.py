@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pycls_fast import build, speed
-from pycls_fast.data.mix import Mixer
+from pycls_fast.data.prepare import Mixer
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images

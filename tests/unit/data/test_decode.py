@@ -191,9 +191,9 @@ def test_damage_is_named(data: bytes, reason: str) -> None:
         warnings.simplefilter("error")
         with pytest.raises(DamagedImage, match=reason) as caught:
             decode(data)
-    assert "\n" not in caught.value.reason
+    assert "\n" not in str(caught.value)
     # An address would make the same damage look different each time.
-    assert "0x" not in caught.value.reason
+    assert "0x" not in str(caught.value)
 
 
 def test_limit_of_pixels(limit_pixels: LimitPixels) -> None:

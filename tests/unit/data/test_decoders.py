@@ -202,7 +202,7 @@ def outcome(decoder: Callable[..., Picture], data: bytes, transform: TrainTransf
     try:
         return transform(decoder(data), seed)
     except DamagedImage as error:
-        return error.reason
+        return str(error)
 
 
 @pytest.mark.parametrize("decoder", [open_with_simplejpeg, open_region])

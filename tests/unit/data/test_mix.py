@@ -13,7 +13,7 @@ import torch
 from timm.data.mixup import Mixup
 from torchvision.transforms import v2
 
-from pycls_fast.data.mix import Mixer, cutmix, cutmix_box, mixup
+from pycls_fast.data.prepare import Mixer, cutmix, cutmix_box, mixup
 
 
 def random_images(batch: int = 6, height: int = 20, width: int = 14) -> torch.Tensor:

@@ -19,8 +19,8 @@ from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import TrainSampler
+from pycls_fast.data.sources.arrays import DatasetImages
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.given import DatasetImages
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
