@@ -103,7 +103,7 @@ def main() -> None:
         for run in runs:
             bench.call("export", f"weights={run}", f"output={run}/int8.onnx", "dtype=int8", "images=[data/train]",
                        "overwrite=true")  # fmt: skip
-        bench.row("export dtype=int8", [bench.score(run, f"exported={run}/int8.onnx") for run in runs], sure)
+        bench.row("export dtype=int8", [bench.score(f"{run}/int8.onnx") for run in runs], sure)
     if "soup" in rows:
         first, *others = runs
         for method in ("uniform", "greedy"):

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+EXPORTED = (".onnx", ".xml", ".pt2")
+"""Ends of the files that hold a network as other programs run it (ONNX, OpenVINO, torch.export)."""
+
 
 def user_path(text: str | Path) -> Path:
     """The path with `~` expanded; unlike pathlib, a `~NAME` without a home folder is kept as an ordinary name."""

@@ -25,8 +25,6 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
     report: Text | None = None
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
-    exported: Text | None = None
-    """Their exported file (.onnx, .xml or .pt2), scored instead."""
     tta: Literal["none", "flip"] = "none"
     """flip: mean with mirror image; twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import STATE, best_first, exists, user_path, weights_file
+from pycls_fast.files import EXPORTED, STATE, best_first, exists, user_path, weights_file
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import (
     TEXT_BYTES,
@@ -49,7 +49,7 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
         return None  # A hub name, or an error that is reported when it is opened.
     path = source.resolve()
     file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
-    if file.suffix == ".safetensors" and file.is_file() and (values := _in_header(file)) is not None:
+    if file.suffix in (".safetensors", *EXPORTED) and file.is_file() and (values := _in_file(file)) is not None:
         return SavedConfig(values, file)
     # A checkpoint; else the best or newest one in a folder of checkpoints; else the folder of a run.
     states = [] if (path / "config.yaml").is_file() else [folder / STATE for folder in (path, *best_first(path))]
@@ -61,12 +61,19 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
     return None if run_dir is None else saved_in_run(run_dir)
 
 
-def _in_header(file: Path) -> dict[str, Any] | None:
-    """The configuration in a safetensors header (8 bytes of length, then JSON text); None if there is none."""
+def _in_file(file: Path) -> dict[str, Any] | None:
+    """The configuration in an exported file, of safetensors in the header (8 bytes of length, then JSON text); None if
+    there is none."""
     try:
-        with open_file(file, None) as stream:
-            header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
-        text = header.get("__metadata__", {}).get("config")
+        if file.suffix in EXPORTED:
+            from pycls_fast.models.exported import open_exported
+
+            texts = open_exported(file)[1]
+        else:
+            with open_file(file, None) as stream:
+                header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
+            texts = header.get("__metadata__", {})
+        text = texts.get("config")
         values = None if text is None else parse_json(text)
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # Reported when the tensors are read.

@@ -19,7 +19,7 @@ from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.models.exported import compared, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.export import about_weights, checked, preprocessing, publish
-from pycls_fast.train.weights import find_weights, open_weights, restore
+from pycls_fast.train.weights import Weights, find_weights, open_weights, restore
 
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
@@ -60,7 +60,7 @@ def export(
         if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
         else:
-            said[0] = _write_model(source, which, kind, dtype, images, file)
+            said[0] = _write_model(source, weights, kind, dtype, images, file)
         if kind == "timm" and not (path / _CARD).exists():
             (file / _CARD).write_text(model_card(weights), encoding="utf-8", errors="backslashreplace")
 
@@ -77,18 +77,17 @@ def export(
     return DONE
 
 
-def _write_model(source: str, which: str, kind: str, dtype: str | None, images: Sequence[str], path: Path) -> str:
+def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, images: Sequence[str], path: Path) -> str:
     """Export the network itself, with explicit attention: operations that every reader of the file supports. Returns
     how well the file agrees with it."""
-    restored = restore(source, which=which, device="cpu", fast=False)
-    network, origin = restored.network, restored.origin
+    restored = restore(source, which=weights.origin.kind, device="cpu", fast=False)
+    network = restored.network
     size = sum(4 * parameter.numel() for parameter in network.parameters())
     if kind == "onnx" and size >= _ONNX_LIMIT:
         raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
     about = About(
         classes=restored.classes,
-        step=origin.step,
-        weights=origin.kind,
+        texts=about_weights(weights),
         **preprocessing(restored.config.model_dump(mode="json")),
     )
     pictures_NCHW = _crops(Classifier(restored), images) if images else drawn_images(about)

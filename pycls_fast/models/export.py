@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ class About:
         interpolation: that of the resizing.
         exif_orientation: whether images are turned first as their EXIF orientation says.
         transparent: whether the colours of transparent pixels count ("drop") or "white" shows through.
-        step: the run's step at which the weights were saved.
-        weights: "model" or "ema".
+        texts: what the file says of itself, in strings, which all formats can hold.
     """
 
     classes: Sequence[str]
@@ -50,20 +49,13 @@ class About:
     interpolation: str = "bilinear"
     exif_orientation: bool = False
     transparent: str = "drop"
-    step: int | None = None
-    weights: str = "model"
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> Size:
         """Height and width."""
         height, width = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
         return Size(height, width)
-
-    def texts(self) -> dict[str, str]:
-        """Names and string values, which all formats can hold."""
-        preprocessing = {k: v for k, v in asdict(self).items() if k not in ("classes", "step", "weights")}
-        texts = {"classes": json.dumps(list(self.classes)), "preprocessing": json.dumps(preprocessing)}
-        return texts | {"weights": self.weights} | ({} if self.step is None else {"step": str(self.step)})
 
 
 class Deployable(nn.Module):
@@ -95,7 +87,9 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
 
     architecture, arguments, state = timm_form(model)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_saved(state), folder / "model.safetensors", {"format": "pt", **about.texts()})
+    # A file with our configuration has tensors in our names.
+    texts = {key: text for key, text in about.texts.items() if key != "config"}
+    save_file(_saved(state), folder / "model.safetensors", {**texts, "format": "pt"})
     head = model.get_submodule(model.head_name)
     assert isinstance(head, nn.Linear)
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
@@ -204,7 +198,7 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
 
 
 def to_onnx(model: Network, path: Path, about: About) -> None:
-    """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts()` as metadata.
+    """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts` as metadata.
 
     Raises:
         UserError: onnxscript is missing.
@@ -222,7 +216,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
         verbose=False,
     )
     assert program is not None
-    program.model.metadata_props.update(about.texts())
+    program.model.metadata_props.update(about.texts)
     program.save(path)
 
 
@@ -238,14 +232,14 @@ def to_openvino(model: Network, path: Path, about: About) -> None:
     for port, name in ((program.inputs[0], "images"), (program.outputs[0], "logits")):
         port.get_tensor().set_names({name})
     program.reshape({"images": openvino.PartialShape([-1, 3, *about.size])})
-    for name, text in about.texts().items():
+    for name, text in about.texts.items():
         program.set_rt_info(text, name)
     openvino.save_model(program, path, compress_to_fp16=False)
 
 
 def to_program(model: Network, path: Path, about: About) -> None:
     """Write a torch.export program (`.pt2`): as `to_onnx`, with the texts as extra files."""
-    torch.export.save(_exported(model, about), path, extra_files=about.texts())
+    torch.export.save(_exported(model, about), path, extra_files=dict(about.texts))
 
 
 def _exported(model: Network, about: About) -> torch.export.ExportedProgram:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +10,67 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import refusing
+from pycls_fast.files import EXPORTED
 from pycls_fast.models.export import About, Deployable
 from pycls_fast.network import Network
 
 Run = Callable[[Tensor], Tensor]
 """Bytes (B, C, H, W), uint8 -> logits (B, K)."""
+TEXTS = ("classes", "preprocessing", "weights", "step", "config")
+"""What a file says of itself, as far as it is read again."""
 # Images at a time.
 _BATCH = 32
 
 
-def _onnx(path: Path) -> Run:
-    with refusing("exported: needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
+def _onnx(path: Path) -> tuple[Run, Mapping[str, str]]:
+    with refusing("weights: an ONNX file needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxruntime
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images_BCHW: torch.from_numpy(session.run(["logits"], {"images": images_BCHW.numpy()})[0])
+    texts = session.get_modelmeta().custom_metadata_map
+    return lambda images_BCHW: torch.from_numpy(session.run(["logits"], {"images": images_BCHW.numpy()})[0]), texts
 
 
-def _openvino(path: Path) -> Run:
-    with refusing("exported: needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
+def _openvino(path: Path) -> tuple[Run, Mapping[str, str]]:
+    with refusing("weights: OpenVINO's file needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
         import openvino
+    model = openvino.Core().read_model(path)
     # By itself it computes in bfloat16 where a CPU can.
-    compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda images_BCHW: torch.from_numpy(compiled(images_BCHW.numpy())[0].copy())
+    compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    texts = {key: model.get_rt_info(key).astype(str) for key in TEXTS if model.has_rt_info(key)}
+    return lambda images_BCHW: torch.from_numpy(compiled(images_BCHW.numpy())[0].copy()), texts
 
 
-def _program(path: Path) -> Run:
+def _program(path: Path) -> tuple[Run, Mapping[str, str]]:
+    texts = dict.fromkeys(TEXTS, "")
     # The function alone: a program is no module that can be set to evaluation.
-    forward: Run = torch.export.load(path).module().forward
-    return forward
+    return torch.export.load(path, extra_files=texts).module().forward, texts
 
 
-_RUNNERS: dict[str, Callable[[Path], Run]] = {".onnx": _onnx, ".xml": _openvino, ".pt2": _program}
+_OPENERS = dict(zip(EXPORTED, (_onnx, _openvino, _program), strict=True))
 
 
-class ExportedNetwork(nn.Module):
-    """An exported file on the CPU, in place of the network that it was made of.
-
-    Args:
-        path: `.onnx`, `.xml` (OpenVINO) or `.pt2`.
-        mean, std: those of the images that it gets, which the file normalises itself.
+def open_exported(path: Path) -> tuple[Run, Mapping[str, str]]:
+    """A file that other programs run, and what it says of itself (`About.texts`).
 
     Raises:
         UserError: what runs it is missing, or it cannot be read.
     """
+    # Each library raises its own kinds.
+    with refusing(f"weights: {path} cannot be read", Exception):
+        return _OPENERS[path.suffix](path)
 
-    def __init__(self, path: Path, mean: Sequence[float], std: Sequence[float]) -> None:
+
+class ExportedNetwork(Network):
+    """An exported file on the CPU, in place of the network that it was made of.
+
+    Args:
+        run: of `open_exported`.
+        mean, std: those of the images that it gets, which the file normalises itself.
+    """
+
+    def __init__(self, run: Run, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        # Each library raises its own kinds.
-        with refusing(f"exported: {path} is no .onnx, .xml or .pt2 file that can be read", Exception):
-            self._run = _RUNNERS[path.suffix](path)
+        self._run = run
         self._mean_C11, self._std_C11 = (torch.tensor(each)[:, None, None] for each in (mean, std))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -87,7 +99,7 @@ def compared(model: Network, path: Path, about: About, images_NCHW: Tensor) -> t
         images_NCHW: uint8.
     """
     # timm's folder may have any name.
-    run: Run = Deployable(_from_timm(path), about) if path.is_dir() else _RUNNERS[path.suffix](path)
+    run: Run = Deployable(_from_timm(path), about) if path.is_dir() else open_exported(path)[0]
     network, parts = Deployable(model, about), images_NCHW.split(_BATCH)
     expected_NK, found_NK = (torch.cat([each(part) for part in parts]) for each in (network, run))
     same = int((expected_NK.argmax(1) == found_NK.argmax(1)).sum())

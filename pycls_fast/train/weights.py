@@ -17,8 +17,9 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.source import Source
 from pycls_fast.errors import UserError, one_of, refusing
-from pycls_fast.files import best_first, user_path, weights_file
+from pycls_fast.files import EXPORTED, best_first, user_path, weights_file
 from pycls_fast.models import pretrained
+from pycls_fast.models.exported import Run, open_exported
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss
 from pycls_fast.optim.weights import local, local_slices
@@ -55,6 +56,8 @@ class Weights:
     fill: Callable[[Mapping[str, Tensor]], None]
     train_names: str | None = None
     """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
+    run: Run | None = None
+    """What computes the logits, of a file that holds no tensors but a program."""
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All tensors on the CPU, those with floating point in another format if one is given."""
@@ -102,7 +105,7 @@ def opened(found: Path | str, world: World = ALONE) -> Weights | None:
 
     All ranks call this.
     """
-    if isinstance(found, str) or (found.is_file() and found.suffix != ".safetensors"):
+    if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *EXPORTED)):
         return None
     return open_weights(found, world=world)
 
@@ -118,6 +121,8 @@ def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) 
     """
     if isinstance(path, str):
         raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
+    if path.suffix in EXPORTED:
+        raise UserError(f"weights: {path} is a program, which only test runs; give the weights that it was made of")
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
@@ -158,6 +163,18 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
 
     own = pretrained.own_metadata(about)
     return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
+
+
+def open_program(path: Path) -> Weights:
+    """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    run, texts = open_exported(path)
+    own = pretrained.own_metadata(texts)
+    origin = Origin(path, texts.get("weights", "model"), own.step)
+    return Weights(origin, {}, own.classes, own.config, fill=lambda tensors: None, run=run)
 
 
 @dataclass(frozen=True)

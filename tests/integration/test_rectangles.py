@@ -55,8 +55,8 @@ def test_from_training_to_export(name: str, photos: Path, tmp_path: Path) -> Non
             assert train(load_config(experiment, given)) == 0
         return tmp_path / folder
 
-    def scores(**how: Any) -> dict[str, Any]:
-        return scored(pycls_fast.load(run).config.model_copy(update={"weights": str(run)}), **how)
+    def scores(weights: Path) -> dict[str, Any]:
+        return scored(pycls_fast.load(run).config.model_copy(update={"weights": str(weights)}))
 
     run = trained("stopped", 3, 6)
     state = newest_checkpoint(run)
@@ -66,7 +66,7 @@ def test_from_training_to_export(name: str, photos: Path, tmp_path: Path) -> Non
     onnx, file = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     for path, form in ((onnx, "onnx"), (file, "safetensors")):
         assert export(str(run), str(path), which="auto", dtype=None, overwrite=False, format=form) == 0
-    here, there = scores(), scores(exported=str(onnx))
+    here, there = scores(run), scores(onnx)
     assert (here["top1"], here["loss"]) == (there["top1"], pytest.approx(there["loss"], rel=1e-5))
     ways = {"center": "covering", "border": "within", "squash": "squashed to"}
     assert here["preprocessing"].startswith(f"{ways[crop]} ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 import pycls_fast
+from pycls_fast.cli import main
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.train import train
-from pycls_fast.train.tasks.score import score
 from tests.factories import class_folders, load_run_config
 from tests.integration.runs import scored as scores_of
 
@@ -128,13 +129,19 @@ def test_other_images_are_not_resumed_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("program", "pt2"), ("openvino", "xml")])
-def test_an_exported_file_is_scored(run: Path, images: Path, tmp_path: Path, format_name: str, ending: str) -> None:
-    file, other = tmp_path / f"model.{ending}", tmp_path / "other"
+def test_an_exported_file_is_scored(
+    run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str, ending: str
+) -> None:
+    """It alone: the run and its weights are gone."""
+    file, numbers, own = tmp_path / f"model.{ending}", tmp_path / "numbers.json", scored(run, "val")
     export(str(run), str(file), which="auto", dtype=None, overwrite=False, format=format_name)
-    assert go_on(images, other, "seed=1") == 0
-    config = load_run_config(other, [f"weights={other}"])
-    found, own = scores_of(config, exported=str(file)), scored(run, "val")
+    shutil.rmtree(run)
+    words = [f"weights={file}", f"data.root={images}"]
+    monkeypatch.setattr("sys.argv", ["pycls-fast", "test", *words, f"output={numbers}"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    found = json.loads(numbers.read_text())
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
-    assert found["loss"] != pytest.approx(scored(other, "val")["loss"], rel=1e-5)
-    with pytest.raises(UserError, match=r"^exported: .*config\.yaml is no \.onnx, \.xml or \.pt2 file"):
-        score(config, "val", None, exported=str(run / "config.yaml"))
+    assert (found["top1"], found["step"], found["config_name"]) == (own["top1"], 2, "vit_digits")
+    with pytest.raises(UserError, match="is a program, which only test runs"):
+        train(load_config("vit_digits", [*SMALL, *words]))

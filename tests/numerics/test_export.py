@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import export, pretrained
-from pycls_fast.models.exported import _RUNNERS
+from pycls_fast.models.exported import open_exported
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.timm_network import TimmNetwork
 from tests.factories import randomise, small_vit
@@ -22,7 +23,7 @@ from tests.numerics.test_models_peers import relative_error
 SIZE = 32
 ABOUT = export.About(
     classes=["cat", "dog, old", "été"], image_size=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), crop_ratio=0.9,
-    step=7,
+    texts={"classes": json.dumps(["cat", "dog, old", "été"]), "step": "7"},
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def test_safetensors_come_back(tmp_path: Path, name: str) -> None:
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     state = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors", ABOUT.texts())
+    save_file(state, tmp_path / "model.safetensors", ABOUT.texts)
     read = pretrained.read_weights(str(tmp_path / "model.safetensors"))
     assert (read.classes, read.step) == (tuple(ABOUT.classes), 7)
     fitted = pretrained.fit(read, other)
@@ -140,7 +141,7 @@ def test_exported_files_compute_what_the_model_does(tmp_path: Path, name: str, f
     model, file = MODELS[name](), tmp_path / f"model{export.SUFFIXES[form]}"
     export.FORMATS[form](model, file, ABOUT)
     assert list(tmp_path.iterdir()) == [file]
-    run = _RUNNERS[file.suffix](file)
+    run, _ = open_exported(file)
     for count in (1, 3):
         assert relative_error(run(pictures(count)).double(), expected(model, pictures(count))) < 1e-4
         model.float()

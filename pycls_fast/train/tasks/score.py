@@ -15,7 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval_set
 from pycls_fast.errors import DONE, UserError, first_few, one_of
-from pycls_fast.files import user_path
+from pycls_fast.files import EXPORTED, user_path
 from pycls_fast.models import pretrained
 from pycls_fast.models.exported import ExportedNetwork
 from pycls_fast.network import Network
@@ -33,7 +33,7 @@ from pycls_fast.train.intervals import intervals
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
-from pycls_fast.train.weights import Weights, find_weights, opened
+from pycls_fast.train.weights import Weights, find_weights, open_program, opened
 
 # Classes that are printed.
 _CLASSES = 20
@@ -87,7 +87,13 @@ class Setup:
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
-        return load_network(self.config, data, self.world, self.switches, for_training=for_training)
+        ours, settings = self.ours, self.config.data
+        if ours is None or ours.run is None:
+            return load_network(self.config, data, self.world, self.switches, for_training=for_training)
+        origin = ours.origin
+        fitted = pretrained.Fitted(str(origin.path), pretrained.OURS, origin.kind, origin.step)
+        network = ExportedNetwork(ours.run, settings.mean, settings.std)
+        return network, Loaded(origin.path, origin.kind, origin.step, fitted, settings.image_size)
 
     def scorer(self, network: nn.Module) -> Scorer:
         """What scores images by a network."""
@@ -124,8 +130,14 @@ class Setup:
 
 
 @contextmanager
-def set_up(config: RunConfig, *, preprocessing: Literal["weights", "config"] = "config") -> Iterator[Setup]:
-    """Join the ranks, find the weights and apply the settings of the process."""
+def set_up(
+    config: RunConfig, *, preprocessing: Literal["weights", "config"] = "config", programs: bool = False
+) -> Iterator[Setup]:
+    """Join the ranks, find the weights and apply the settings of the process.
+
+    Args:
+        programs: the weights may be a file of `EXPORTED`, whose scores are all that it gives.
+    """
     if config.weights is None:
         raise UserError(
             "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
@@ -135,7 +147,10 @@ def set_up(config: RunConfig, *, preprocessing: Literal["weights", "config"] = "
         config = before_data(config, world)
         assert config.weights is not None
         found = find_weights(config.weights)
-        ours = opened(found, world)
+        if programs and isinstance(found, Path) and found.suffix in EXPORTED:
+            ours: Weights | None = open_program(found)
+        else:
+            ours = opened(found, world)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if ours is None or ours.config is None else None
         about = pretrained.described(found, model=name) if preprocessing == "weights" else None
@@ -227,7 +242,6 @@ def score(
     predictions: str | None = None,
     report: str | None = None,
     tta: str = "none",
-    exported: str | None = None,
     preprocessing: Literal["weights", "config"] = "weights",
 ) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores. For
@@ -237,7 +251,7 @@ def score(
         UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
             cannot be written, or out of memory.
     """
-    with set_up(config, preprocessing=preprocessing) as setup:
+    with set_up(config, preprocessing=preprocessing, programs=True) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None
@@ -245,10 +259,7 @@ def score(
         scored = scored_split(setup, split)
         source, split = scored.source, setup.config.data.eval_set or split
         network, origin = setup.load(source)
-        called: nn.Module = network
-        if exported is not None:
-            called = ExportedNetwork(user_path(exported), setup.config.data.mean, setup.config.data.std)
-        result = evaluated(setup, split, scored, called, tta=tta)
+        result = evaluated(setup, split, scored, network, tta=tta)
         if world.is_main:
             by_class = {} if setup.config.data.eval_set else _by_class(source, result)
             record = {
