@@ -117,11 +117,7 @@ def refuse(lines: Iterable[str]) -> None:
 
 @contextmanager
 def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None]:
-    """Within the block, an error of these kinds (else an `OSError`) is a mistake: `what (the reason); use`.
-
-    Raises:
-        UserError: this line.
-    """
+    """Within the block, an error of these kinds (else an `OSError`) is a `UserError`: `what (the reason); use`."""
     caught = kinds or (OSError,)
     try:
         yield
@@ -165,14 +161,7 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def one_of(key: str, value: object, allowed: Iterable[object], *, more: str = "") -> None:
-    """Check that a value is one of the allowed ones.
-
-    Args:
-        more: what else may be given, for the message.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuse a value that is none of the allowed ones; `more` says what else may be given."""
     names = list(allowed)
     if value not in names:
         shown = first_few(list(map(str, names)), 50)
@@ -270,11 +259,7 @@ _LAST_PORT, _MOST_DIGITS = 65_535, 6
 
 
 def check_launcher() -> None:
-    """Check the current folder, and launchers' environment variables.
-
-    Raises:
-        UserError: a variable has no usable value or is missing, or the folder is gone.
-    """
+    """Refuse to go on if the current folder is gone, or a launcher's environment variable is missing or unusable."""
     with refusing("the current folder is gone", FileNotFoundError, use="change to one that is there"):
         Path.cwd()
     values = {name: os.environ.get(name, "0") for name in _NUMBERS}

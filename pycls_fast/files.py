@@ -1,4 +1,7 @@
-"""Files: paths as users type them, which files are ours, and writing that survives a power cut."""
+"""Files: paths as users type them, which files are ours, and writing that survives a power cut.
+
+Functions that write raise an `OSError`, for example if the disk is full.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +83,7 @@ def best_first(path: Path) -> Iterator[Path]:
 
 
 def flush(*files: IO[Any]) -> None:
-    """Flush the contents of open files to disk, one after the other.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
+    """Flush the contents of open files to disk, one after the other."""
     for file in files:
         file.flush()
         os.fsync(file.fileno())
@@ -92,11 +91,7 @@ def flush(*files: IO[Any]) -> None:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
+    """Write atomically: yields a temporary path that replaces `file` on success and is removed on failure."""
     # Nobody else writes to this name, nor has put a link there.
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -110,9 +105,6 @@ def atomic_text(file: Path, text: str) -> None:
     """Write a text atomically and flush it: a power failure leaves the file as it was, or whole.
 
     Bytes of a file name that are not UTF-8 become escapes, which JSON has too.
-
-    Raises:
-        OSError: for example, the disk is full.
     """
     with atomic_write(file) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(text)
@@ -120,11 +112,7 @@ def atomic_text(file: Path, text: str) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, if the file system supports it.
-
-    Raises:
-        OSError: for example, the disk fails.
-    """
+    """Flush the names in a folder to disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

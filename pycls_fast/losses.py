@@ -39,7 +39,7 @@ class LossFunction(Protocol):
 
 @runtime_checkable
 class PerImage(LossFunction, Protocol):
-    """A loss that also has the loss of each image, for `ClassWeighted`."""
+    """A loss that also has the loss of each image, (B,), for `ClassWeighted`."""
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor: ...
 
@@ -71,7 +71,6 @@ class CrossEntropy:
         return targets.lam * loss + (1.0 - targets.lam) * other
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """The loss per image, (B,)."""
         return F.cross_entropy(_wide(logits_BK), labels_B, label_smoothing=self.label_smoothing, reduction="none")
 
 
@@ -93,7 +92,6 @@ class BinaryCrossEntropy:
         return loss_BK.mean() if self.reduction == "mean" else loss_BK.sum(dim=1).mean()
 
     def each(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """The loss per image, (B,)."""
         loss_BK = self._by_class(logits_BK, Targets(labels_B))
         return loss_BK.mean(dim=1) if self.reduction == "mean" else loss_BK.sum(dim=1)
 
@@ -155,10 +153,7 @@ class ClassWeighted:
     """A loss that weights each image by its class; a mixed image is weighted by both of its classes.
 
     The mean is over images, not over weights as in torch, so it does not depend on how a batch is split into
-    microbatches and ranks.
-
-    Attributes:
-        weights_K: float32, one per class, on the logits' device.
+    microbatches and ranks. The weights are on the logits' device.
     """
 
     plain: PerImage
@@ -188,11 +183,8 @@ def balanced_weights(counts_K: Tensor) -> Tensor:
 class FusedLoss:
     """A loss compiled into few fused kernels, gradient included; nothing is compiled before the first call.
 
-    The mixing share of a batch stays outside, or is a tensor, so that new values do not recompile.
-
-    Args:
-        plain: any loss of this module.
-        compiler: torch.compile's arguments, for tests.
+    The mixing share of a batch stays outside, or is a tensor, so that new values do not recompile. `compiler` are
+    torch.compile's arguments, for tests.
     """
 
     def __init__(self, plain: LossFunction, **compiler: Any) -> None:
@@ -207,9 +199,10 @@ class FusedLoss:
 
         self.plain = plain
         self._is_affine = getattr(plain, "threshold", None) is None
-        self._pair = torch.compile(pair, fullgraph=True, dynamic=False, **compiler)
-        self._whole = torch.compile(whole, fullgraph=True, dynamic=False, **compiler)
-        self._single = torch.compile(single, fullgraph=True, dynamic=False, **compiler)
+        forms: tuple[Callable[..., Any], ...] = (pair, whole, single)
+        self._pair, self._whole, self._single = (
+            torch.compile(form, fullgraph=True, dynamic=False, **compiler) for form in forms
+        )
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         if targets.mixed_B is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ class Network(nn.Module):
         return [name for name, module in self.named_modules() if isinstance(module, nn.Linear)][-1]
 
     def last_layer(self) -> nn.Linear:
-        """The final linear layer."""
         layer = self.get_submodule(self.head_name)
         assert isinstance(layer, nn.Linear)
         return layer
@@ -99,7 +99,7 @@ class Network(nn.Module):
         """
         for module in self.modules():
             if hasattr(module, "reset_parameters"):
-                yield module, _reset
+                yield module, methodcaller("reset_parameters")
 
     def initialise(self) -> None:
         """Set every parameter and buffer.
@@ -111,21 +111,11 @@ class Network(nn.Module):
             fill(module)
 
 
-def _reset(module: Any) -> None:
-    module.reset_parameters()
-
-
 HEAD = "head"
 
 
 def named_parts(network: nn.Module, pattern: str, *, head: str) -> list[str]:
-    """Qualified names of the modules and parameters that match.
-
-    Args:
-        network: any network.
-        pattern: a qualified name, with * for any part of it, or "head".
-        head: qualified name of the final linear layer.
-    """
+    """Qualified names of the modules and parameters that match: a name, with * for any part of it, or "head"."""
     names = [name for name, _ in network.named_modules() if name]
     names += [name for name, _ in network.named_parameters()]
     wanted = head if pattern == HEAD else pattern
@@ -138,15 +128,7 @@ def is_inside(name: str, parts: list[str]) -> bool:
 
 
 def unknown_part(key: str, pattern: str, network: nn.Module, *, what: str, words: tuple[str, ...]) -> UserError:
-    """The error for a pattern without a match.
-
-    Args:
-        key: the configuration key that has it.
-        pattern: the pattern.
-        network: the network.
-        what: what it should have named, after "names".
-        words: what the key takes besides names.
-    """
+    """The error for a key's pattern that "names" `what`; the key takes these words besides names."""
     names = [name for name, _ in network.named_modules() if name]
     near = did_you_mean(pattern, [*words, *names], cutoff=0.5)
     top = ", ".join(name for name, _ in network.named_children())

@@ -158,7 +158,9 @@ class MLflow(Tracker, name="mlflow"):
         # Not `mlflow.start_run` and `mlflow.set_experiment`: the process may have a run and an experiment of its own.
         self._client = mlflow.MlflowClient()
         if run_id is None:
-            run = self._client.create_run(self._experiment(), run_name=folder.name)
+            experiment = self._client.get_experiment_by_name(self.project)
+            made = self._client.create_experiment(self.project) if experiment is None else experiment.experiment_id
+            run = self._client.create_run(made, run_name=folder.name)
         else:
             self._client.update_run(run_id, status="RUNNING")
             run = self._client.get_run(run_id)
@@ -170,11 +172,6 @@ class MLflow(Tracker, name="mlflow"):
             self._client.set_terminated(self._id, status="FAILED")
             raise
         return self._id
-
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self.project)
-        experiment: str = self._client.create_experiment(self.project) if found is None else found.experiment_id
-        return experiment
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

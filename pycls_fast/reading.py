@@ -83,11 +83,7 @@ def read_npz(file: Path) -> dict[str, Any]:
 
 
 def check_unpacked(archive: BinaryIO) -> None:
-    """See that a zip file, if it is one, does not unpack to far more than it is.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise a `ValueError` for a zip file that would unpack to far more than it is."""
     packed = os.fstat(archive.fileno()).st_size
     with suppress(zipfile.BadZipFile):
         unpacked = sum(part.file_size for part in zipfile.ZipFile(archive).infolist())
@@ -114,25 +110,16 @@ def plain(values: Any, depth: int = DEPTH) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Decoded JSON.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """Decoded JSON; a `ValueError` if it is none, or nested too deeply."""
     try:
         return plain(json.loads(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
-    """A file's decoded JSON.
-
-    Raises:
-        OSError: see `read_bytes`.
-        ValueError: see `parse_json`.
-    """
-    return parse_json(read_bytes(file, limit))
+def read_json(file: Path) -> Any:
+    """A file's decoded JSON; raises as `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(file))
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -347,11 +334,7 @@ def check(schema: type[Model], values: Any) -> Model:
 
 
 def our_config(values: Any) -> dict[str, Any] | None:
-    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key.
-
-    Args:
-        values: the decoded JSON under the key `config`.
-    """
+    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key."""
     try:
         check(SavedConfiguration, values)
     except ValueError:

@@ -20,8 +20,7 @@ _MASK = (1 << 64) - 1
 def mixed(value: Any) -> Any:
     """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 
-    Args:
-        value: an integer in [0, 2**64), or an array of uint64.
+    `value` is an integer in [0, 2**64), or an array of uint64.
     """
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
@@ -39,11 +38,7 @@ def counter_seed(*counters: int) -> int:
 def microbatch_seed(seed: int, *, step: int, position: int, rank: int) -> int:
     """The seed of what is drawn for a microbatch as a whole: mixing, erasing noise, drop-path.
 
-    Args:
-        seed: the run's.
-        step: counted from the start of the run.
-        position: the microbatch's position in its step.
-        rank: data-parallel rank.
+    `position` is the microbatch's in its step, `rank` the data-parallel one.
     """
     return counter_seed(seed, step, position, rank)
 

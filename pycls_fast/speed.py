@@ -306,18 +306,10 @@ META2022: Mapping[str, str] = {
 }
 
 
-def resolve(
-    asked: Speed,
-    device: Device,
-    optimizer: Optimizer | None = None,
-    *,
-    in_16_bits: bool = False,
-) -> Speed:
+def resolve(asked: Speed, device: Device, optimizer: Optimizer | None = None, *, in_16_bits: bool = False) -> Speed:
     """The value of every switch on this device: the one set by hand, else the preset's.
 
     Args:
-        asked: as configured.
-        device: the run's device.
         optimizer: the chosen one. The preset takes its fastest implementation on this device.
         in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
 

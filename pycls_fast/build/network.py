@@ -17,7 +17,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
 from pycls_fast.models.complexity import complexity
-from pycls_fast.models.timm_network import TimmNetwork
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema

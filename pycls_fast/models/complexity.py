@@ -33,7 +33,6 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | 
     Args:
         model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model itself is not
             changed, whatever its device and mode; evaluation mode is counted.
-        image_size: side of the image in pixels, or height and width.
     """
     if isinstance(model, nn.Module):
         meta_model = meta_copy(model)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-
-DropPathCompute = Literal["multiply", "skip"]
-DropPathRule = Literal["linear", "constant"]
 
 
 class DropPath(nn.Module):
@@ -24,7 +20,6 @@ class DropPath(nn.Module):
     generator instead, and so does one with `draws_on_device` set.
 
     Args:
-        rate: probability that a sample's branch is dropped, in [0, 1).
         batch_dim: the dimension that holds the samples; the draws are the same for each.
         compute: how `residual` drops. "multiply": the branch is computed for all samples and multiplied by zero for
             some. "skip": it is computed only for the kept samples, as in DINOv2 (Oquab et al. 2023, section 4,
@@ -32,7 +27,7 @@ class DropPath(nn.Module):
             Only for branches that treat every sample separately: no BatchNorm.
     """
 
-    def __init__(self, rate: float, *, batch_dim: int = 0, compute: DropPathCompute = "multiply") -> None:
+    def __init__(self, rate: float, *, batch_dim: int = 0, compute: str = "multiply") -> None:
         super().__init__()
         self.rate = rate
         self.drops = rate > 0.0
@@ -57,15 +52,16 @@ class DropPath(nn.Module):
             return branch
         if torch.compiler.is_compiling():
             return self._compiled(branch)
-        if self.draws_on_device:
-            return self._multiply(branch, self._draw(branch.shape[self.batch_dim], branch.device))
-        return self._multiply(branch, _to(branch.device, self._draw(branch.shape[self.batch_dim])))
+        kept_B = self._draw(branch.shape[self.batch_dim], branch.device if self.draws_on_device else "cpu")
+        return self._multiply(branch, _to(branch.device, kept_B))
 
     def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
         if self.compute == "multiply" or not self.drops or not self.training:
             return features + self(branch(features))
-        kept_B, indices = self._draw_indices(features.shape[self.batch_dim])
+        # Both on the host.
+        kept_B = self._draw(features.shape[self.batch_dim])
+        indices = kept_B.nonzero().squeeze(1)
         if len(indices) in (0, len(kept_B)):
             # If no sample is kept, the branch's parameters still get (zero) gradients, and no kernel sees an empty
             # batch.
@@ -78,11 +74,6 @@ class DropPath(nn.Module):
     def _draw(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         # Drawn in float32 whatever the branch's dtype, so that runs in different precisions drop the same samples.
         return torch.rand(count, device=device, dtype=torch.float32) < 1.0 - self.rate
-
-    def _draw_indices(self, count: int) -> tuple[Tensor, Tensor]:
-        """The kept samples as booleans and as indices, both on the host."""
-        kept_B = self._draw(count)
-        return kept_B, kept_B.nonzero().squeeze(1)
 
     def _multiply(self, branch: Tensor, kept_B: Tensor) -> Tensor:
         shape = [1] * branch.ndim
@@ -98,24 +89,18 @@ class DropPath(nn.Module):
         wide = torch.promote_types(branch.dtype, torch.float32)
         return ((branch * kept_B.view(shape)).to(wide) / self._keep).to(branch.dtype)
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}"
-
 
 def _to(device: torch.device, host: Tensor) -> Tensor:
     """Copy a small host tensor to the device without waiting for the device (CUDA reads it before it returns)."""
     return host.to(device, non_blocking=True)
 
 
-def drop_path_rates(rate: float, depth: int, rule: DropPathRule = "linear") -> list[float]:
+def drop_path_rates(rate: float, depth: int, rule: str = "linear") -> list[float]:
     """One rate per block; the last block's is `rate`.
 
-    Args:
-        rate: the last block's probability.
-        depth: number of blocks.
-        rule: "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
-            timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
-            `models_v2.py` of its code).
+    `rule` is "linear": rising from 0 in the first, the decay rule of Huang et al. 2016 (section 3), started at 0 as in
+    timm's models; a single block gets 0. "constant": the same in each, as in DeiT III (Touvron et al. 2022,
+    `models_v2.py` of its code).
     """
     if rule == "constant":
         return [rate] * depth

@@ -1,6 +1,7 @@
 """Exports models for other programs: a folder for timm, ONNX, OpenVINO, torch.export.
 
 Exports include class names and preprocessing. All but timm's include the normalisation: they take cropped uint8 images.
+A model that timm does not have, and a format whose library is missing, are a `UserError`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.models.pretrained import to_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 
@@ -53,7 +54,6 @@ class About:
 
     @property
     def size(self) -> Size:
-        """Height and width."""
         height, width = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
         return Size(height, width)
 
@@ -79,9 +79,6 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
 
     With `num_classes=` and `in_chans=` timm treats it like its own models: with a newly initialised head (0: none) and
     an adapted first layer. Outputs after the last class are named by their number.
-
-    Raises:
-        UserError: a model that timm does not have.
     """
     from safetensors.torch import save_file
 
@@ -89,7 +86,9 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # A file with our configuration has tensors in our names.
     texts = {key: text for key, text in about.texts.items() if key != "config"}
-    save_file(_saved(state), folder / "model.safetensors", {**texts, "format": "pt"})
+    # safetensors takes contiguous tensors that share no memory.
+    saved = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    save_file(saved, folder / "model.safetensors", {**texts, "format": "pt"})
     head = model.get_submodule(model.head_name)
     assert isinstance(head, nn.Linear)
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
@@ -198,11 +197,7 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
 
 
 def to_onnx(model: Network, path: Path, about: About) -> None:
-    """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts` as metadata.
-
-    Raises:
-        UserError: onnxscript is missing.
-    """
+    """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts` as metadata."""
     with refusing("format: onnx needs onnxscript", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxscript  # noqa: F401  # torch's exporter uses it
     program = torch.onnx.export(
@@ -221,11 +216,7 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
 
 
 def to_openvino(model: Network, path: Path, about: About) -> None:
-    """Write OpenVINO's FILE.xml and FILE.bin, in float32: as `to_onnx`, with the texts as its `rt_info`.
-
-    Raises:
-        UserError: openvino is missing.
-    """
+    """Write OpenVINO's FILE.xml and FILE.bin, in float32: as `to_onnx`, with the texts as its `rt_info`."""
     with refusing("format: openvino needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
         import openvino
     program = openvino.convert_model(_exported(model, about))
@@ -253,11 +244,6 @@ def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
             # It names source files by their paths on this machine.
             node.meta.pop("stack_trace", None)
     return program
-
-
-def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU copies, as safetensors requires."""
-    return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
 
 
 FORMATS: dict[str, Callable[[Network, Path, About], None]] = {

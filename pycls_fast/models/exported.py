@@ -79,12 +79,12 @@ class ExportedNetwork(Network):
         return self._run(bytes_BCHW).to(images_BCHW.device)
 
 
-def drawn_images(about: About, count: int = 16) -> Tensor:
-    """Images with structures of all sizes, as photographs have them: uint8 (N, 3, H, W), the same each time."""
+def drawn_images(about: About) -> Tensor:
+    """Images with structures of all sizes, as photographs have them: uint8 (16, 3, H, W), the same each time."""
     generator, size = torch.Generator().manual_seed(0), about.size
-    total = torch.zeros(count, 3, *size)
+    total = torch.zeros(16, 3, *size)
     for cells in (1, 2, 4, 8, 16, max(size)):
-        noise = torch.randn(count, 3, cells, cells, generator=generator)
+        noise = torch.randn(16, 3, cells, cells, generator=generator)
         total += nn.functional.interpolate(noise, tuple(size), mode="bilinear")
     return (127.5 + 40.0 * total).clamp(0, 255).to(torch.uint8)
 
@@ -114,17 +114,11 @@ def _from_timm(folder: Path) -> Any:
 
 
 def quantize(path: Path, images_NCHW: Tensor) -> None:
-    """Compute an ONNX file's products in int8: weights by output, activations by their ranges on these images.
+    """Compute an ONNX file's products in int8: weights by output, activations by their ranges on these uint8 images.
 
     Jacob et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference, 2018;
-    onnxruntime's static quantization, with QuantizeLinear and DequantizeLinear around each operator.
-
-    Args:
-        path: of `to_onnx`, replaced.
-        images_NCHW: uint8.
-
-    Raises:
-        UserError: onnxruntime is missing.
+    onnxruntime's static quantization, with QuantizeLinear and DequantizeLinear around each operator. A `UserError` if
+    it is missing.
     """
     with refusing("dtype: int8 needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
         from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static

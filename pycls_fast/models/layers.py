@@ -1,4 +1,4 @@
-"""The layers of vision transformers; those that only some of them have are in `vit_parts`.
+"""The layers of vision transformers and the kernels of attention; those that only some of them have are in `vit_parts`.
 
 Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D);
 between the blocks they may be batch-second (N, B, D), but tensors are named as in the first. Only `Attention` (cutting
@@ -12,21 +12,72 @@ on the meta device can get memory from `to_empty` and be initialised in place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pycls_fast.models.attention import ATTENTION
-from pycls_fast.models.cpu_kernels import GELU, LINEAR, linear_layer
-from pycls_fast.models.drop_path import DropPathCompute
+from pycls_fast.models.cpu_kernels import GELU, LINEAR, linear_layer, products_attention
 
-Layout = Literal["batch_first", "batch_second"]
-Qkv = Literal["separate", "fused"]
-Patches = Literal["convolution", "product"]
+AttentionKernel = Callable[..., Tensor]
+"""`(queries_BHNE, keys_BHNE, values_BHNE, *, keys=None) -> features_BHNE`."""
+
+
+def reference_attention(
+    queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None
+) -> Tensor:
+    """The formula written out; keeps the (B, H, N, N) scores in memory. Returns (B, H, N, E)."""
+    return attention_probabilities(queries_BHNE, keys_BHNE, keys=keys) @ values_BHNE
+
+
+def attention_probabilities(queries_BHNE: Tensor, keys_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
+    """How much each query attends to each key, (B, H, N, N); rows sum to 1."""
+    # The queries are scaled: N x E numbers instead of N x N, and float16 stays in range.
+    scaled_BHNE = queries_BHNE / math.sqrt(queries_BHNE.shape[-1])
+    scores_BHNN = scaled_BHNE @ keys_BHNE.transpose(-2, -1)
+    if keys is not None:
+        # Masked, not cut off: products keep the padded sizes, which is the purpose of padding.
+        padding_N = torch.arange(scores_BHNN.shape[-1], device=scores_BHNN.device) >= keys
+        scores_BHNN = scores_BHNN.masked_fill(padding_N, -math.inf)
+    return scores_BHNN.softmax(dim=-1)
+
+
+def sdpa_attention(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
+    """torch's fused attention, with whichever of its backends torch picks. Returns (B, H, N, E)."""
+    if keys is not None:
+        # Views: a mask would rule out FlashAttention, which does its own tiling.
+        keys_BHNE, values_BHNE = keys_BHNE[:, :, :keys], values_BHNE[:, :, :keys]
+    return F.scaled_dot_product_attention(queries_BHNE, keys_BHNE, values_BHNE)
+
+
+def chosen_sdpa(
+    backend: SDPBackend, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None
+) -> Tensor:
+    """torch's fused attention with one backend and no other. Returns (B, H, N, E).
+
+    Raises:
+        RuntimeError: the backend cannot run these tensors; torch's warnings before it say why.
+    """
+    if queries_BHNE.is_meta:
+        # Nothing is computed there, and `complexity` has chosen a backend that shows all operations.
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
+    with sdpa_kernel(backend):
+        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
+
+
+ATTENTION: dict[str, AttentionKernel] = {
+    "reference": reference_attention,
+    "sdpa": sdpa_attention,
+    "sdpa_math": partial(chosen_sdpa, SDPBackend.MATH),
+    "sdpa_flash": partial(chosen_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(chosen_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_cudnn": partial(chosen_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "products": products_attention,
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +86,9 @@ class Compute:
 
     attention: str = "reference"
     """The kernel of the attention, a key of `attention.ATTENTION`."""
-    layout: Layout = "batch_first"
+    layout: str = "batch_first"
     """The order of the features in the blocks: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
-    qkv: Qkv = "separate"
+    qkv: str = "separate"
     """Queries, keys and values by three products, or "fused": the three matrices are joined on use, so that one product
     reads the features once, and the backward pass need not add three gradients of the features. Joining reads and
     writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
@@ -47,9 +98,9 @@ class Compute:
     """The kernel of the blocks' linear layers, a key of `cpu_kernels.LINEAR`."""
     gelu: str = "torch"
     """How the blocks compute GELU, a key of `cpu_kernels.GELU`."""
-    patches: Patches = "convolution"
+    patches: str = "convolution"
     """How the patches are projected; see `PatchStem`."""
-    drop_path_compute: DropPathCompute = "multiply"
+    drop_path_compute: str = "multiply"
     """ "multiply" computes branches for all samples and zeroes some, "skip" leaves them out; see `DropPath`."""
 
     @property
@@ -69,32 +120,26 @@ def lecun_normal_(weight: Tensor) -> Tensor:
     """Fill in place from a normal, truncated at two of its standard deviations, with variance 1 / fan_in.
 
     The default of Flax's Dense and Conv layers (`jax.nn.initializers.lecun_normal`). LeCun et al., Efficient BackProp,
-    1998, section 4.6, gives the variance; the truncation is JAX's.
-
-    Args:
-        weight: (out, in, ...), any number of kernel dimensions; fan_in is the size of one output's slice.
+    1998, section 4.6, gives the variance; the truncation is JAX's. The weight is (out, in, ...).
     """
     fan_in = weight[0].numel()
     # Inverse transform sampling, in place: torch.nn.init.trunc_normal_ uses rejection in newer versions, which makes
     # the values depend on the torch version and the host wait for the device.
-    mass = math.erf(2.0 / math.sqrt(2.0))
+    mass, std = math.erf(2.0 / math.sqrt(2.0)), _CUT_NORMAL_STD * math.sqrt(fan_in)
     weight.uniform_(-mass, mass).erfinv_()
-    weight.mul_(math.sqrt(2.0) / (_CUT_NORMAL_STD * math.sqrt(fan_in)))
-    bound = 2.0 / (_CUT_NORMAL_STD * math.sqrt(fan_in))
+    weight.mul_(math.sqrt(2.0) / std)
+    bound = 2.0 / std
     return weight.clamp_(-bound, bound)
 
 
 class PatchStem(nn.Module):
     """Cuts images into squares and projects each to a token (Dosovitskiy et al. 2021, equation 1).
 
-    Args:
-        patch_size: side of a square in pixels.
-        width: D.
-        patches: how they are projected: by a "convolution" whose stride is its kernel size, or cut out and multiplied
-            in one "product"; the weights are the convolution's either way.
+    `patches`: by a "convolution" whose stride is its kernel size, or cut out and multiplied in one "product"; the
+    weights are the convolution's either way.
     """
 
-    def __init__(self, patch_size: int, width: int, *, patches: Patches = "convolution") -> None:
+    def __init__(self, patch_size: int, width: int, *, patches: str = "convolution") -> None:
         super().__init__()
         self.patch_size = patch_size
         self.cut = patches == "product"
@@ -145,8 +190,6 @@ class Attention(nn.Module):
 
     Args:
         width: D, a multiple of heads.
-        heads: H.
-        compute: how it is computed.
         keys: number of tokens that are attended to; those after them are padding. None for all.
         qk_norm: normalise the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
             Transformers to 22 Billion Parameters, 2023, section 2.1; with scale and shift, as in timm).
@@ -239,13 +282,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layer, GELU with the exact error function (Hendrycks and Gimpel 2016), linear layer.
-
-    Args:
-        width: D.
-        hidden_width: width between the two.
-        compute: how they are computed.
-    """
+    """Linear layer, GELU with the exact error function (Hendrycks and Gimpel 2016), linear layer."""
 
     def __init__(self, width: int, hidden_width: int, compute: Compute = PLAIN) -> None:
         super().__init__()
@@ -263,12 +300,7 @@ class Mlp(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector to each token, the class token included (Dosovitskiy et al. 2021, equation 1).
-
-    Args:
-        count: tokens, the class token included.
-        width: D.
-    """
+    """Adds a learned vector to each token, the class token included (Dosovitskiy et al. 2021, equation 1)."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -284,12 +316,8 @@ class LearnedPositions(nn.Module):
 class SinCos2dPositions(nn.Module):
     """Adds fixed sines and cosines of each patch's column and row; other tokens get zeros.
 
-    `value` is not saved in checkpoints: it follows from the arguments, and `reset_parameters` sets it.
-
-    Args:
-        rows, columns: the grid of patches.
-        width: D, a multiple of 4.
-        extra_tokens: tokens in front of the patches (class token, registers), which get zeros.
+    `value` is not saved in checkpoints: it follows from the arguments, and `reset_parameters` sets it. The width is a
+    multiple of 4; `extra_tokens` (class token, registers) are in front of the patches.
     """
 
     value: Tensor

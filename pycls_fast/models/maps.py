@@ -14,13 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.attention import attention_probabilities
-from pycls_fast.models.layers import Attention
+from pycls_fast.models.layers import Attention, attention_probabilities
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import Block, VisionTransformer
-
-Visit = Callable[[Tensor], None]
+from pycls_fast.models.wrapped import TimmNetwork
 
 
 def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -30,26 +27,15 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     the patches: the mean of the patches' rows. With attention pooling: its query's row. Attention to class and register
     tokens is left out, so a map sums to at most 1.
 
-    Args:
-        model: a `VisionTransformer` with any attention kernel, in evaluation mode.
-        images_BCHW: as the model takes them.
-
     Raises:
-        UserError: another model.
+        UserError: the model is no `VisionTransformer`.
     """
     vit = _transformer(model, "attention")
-    last: list[Tensor] = []
-
-    def keep(probabilities_BHNN: Tensor) -> None:
-        last[:] = [probabilities_BHNN]
-
-    with watched(vit, keep):
+    seen: list[Tensor] = []
+    with watched(vit, seen.append):
         vit(images_BCHW)
-    (probabilities_BHNN,) = last
-    if vit.classifier == "map":
-        # One query over only the patches.
-        return _on_grid(vit, probabilities_BHNN[:, :, 0])
-    return _on_grid(vit, _readout(vit, probabilities_BHNN))
+    # Attention pooling has one query over only the patches.
+    return _on_grid(vit, seen[-1][:, :, 0] if vit.classifier == "map" else _readout(vit, seen[-1]))
 
 
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -59,31 +45,22 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     averaged, the residual branch counts as half of each block, and the blocks' matrices are multiplied. Read out as in
     `attention_maps`.
 
-    Args:
-        model, images_BCHW: as in `attention_maps`.
-
     Raises:
-        UserError: another model.
+        UserError: the model is no `VisionTransformer`.
     """
     vit = _transformer(model, "rollout")
-    flow: list[Tensor] = []
-
-    def multiply(probabilities_BHNN: Tensor) -> None:
-        mean_BNN = probabilities_BHNN.mean(dim=1)
-        if mean_BNN.shape[1] != mean_BNN.shape[2]:
-            # The query of attention pooling, after the blocks: it has no residual branch.
-            patches_BNN = flow[0][:, vit.extra_tokens :]
-            flow[:] = [mean_BNN @ patches_BNN]
-            return
-        step_BNN = 0.5 * (mean_BNN + torch.eye(mean_BNN.shape[1], dtype=mean_BNN.dtype, device=mean_BNN.device))
-        flow[:] = [step_BNN @ flow[0] if flow else step_BNN]
-
-    with watched(vit, multiply):
+    means: list[Tensor] = []
+    with watched(vit, lambda probabilities_BHNN: means.append(probabilities_BHNN.mean(dim=1))):
         vit(images_BCHW)
-    (flow_BNN,) = flow
-    if vit.classifier == "map":
-        return _on_grid(vit, flow_BNN[:, 0, vit.extra_tokens :])
-    return _on_grid(vit, _readout(vit, flow_BNN))
+    # After the blocks, and without a residual branch.
+    pooling_B1N = means.pop() if vit.classifier == "map" else None
+    eye_NN = torch.eye(vit.tokens, dtype=means[0].dtype, device=means[0].device)
+    flow_BNN = eye_NN
+    for mean_BNN in means:
+        flow_BNN = 0.5 * (mean_BNN + eye_NN) @ flow_BNN
+    if pooling_B1N is None:
+        return _on_grid(vit, _readout(vit, flow_BNN))
+    return _on_grid(vit, (pooling_B1N @ flow_BNN[:, vit.extra_tokens :])[:, 0, vit.extra_tokens :])
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -115,9 +92,6 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
     Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). After a ResNet's last stage come a mean and a linear layer, so
     the gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
 
-    Args:
-        labels_B: int64, the classes.
-
     Raises:
         UserError: another model.
     """
@@ -141,16 +115,16 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
     return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD))
 
 
-def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
-    """The features projected on the first principal components of all images, each scaled to 0..1: (B, h, w, count).
+def principal_components(features_BhwD: Tensor) -> Tensor:
+    """The features projected on the first three principal components of all images, each scaled to 0..1: (B, h, w, 3).
 
-    Three of them can be shown as red, green and blue (Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 7.5). 0 and
-    1 are the first and last percentiles, beyond which values are clipped. With fewer places than components the others
-    are 0.5. The sign of a component, which is arbitrary, is chosen to make its largest weight positive.
+    They can be shown as red, green and blue (Oquab et al., DINOv2, 2023, arXiv 2304.07193, section 7.5). 0 and 1 are
+    the first and last percentiles, beyond which values are clipped. With fewer places than components the others are
+    0.5. The sign of a component, which is arbitrary, is chosen to make its largest weight positive.
     """
     flat_PD = features_BhwD.flatten(0, 2).double()
     centred_PD = flat_PD - flat_PD.mean(dim=0)
-    directions_CD = torch.linalg.svd(centred_PD, full_matrices=False).Vh[:count]
+    directions_CD = torch.linalg.svd(centred_PD, full_matrices=False).Vh[:3]
     largest_C1 = directions_CD.abs().argmax(dim=1, keepdim=True)
     directions_CD = directions_CD * directions_CD.gather(1, largest_C1).sign()
     scores_PC = centred_PD @ directions_CD.T
@@ -159,12 +133,11 @@ def principal_components(features_BhwD: Tensor, count: int = 3) -> Tensor:
     spread_C = high_C - low_C
     scaled_PC = ((scores_PC - low_C) / spread_C.clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
     scaled_PC = torch.where(spread_C > 1e-12, scaled_PC, 0.5)
-    missing = count - scaled_PC.shape[1]
-    return F.pad(scaled_PC, (0, missing), value=0.5).unflatten(0, features_BhwD.shape[:3])
+    return F.pad(scaled_PC, (0, 3 - scaled_PC.shape[1]), value=0.5).unflatten(0, features_BhwD.shape[:3])
 
 
 @contextmanager
-def watched(model: VisionTransformer, visit: Visit) -> Iterator[None]:
+def watched(model: VisionTransformer, visit: Callable[[Tensor], None]) -> Iterator[None]:
     """Compute attention explicitly within the block and pass its probabilities to `visit`, in the order of the blocks.
 
     They are (B, H, N, N), without padding; a MAP head's come last, (B, H, 1, patches).

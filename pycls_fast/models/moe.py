@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from pycls_fast.models.cpu_kernels import GELU
 
-Choices = Literal[1, 2]
 FACTS = ("expert_load", "dropped_tokens")
 
 
@@ -39,7 +37,7 @@ class Experts:
     """
 
     count: int
-    per_token: Choices = 2
+    per_token: int = 2
     capacity_factor: float = 1.25
     priority: bool = True
     balance_loss: float = 1e-2
@@ -68,7 +66,7 @@ class Router(nn.Module):
             return F.linear(tokens_TD.to(wide), self.weight.to(wide))
 
 
-def route(logits_TX: Tensor, per_token: Choices) -> tuple[Tensor, Tensor]:
+def route(logits_TX: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     """Each token's experts, `expert_kT`, the first choices before the second, and the factors of their outputs,
     `gate_kT`."""
     gate_Tk, expert_Tk = logits_TX.softmax(1).topk(per_token, dim=1)
@@ -109,9 +107,6 @@ class ExpertsMlp(nn.Module):
     """MLPs of which a router chooses one or two for each token.
 
     Args:
-        width: D.
-        hidden_width: M.
-        experts: their number, and how tokens come to them.
         gelu: how GELU is computed, a key of `cpu_kernels.GELU`.
         token_dim: of the input.
         keys: how many tokens of an image there are; those after them are padding. None for all.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from operator import methodcaller
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,6 @@ from torch import Tensor, nn
 from pycls_fast.models.cpu_kernels import CONVOLUTION, MaxPool2d
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.network import Network, Units
-
-Stem = Literal["imagenet", "deep", "small"]
-ShortcutKind = Literal["conv", "pool"]
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -34,7 +32,7 @@ class Shortcut(nn.Module):
     skips no pixel (He et al., Bag of Tricks, 2019, figure 2, ResNet-D).
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, kind: ShortcutKind) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, kind: str) -> None:
         super().__init__()
         pooled = kind == "pool" and stride > 1
         # Odd sides are rounded up, as in the branch's strided convolutions.
@@ -51,13 +49,7 @@ class Shortcut(nn.Module):
 class ResidualBlock(nn.Module):
     """A block relu(shortcut(maps) + drop_path(branch(maps))); subclasses define the branch.
 
-    Args:
-        in_channels: C of the input.
-        channels: base number of channels, 64 in the first stage; the output has `expansion` times as many.
-        stride: factor by which the block downsamples.
-        drop_path: probability that the branch is dropped for a sample in training.
-        groups, width_per_group: see `choices.ResNetModel`.
-        shortcut: see `Shortcut`.
+    `channels` is 64 in the first stage; the output has `expansion` times as many.
     """
 
     expansion: int
@@ -72,7 +64,7 @@ class ResidualBlock(nn.Module):
         *,
         groups: int = 1,
         width_per_group: int = 64,
-        shortcut: ShortcutKind = "conv",
+        shortcut: str = "conv",
     ) -> None:
         super().__init__()
         out_channels = channels * self.expansion
@@ -172,7 +164,7 @@ class ConvStem(nn.Module):
             4.2, 64 wide).
     """
 
-    def __init__(self, kind: Stem) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.deep = nn.ModuleList()
         """The deep stem's layers before the last convolution; empty for the others."""
@@ -214,8 +206,8 @@ class ResNet(Network):
         *,
         depth: int,
         num_classes: int,
-        stem: Stem = "imagenet",
-        shortcut: ShortcutKind = "conv",
+        stem: str = "imagenet",
+        shortcut: str = "conv",
         groups: int = 1,
         width_per_group: int = 64,
         zero_init_last_gamma: bool = True,
@@ -246,7 +238,10 @@ class ResNet(Network):
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
-            _compute_convolutions(self, convolution)
+            for module in self.modules():
+                if isinstance(module, nn.Conv2d):
+                    # The same parameters, computed otherwise.
+                    module.__class__ = CONVOLUTION[convolution]
         self.to_empty(device=device)
         self.initialise()
 
@@ -267,11 +262,9 @@ class ResNet(Network):
 
     @property
     def first_conv_name(self) -> str:
-        """Qualified name of the one layer that sees the image."""
         return "stem.deep.0.conv" if len(self.stem.deep) else "stem.conv"
 
     def units(self) -> Units:
-        """The residual blocks with their qualified names, in forward order."""
         return [
             (f"stages.{stage}.{index}", block)
             for stage, blocks in enumerate(self.stages)
@@ -290,8 +283,7 @@ def _he_normal(conv: nn.Conv2d) -> None:
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _identity(norm: nn.BatchNorm2d) -> None:
-    norm.reset_parameters()
+_identity: Callable[[Any], None] = methodcaller("reset_parameters")
 
 
 def _zero_scale(norm: nn.BatchNorm2d) -> None:
@@ -302,13 +294,3 @@ def _zero_scale(norm: nn.BatchNorm2d) -> None:
 def _small_normal(head: nn.Linear) -> None:
     nn.init.normal_(head.weight, std=0.01)
     nn.init.zeros_(head.bias)
-
-
-def _compute_convolutions(network: nn.Module, kernel: str) -> None:
-    """Give a network on the meta device convolutions with this kernel, in place."""
-    for module in list(network.modules()):
-        for name, layer in module.named_children():
-            if isinstance(layer, nn.Conv2d) and type(layer) is not CONVOLUTION[kernel]:
-                sizes = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
-                made = CONVOLUTION[kernel](*sizes, groups=layer.groups, bias=layer.bias is not None)  # type: ignore[arg-type]
-                setattr(module, name, made)

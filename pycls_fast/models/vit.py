@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.drop_path import DropPath, DropPathRule, drop_path_rates
+from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.layers import (
     PLAIN,
     Attention,
@@ -26,15 +26,9 @@ from pycls_fast.models.layers import (
     SinCos2dPositions,
 )
 from pycls_fast.models.moe import FACTS, Experts, ExpertsMlp
-from pycls_fast.models.vit_parts import FILLS, Init, LayerScale, MapPooling, RegisterTokens, TokenConvStem
+from pycls_fast.models.vit_parts import FILLS, LayerScale, MapPooling, RegisterTokens, TokenConvStem
 from pycls_fast.network import Division, Network, Units
 from pycls_fast.values import Size
-
-Stem = Literal["patch", "conv"]
-Classifier = Literal["token", "pooled", "map"]
-ClassifierNorm = Literal["before_pool", "after_pool"]
-Positions = Literal["learned", "sincos2d"]
-PositionTokens = Literal["all", "patches"]
 
 
 class Block(nn.Module):
@@ -124,22 +118,22 @@ class VisionTransformer(Network):
         mlp_width: int,
         num_classes: int,
         experts: Experts | None = None,
-        stem: Stem = "patch",
+        stem: str = "patch",
         stem_widths: Sequence[int] = (),
         stem_strides: Sequence[int] = (),
         class_token: bool | None = None,
         registers: int = 0,
-        classifier: Classifier = "token",
-        classifier_norm: ClassifierNorm | None = None,
+        classifier: str = "token",
+        classifier_norm: str | None = None,
         pre_logits: int | None = None,
-        positions: Positions = "learned",
-        position_tokens: PositionTokens = "all",
+        positions: str = "learned",
+        position_tokens: str = "all",
         layer_scale: float | None = None,
         qk_norm: bool = False,
         drop_path: float = 0.0,
-        drop_path_rule: DropPathRule = "linear",
+        drop_path_rule: str = "linear",
         norm_eps: float = 1e-6,
-        init: Init = "jax",
+        init: str = "jax",
         **computation: Any,
     ) -> None:
         super().__init__()
@@ -178,13 +172,14 @@ class VisionTransformer(Network):
             self.mixtures = len(self._expert_layers())
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             has_map = classifier == "map"
-            self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, compute=compute) if has_map else None
+            own: Any = {"norm_eps": norm_eps, "kernel": compute.attention}
+            self.pooling = MapPooling(width, heads, mlp_width, **own) if has_map else None
             self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
             self.head = nn.Linear(pre_logits or width, num_classes)
         self.to_empty(device=device)
         self.initialise()
 
-    def _positions(self, kind: Positions, width: int) -> LearnedPositions | SinCos2dPositions:
+    def _positions(self, kind: str, width: int) -> LearnedPositions | SinCos2dPositions:
         placed = self.extra_tokens if self.position_tokens == "all" else 0
         if kind == "learned":
             return LearnedPositions(math.prod(self.grid) + placed, width)
@@ -213,11 +208,9 @@ class VisionTransformer(Network):
 
     @property
     def first_conv_name(self) -> str:
-        """Qualified name of the one layer that sees the image."""
         return "stem.projection" if isinstance(self.stem, PatchStem) else "stem.convs.0"
 
     def units(self) -> Units:
-        """The repeated blocks with their qualified names, in forward order."""
         return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
 
     def divisions(self, unit: nn.Module) -> Mapping[str, Division]:
@@ -236,11 +229,9 @@ class VisionTransformer(Network):
         return found
 
     def embedding_names(self) -> set[str]:
-        """Tokens and positions."""
         return self._owned_by(ClassToken, RegisterTokens, LearnedPositions, MapPooling)
 
     def scale_names(self) -> set[str]:
-        """Layer scales."""
         return self._owned_by(LayerScale)
 
     def _owned_by(self, *kinds: type[nn.Module]) -> set[str]:
@@ -252,11 +243,9 @@ class VisionTransformer(Network):
         return [block.mlp for block in blocks if isinstance(block.mlp, ExpertsMlp)]
 
     def experts(self) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
-        """The MLPs of which a router chooses."""
         return [(layer, layer.fc1, layer.fc2) for layer in self._expert_layers()]
 
     def auxiliary_loss(self, units: Iterable[nn.Module] | None = None) -> Tensor | None:
-        """The routers' losses of the last forward pass in training, summed over the blocks."""
         losses = [layer.loss for layer in self._expert_layers(units) if layer.loss is not None]
         return torch.stack(losses).sum() if losses else None
 
@@ -294,18 +283,16 @@ class VisionTransformer(Network):
         return features_BND.transpose(0, 1).contiguous() if self.batch_dim == 1 else features_BND
 
     def leave(self, features_BND: Tensor) -> Tensor:
-        """The blocks' output -> logits_BK."""
         features_BD = self._pool(features_BND.transpose(0, 1) if self.batch_dim == 1 else features_BND)
         if self.pre_logits is not None:
             features_BD = torch.tanh(self.pre_logits(features_BD))
         return self.head(features_BD)
 
     def draws(self) -> list[int]:
-        """Draws of drop-path: one for each branch of a block."""
+        # Of drop-path: one for each branch of a block.
         return [2 * block.drop_path.drops for block in self.blocks if isinstance(block, Block)]
 
     def ends(self) -> tuple[list[str], list[str]]:
-        """Modules of `enter` and of `leave`."""
         ends = ("stem", "class_token", "registers", "positions"), ("norm", "pooling", "pre_logits", "head")
         before, after = ([name for name in names if getattr(self, name) is not None] for names in ends)
         return before, after
@@ -335,6 +322,6 @@ class VisionTransformer(Network):
         return pooled_BD if before else self.norm(pooled_BD)
 
 
-def default_classifier_norm(classifier: Classifier) -> ClassifierNorm:
+def default_classifier_norm(classifier: str) -> str:
     """The default place of the final norm."""
     return "before_pool" if classifier == "map" else "after_pool"

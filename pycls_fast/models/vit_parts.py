@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from operator import methodcaller
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.models.layers import (
-    PLAIN,
     Attention,
     ClassToken,
     Compute,
@@ -29,12 +29,8 @@ from pycls_fast.models.moe import ExpertLinear
 class TokenConvStem(nn.Module):
     """3x3 convolutions, each with BatchNorm and ReLU, then a 1x1 convolution to the tokens' width.
 
-    Xiao et al., Early Convolutions Help Transformers See Better, 2021, arXiv 2106.14881, section 4 (ViT_C).
-
-    Args:
-        widths: output channels of the 3x3 convolutions.
-        strides: their strides; the product is the side of the square that a token stands for.
-        width: D.
+    Xiao et al., Early Convolutions Help Transformers See Better, 2021, arXiv 2106.14881, section 4 (ViT_C). The product
+    of the strides is the side of the square that a token stands for.
     """
 
     def __init__(self, widths: Sequence[int], strides: Sequence[int], width: int) -> None:
@@ -90,10 +86,6 @@ class LayerScale(nn.Module):
     """Multiplies a residual branch by a learned number for each channel.
 
     Touvron et al., Going Deeper with Image Transformers, 2021, arXiv 2103.17239, section 2.1.
-
-    Args:
-        width: D.
-        start: the initial value of all of them.
     """
 
     def __init__(self, width: int, start: float) -> None:
@@ -107,30 +99,18 @@ class LayerScale(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         return branch * self.value
 
-    def extra_repr(self) -> str:
-        return f"start={self.start:g}"
-
 
 class MapPooling(nn.Module):
     """Multi-head attention pooling: one learned query attends to all tokens, followed by an MLP on a residual branch.
 
     The head of Zhai et al., Scaling Vision Transformers, 2022, arXiv 2106.04560, section 3.2 (`MAPHead` of
-    big_vision), from Lee et al., Set Transformer, 2019.
-
-    Args:
-        width: D.
-        heads: attention heads.
-        mlp_width: width between the MLP's two layers.
-        norm_eps: epsilon of the norm before the MLP.
-        compute: the attention's kernel; the rest is torch's.
+    big_vision), from Lee et al., Set Transformer, 2019. `kernel` is the attention's; the rest is torch's.
     """
 
-    def __init__(
-        self, width: int, heads: int, mlp_width: int, *, norm_eps: float = 1e-6, compute: Compute = PLAIN
-    ) -> None:
+    def __init__(self, width: int, heads: int, mlp_width: int, *, norm_eps: float, kernel: str) -> None:
         super().__init__()
         self.probe = nn.Parameter(torch.empty(width))
-        self.attention = Attention(width, heads, Compute(attention=compute.attention))
+        self.attention = Attention(width, heads, Compute(attention=kernel))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
 
@@ -151,12 +131,8 @@ class MapPooling(nn.Module):
         return pooled_BD + self.mlp(self.norm(pooled_BD))
 
 
-Init = Literal["jax", "trunc_normal"]
 _Fill = Callable[[Any], None]
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters()
+_reset: _Fill = methodcaller("reset_parameters")
 
 
 def _lecun_normal(linear: nn.Linear) -> None:
@@ -184,7 +160,7 @@ def _trunc_normal(module: nn.Module) -> None:
             part.reset_parameters()
 
 
-FILLS: dict[Init, tuple[_Fill, _Fill, _Fill]] = {
+FILLS: dict[str, tuple[_Fill, _Fill, _Fill]] = {
     "jax": (_reset, _lecun_normal, _zero),
     "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
 }

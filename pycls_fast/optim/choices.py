@@ -55,6 +55,8 @@ class Optimizer(Choice, key="optim"):
     """Its steps are in proportion to the weights, so that weights of zero hardly change."""
     sends_state: ClassVar[bool] = True
     """Its state can be sent from rank to rank."""
+    copies: ClassVar[float] = 2.0
+    """The size of its state, in float32 copies of the weights, if its keys do not say otherwise (`state_copies`)."""
     state_keys: ClassVar[tuple[str, ...]] = ()
     """Its own keys that the shapes of its state depend on; a run cannot change them when it resumes."""
 
@@ -109,7 +111,7 @@ class Optimizer(Choice, key="optim"):
     @property
     def state_copies(self) -> float:
         """The size of its state, in float32 copies of the weights."""
-        return 2.0
+        return self.copies
 
     def scaled(self, global_batch_size: int) -> Self:
         """The same with its learning rate for this batch: in proportion if `lr_batch_size` is set."""
@@ -229,13 +231,10 @@ class Lion(Optimizer, name="lion"):
     compilable = ("loop",)
     shardable = True
     elementwise = True
+    copies = 1.0
 
     betas: Betas = (0.9, 0.99)
     """The share of the momentum in a step, and the momentum's decay per step."""
-
-    @property
-    def state_copies(self) -> float:
-        return 1.0
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         import timm.optim
@@ -295,6 +294,8 @@ class Muon(_Moments, name="muon"):
 
     compilable = ("loop",)
     needs_units = True
+    # Two for the parameters that it leaves to AdamW.
+    copies = 1.0
 
     momentum: Rate = 0.95
     """The decay of the momentum, per step."""
@@ -302,11 +303,6 @@ class Muon(_Moments, name="muon"):
     """Nesterov's momentum."""
     newton_schulz_steps: PositiveInt = 5
     """Iterations that make an update orthogonal."""
-
-    @property
-    def state_copies(self) -> float:
-        # Two for the parameters that it leaves to AdamW.
-        return 1.0
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         # The update of a matrix is scaled by `0.2 * sqrt(max(rows, columns))` (Liu et al., section 2.2). Convolutions
@@ -339,10 +335,7 @@ class AdamW8bit(_Moments, name="adamw8bit"):
     # torchao compiles each update itself, and has no DTensors of its 8-bit state.
     compiles_itself = True
     sends_state = False
-
-    @property
-    def state_copies(self) -> float:
-        return 0.5
+    copies = 0.5
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
         # Blocks of 256 numbers; tensors whose size is below 4096 or not a multiple of 256 keep float32 moments. torchao
@@ -398,11 +391,7 @@ class SigmoidLoss(Loss, name="bce"):
         return value
 
     def build(self, classes: int) -> BinaryCrossEntropy:
-        """The loss.
-
-        Raises:
-            UserError: the threshold gives every class the same target.
-        """
+        """The loss; a `UserError` if the threshold gives every class the same target."""
         from pycls_fast.losses import BinaryCrossEntropy
 
         # Targets after smoothing, of an absent and of the present class.

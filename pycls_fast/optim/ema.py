@@ -110,7 +110,7 @@ class Ema:
         return averages
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Restore the averages in place."""
+        """Restore the averages in place; a `KeyError` if one is missing."""
         for name, average in self.values.items():
             average.copy_(values[name])
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from pycls_fast.network import Units
 
-CompileName = Literal["off", "blocks", "model"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 
-
-def compile_model(
-    model: nn.Module, units: Units, *, what: CompileName, mode: CompileMode = "default", budget: float = 1.0
-) -> None:
+def compile_model(model: nn.Module, units: Units, *, what: str, mode: str = "default", budget: float = 1.0) -> None:
     """Compile each of the repeated units, or the whole model; compilation happens in the first forward pass.
 
     Identical blocks share the code compiled for the first of them, so that compile time does not grow with depth;
@@ -31,13 +27,11 @@ def compile_model(
     Args:
         model: on its device, with recomputation applied, before it is sharded or replicated.
         units: its repeated blocks.
-        what: "off", "blocks" or "model".
-        mode: torch.compile's mode.
+        what: "blocks" or "model".
+        mode: torch.compile's.
         budget: share of the activations that compiled code may keep for the backward pass; it recomputes the others,
             those first that cost the fewest operations a byte (`torch._functorch.config.activation_memory_budget`).
     """
-    if what == "off":
-        return
     import torch._dynamo
     import torch._inductor
 
@@ -68,25 +62,20 @@ def compile_model(
     # If only numbers such as the drop-path rates of timm's blocks can differ, they may become dynamic; if shapes
     # differ, torch would make these dynamic too, with slower kernels.
     alike = len({tuple(p.shape for p in module.parameters()) for module in modules}) == 1 < len(modules)
-    how: dict[str, Any] = {"options": options} if budget == 1.0 else {"backend": _WithBudget(options, budget)}
+    # One object for all blocks, so that they share their code.
+    how: dict[str, Any] = {"options": options} if budget == 1.0 else {"backend": partial(_within, options, budget)}
     for module in modules:
         module.compile(dynamic=None if alike else False, **how)
 
 
-class _WithBudget:
-    """torch's default backend with an activation budget; one object for all blocks, so that they share their code."""
+def _within(options: dict[str, Any], budget: float, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """torch's default backend with an activation budget."""
+    import torch._functorch.config
+    from torch._inductor.compile_fx import compile_fx
 
-    def __init__(self, options: dict[str, Any], budget: float) -> None:
-        self._options = options
-        self._budget = budget
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        import torch._functorch.config
-        from torch._inductor.compile_fx import compile_fx
-
-        # What is kept is decided here, for both passes.
-        with torch._functorch.config.patch(activation_memory_budget=self._budget):
-            return compile_fx(graph, inputs, config_patches=self._options)
+    # What is kept is decided here, for both passes.
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return compile_fx(graph, inputs, config_patches=options)
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:

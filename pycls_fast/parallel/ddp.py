@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model (torch's DistributedDataParallel)."""
+"""Data parallelism: every rank holds the whole model (torch's DistributedDataParallel); batch norm over all ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,73 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Evaluated
 from pycls_fast.parallel.world import World
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce sum, whose gradient is an all-reduce sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _Sum.forward(ctx, gradient)
+
+
+class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """torch's SyncBatchNorm written out, because torch's does not run on a CPU."""
+
+    def _check_input_dim(self, maps: Tensor) -> None:
+        """Any number of dimensions."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Maps (B, C, ...) of any floating-point format; statistics and arithmetic are float32 or wider."""
+        if not self.training:
+            return super().forward(input)
+        maps_BCM = input.reshape(*input.shape[:2], -1)
+        maps_BCM = maps_BCM if input.dtype == torch.float64 else maps_BCM.float()
+        # Every rank has a microbatch of the same size.
+        count = maps_BCM.shape[0] * maps_BCM.shape[2] * dist.get_world_size()
+        mean_C: Tensor = _Sum.apply(maps_BCM.sum(dim=(0, 2))) / count
+        centred_BCM = maps_BCM - mean_C[:, None]
+        variance_C: Tensor = _Sum.apply(centred_BCM.square().sum(dim=(0, 2))) / count
+        self._follow(mean_C.detach(), variance_C.detach() * (count / (count - 1)))
+        scale_C = self.weight * torch.rsqrt(variance_C + self.eps)
+        # The cast comes last, so that a half format is a copy: the in-place ReLU that follows must not get a view.
+        return (centred_BCM * scale_C[:, None] + self.bias[:, None]).view_as(input).to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean_C: Tensor, variance_C: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(variance_C.to(self.running_var.dtype), self.momentum)
+        self.num_batches_tracked += 1
+
+
+def synchronise(network: nn.Module, device: torch.device) -> None:
+    """Replace the class of every batch norm of torch's, in place: all else of it stays, also that it is frozen."""
+    kind: type[nn.Module] = nn.SyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
+    for module in network.modules():
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            module.__class__ = kind
+            # All ranks, as by default.
+            vars(module)["process_group"] = None
+
 
 # One layer's weights in a ViT-H have 26 MB, more than torch's bucket of 25. Larger ones have fewer messages; but there
 # have to be some, so that the exchange begins while the backward pass goes on.

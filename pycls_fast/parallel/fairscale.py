@@ -44,8 +44,6 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         network: on the device, or on the meta device: then each unit, before it is sharded, gets the values of a direct
             build on the CPU with torch's current seed, and no rank ever holds more than one whole unit and the rest
             around the units.
-        world: the ranks, with their mesh.
-        settings: with the optimizer's `groups`.
     """
     wrap = _Wrapping(world, settings)
     waiting = dict(network.units())
@@ -195,13 +193,7 @@ def _accept_old_names() -> None:
 
 
 def shard_state(network: nn.Module, world: World, settings: StrategySettings) -> ParallelModel:
-    """Wrap the network, with an optimizer in which each rank holds the state of the parameters that it owns.
-
-    Args:
-        network: on the device, the same on all ranks.
-        world: the ranks, with their mesh.
-        settings: with the optimizer's `groups` and `make_optimizer`.
-    """
+    """Wrap the network, with an optimizer in which each rank holds the state of the parameters that it owns."""
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     assert settings.make_optimizer is not None
@@ -246,10 +238,7 @@ def shard_state(network: nn.Module, world: World, settings: StrategySettings) ->
 def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimizer], world: World) -> Optimizer:
     """FairScale's OSS, with a state that can be saved and loaded on any number of ranks.
 
-    Args:
-        groups: groups of all parameters.
-        make: makes the optimizer of the parameters that this rank owns, in as many groups, some of them perhaps empty.
-        world: the ranks, with their mesh.
+    `make` gets the parameters that this rank owns, in as many groups, some of them perhaps empty.
     """
     from fairscale.optim import OSS
 
@@ -257,7 +246,7 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
     mesh: DeviceMesh = world.mesh
 
     class ShardedOptimizer(OSS):
-        """OSS with a sharded `state_dict`; OSS's own collects everything on one rank."""
+        """OSS's own `state_dict` collects everything on one rank."""
 
         def state_dict(self) -> dict[str, Any]:
             """A copy in torch's form, in which tensors of a parameter's shape are DTensors sharded along the first
@@ -275,8 +264,7 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
             return {"state": state, "param_groups": Optimizer.state_dict(self)["param_groups"]}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Restore what `state_dict` returned, on any number of ranks, also from whole tensors; the groups keep
-            their settings. All ranks call this."""
+            """It takes whole tensors, too; the groups keep their settings. All ranks call this."""
             local_of = self._owned()
             own: dict[int, dict[str, Any]] = {}
             for index, values in sorted(state_dict["state"].items()):

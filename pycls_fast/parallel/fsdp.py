@@ -21,10 +21,9 @@ from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
 from pycls_fast.optim.weights import assign
-from pycls_fast.parallel.experts import divide_experts
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Evaluated
-from pycls_fast.parallel.tensor import divide, is_divided
+from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
 from pycls_fast.parallel.world import World
 
 # Layers with these do nothing with their weights but what autocast does in 16 bits; a weight-standardised convolution,
@@ -157,7 +156,6 @@ def materialise(network: Network, plain: Network, device: torch.device, *, param
     Args:
         network: sharded, on the meta device.
         plain: a copy of it from before, on the meta device.
-        device: of the computation.
         param_offload: the shards are on the host, and the buffers on the device.
     """
     network.to_empty(device=torch.device("cpu") if param_offload else device)

@@ -87,11 +87,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
 
 
 def _grid(settings: Parallel, ranks: int) -> tuple[int | None, int]:
-    """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are divided.
-
-    Raises:
-        UserError: the strategy or the degrees do not fit the number of ranks.
-    """
+    """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are cut."""
     facts, tensor = settings.facts, settings.tensor_degree
     _check_divides("parallel.pipeline_degree", settings.pipeline_degree, ranks, "of the run")
     size = ranks // settings.pipeline_degree
@@ -150,11 +146,7 @@ def _monitor(world: World, timeout_seconds: int) -> Monitor:
 
 
 def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
-    """The backends for `init_process_group`.
-
-    Raises:
-        UserError: nccl without CUDA.
-    """
+    """The backends for `init_process_group`."""
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
@@ -179,10 +171,6 @@ def _note_lone_tasks() -> None:
 
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank: the CPU, or the GPU with the number of the rank on its node.
-
-    Args:
-        name: "auto", "cpu" or "cuda".
-        local_rank: number of this rank among those of its node.
 
     Raises:
         UserError: the device is not available.
@@ -213,8 +201,7 @@ def _sees_only_its_own() -> bool:
 def degrees(settings: Parallel, ranks: int) -> tuple[int, int]:
     """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
 
-    Args:
-        ranks: of the run, or of a stage; neighbours that compute blocks together count as one.
+    The ranks are the run's, or a stage's; neighbours that compute blocks together count as one.
 
     Raises:
         UserError: the product is not the number of ranks.
@@ -279,10 +266,7 @@ def keep_freed_memory(keep: bool) -> None:
     When it is kept, the process stays at its peak size. torch's CPU tensors are such blocks; by default most
     activations of a step are returned in its backward pass, and the next step gets the memory page by page, zeroed by
     the kernel. After turning this off, the process still holds part of its memory, so compare the two settings in
-    separate processes.
-
-    Raises:
-        RuntimeError: the C library refuses. (`speed.resolve` ensures that it is glibc.)
+    separate processes. (`speed.resolve` ensures that there is glibc.)
     """
     global _keeps
     if keep == _keeps:

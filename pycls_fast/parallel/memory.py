@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pycls_fast.network import Units
 
-RecomputeName = Literal["off", "full", "selective", "budget"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -34,9 +33,9 @@ def save_activation_memory(
     model: nn.Module,
     units: Units,
     *,
-    recompute: RecomputeName = "off",
-    activation_offload: Literal["none", "cpu"] = "none",
-    activation_compression: Literal["none", "8bit"] = "none",
+    recompute: str = "off",
+    activation_offload: str = "none",
+    activation_compression: str = "none",
 ) -> None:
     """Apply the three switches to a model in place, after its memory format is set, before compilation and sharding.
 
@@ -44,13 +43,6 @@ def save_activation_memory(
     unchanged. Recomputation and compression exclude each other: every unit would run again from a rounded input, and
     the gradient's error was 10% instead of 1% on a small ViT. So do selective recomputation and offloading: torch keeps
     what is selected past the hooks of saved tensors.
-
-    Args:
-        model: the whole network.
-        units: its repeated blocks in forward order (`model.units()`).
-        recompute: see `recompute_units`.
-        activation_offload: "cpu" moves saved tensors to the host.
-        activation_compression: "8bit" keeps saved tensors in 8 bits per number.
     """
     recompute_units(units, recompute=recompute)
     in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
@@ -58,13 +50,11 @@ def save_activation_memory(
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)
 
 
-def recompute_units(units: Units, *, recompute: RecomputeName) -> None:
+def recompute_units(units: Units, *, recompute: str) -> None:
     """Make the units recompute their activations; in place, names unchanged.
 
-    Args:
-        units: the model's repeated blocks in forward order.
-        recompute: "off"; "full": only the unit's input is kept; "selective": what `KeepProducts` keeps, too;
-            "budget": nothing here, for the compiler chooses (`compile_model`).
+    With "full" only the unit's input is kept, with "selective" what `KeepProducts` keeps, too; with "budget" the
+    compiler chooses (`compile_model`).
     """
     if recompute in ("full", "selective"):
         for _, unit in units:
@@ -93,7 +83,7 @@ class Recomputed:
         return checkpoint(self.inner, features, use_reentrant=False, preserve_rng_state=True, **extra)
 
     def _contexts(self) -> Contexts:
-        """Contexts for the forward pass and for its repetition in the backward pass."""
+        """For the forward pass and for its repetition in the backward pass."""
         first, again = _keep_products() if self.selective else (nullcontext(), nullcontext())
         return first, buffers_put_back(self.unit, again)
 
@@ -124,7 +114,7 @@ class KeepProducts:
         self._after_attention = False
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Decide for one operator; called for every operator in execution order."""
+        """Called for every operator in execution order."""
         if operator in _PRODUCTS:
             is_projection, self._after_attention = self._after_attention, False
             return CheckpointPolicy.PREFER_RECOMPUTE if is_projection else CheckpointPolicy.MUST_SAVE
@@ -158,12 +148,8 @@ class SavedTensors:
 
     Unchanged: images, parameters, their casts and views (autocast's copies), and tensors of fewer than `SMALLEST`
     elements. Only floating-point tensors that gradients flow through are kept in 8 bits, so never images, the
-    statistics of norms, or softmax's sums. Views of one storage share one copy of it.
-
-    Args:
-        model: the module whose `forward` is replaced.
-        in_8_bits: apply `compress` to such tensors, and keep only ReLU's sign.
-        on_host: move what is kept to the host's memory, pinned if the device is CUDA.
+    statistics of norms, or softmax's sums; of ReLU only the sign. Views of one storage share one copy of it. The host's
+    memory is pinned if the device is CUDA.
     """
 
     def __init__(self, model: nn.Module, *, in_8_bits: bool, on_host: bool) -> None:
@@ -195,7 +181,6 @@ class PackedStorage:
             self.parts = tuple(_to_host(part) for part in self.parts)
 
     def restore(self) -> Tensor:
-        """The flat tensor, on its device."""
         parts = [part.to(self.device, non_blocking=True) for part in self.parts]
         return decompress(EightBits(*parts), self.count, self.dtype) if self.in_8_bits else parts[0]
 
@@ -214,7 +199,6 @@ class View:
         self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
 
     def restore(self) -> Tensor:
-        """The tensor with its strides."""
         flat = self.packed.restore()
         if self.offset is not None:
             return flat.as_strided(self.shape, self.strides, self.offset)
@@ -325,12 +309,9 @@ class BitReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, inplace: bool) -> Tensor:
-        """max(features, 0)."""
+        out = features.relu_() if inplace else features.relu()
         if inplace:
             ctx.mark_dirty(features)
-            out = features.relu_()
-        else:
-            out = features.relu()
         # Not `> 0`: like torch's, the gradient passes where the output is NaN. The mask fills its memory without gaps.
         mask = ~(out <= 0)
         ctx.save_for_backward(pack_bits(mask.as_strided((mask.numel(),), (1,))))
@@ -340,7 +321,6 @@ class BitReLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient where the output was positive (or NaN), else 0."""
         (bits,) = ctx.saved_tensors
         mask = unpack_bits(bits, ctx.shape.numel()).as_strided(ctx.shape, ctx.strides)
         return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device)), None

@@ -37,11 +37,10 @@ class Place:
     """A rank's last heartbeat.
 
     Attributes:
-        doing: what the rank is doing, from `Monitor.at`.
+        doing: from `Monitor.at`.
         seconds: time since it began that.
         waited: seconds of that during which every heartbeat found it waiting for other ranks; 0 if the last did not.
         function: where its main thread is.
-        beat: counts heartbeats.
     """
 
     doing: str
@@ -66,8 +65,6 @@ class Monitor:
     Args:
         connect: opens a connection to the store that the ranks share, for the monitor's thread alone; called again if
             it is lost.
-        rank: this process's rank.
-        size: number of ranks.
         timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
             the others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
             those hang.

@@ -86,13 +86,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:
-        """Clip the gradients of all ranks to `max_norm`; returns their norm before clipping, the same on all ranks.
-
-        Args:
-            parameters: what the optimizer owns.
-            max_norm: None only measures.
-            foreach: use multi-tensor operations.
-        """
+        """Clip the gradients of all ranks to `max_norm` (None only measures) with multi-tensor operations or without;
+        returns their norm before clipping, the same on all ranks."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         counted = gradients
         if self.counted is not None:

@@ -31,8 +31,6 @@ _SCHEDULES: dict[ScheduleName, str] = {
     "interleaved_zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-
-
 GeneratorStates = Sequence[Sequence[tuple[torch.Generator, Tensor]]]
 
 
@@ -47,10 +45,7 @@ def owners(schedule: ScheduleName, ranks: int) -> list[int]:
 def division(schedule: ScheduleName, ranks: int, costs: Sequence[int]) -> list[tuple[int, range]]:
     """Each stage's rank and blocks, one at least, so that the stage with the most work has as little as possible.
 
-    Args:
-        schedule: how many stages a rank has.
-        ranks: of the pipeline.
-        costs: the work before the first block, of each block, and after the last one.
+    `costs`: the work before the first block, of each block, and after the last one.
     """
     found, (before, *blocks, after) = owners(schedule, ranks), costs
     sums = [0, *(before + each for each in accumulate(blocks))]
@@ -95,10 +90,6 @@ def bubble(orders: Mapping[int, Sequence[Any]], stages: int) -> float:
     """A rank's idle time in a step as a share of its work, in slots, without the time of exchanges.
 
     (p-1)/m with one stage a rank, (p-1)/(v m) interleaved: Narayanan et al., section 2.2.
-
-    Args:
-        orders: each rank's actions in order, as torch's schedules have them (`pipeline_order`).
-        stages: their number.
     """
     # A stage takes its microbatches in order. (torch 2.15 numbers those of 1F1B wrongly.)
     waiting = {
@@ -205,10 +196,7 @@ def cut(network: Network, world: World, schedule: ScheduleName, costs: Sequence[
 class Pipeline:
     """The stages of this rank, connected with those of the others.
 
-    Args:
-        stages: of `cut`.
-        classes: the number of logits.
-        replicas: the ranks that have the same stages and see other images, if gradients are to be averaged here.
+    `replicas` are the ranks that have the same stages and see other images, if gradients are to be averaged here.
     """
 
     def __init__(
@@ -231,7 +219,6 @@ class Pipeline:
 
     @property
     def takes_images(self) -> bool:
-        """Whether this rank has the first stage."""
         return 0 in self._mine
 
     def run(
@@ -292,7 +279,6 @@ class Pipeline:
         return self._engines[shape, count]
 
     def _average(self) -> None:
-        """Average the gradients over the replicas."""
         gradients = [p.grad for stage in self.stages for p in stage.parameters() if p.grad is not None]
         work = [dist.all_reduce(each, group=self._replicas, async_op=True) for each in gradients]
         for each in work:
@@ -350,5 +336,4 @@ class Evaluated(nn.Module):
         self._pipeline = pipeline
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Logits (B, K) in float64."""
         return self._pipeline.logits(images_BCHW)

@@ -75,12 +75,10 @@ def use_float8(
 
     Args:
         network: its parameters stay the same objects.
-        device: the run's device.
         recipe: torchao's: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (gradients of weights in high precision).
         skip: layers that are not replaced: "head", and qualified names of layers or of what they are in, with * for any
             part of a name.
         emulate: round to float8 and multiply in the wider format, on hardware without float8.
-        head: qualified name of the final linear layer.
 
     Raises:
         UserError: the device has no float8, torchao is not installed, the network does not have a skipped name, or no

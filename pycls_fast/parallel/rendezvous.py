@@ -131,8 +131,7 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
     If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
     end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
 
-    Returns:
-        Whether all ranks have hit this error. If they do not within `patience`, False.
+    Returns whether all ranks have hit this error, within `patience`.
     """
     rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if size < 2 or "MASTER_ADDR" not in os.environ:

@@ -9,8 +9,8 @@ import torch
 
 from pycls_fast.network import Network
 from pycls_fast.parallel import ddp, fairscale, fsdp
-from pycls_fast.parallel.batch_norm import synchronise
 from pycls_fast.parallel.compile import compile_model
+from pycls_fast.parallel.ddp import synchronise
 from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.fsdp import is_empty, materialise
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
@@ -54,8 +54,6 @@ def wrap_model(
 
     Args:
         model: on the device, or on the meta device for strategies that shard; with its memory format and recomputation.
-        world: the ranks.
-        settings: the strategy's, and of compilation.
         initialise: for a model from the meta device: called after its initial values are set, to load others, with
             the flat shards that hold them, or None if the model itself does.
     """

@@ -27,10 +27,9 @@ from pycls_fast.data.prepare import IN_FLIGHT
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
-from pycls_fast.parallel.experts import divide_experts
 from pycls_fast.parallel.launch import degrees
 from pycls_fast.parallel.pipeline import division, orders
-from pycls_fast.parallel.tensor import divide
+from pycls_fast.parallel.tensor import divide, divide_experts
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.activations import Activations, measure
 from pycls_fast.plan.memory import Copies, Peak, Sizes, divisors, peak, pipelined_peak, state, update_transient

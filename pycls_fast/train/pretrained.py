@@ -18,8 +18,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.models import pretrained
-from pycls_fast.models.timm_network import TimmNetwork
-from pycls_fast.models.vit import Classifier, ClassifierNorm, VisionTransformer, default_classifier_norm
+from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import assign
 from pycls_fast.parallel.flat import FlatShards
@@ -278,6 +278,6 @@ def _computing(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
     return found
 
 
-def _classifier_norm(classifier: Classifier, classifier_norm: ClassifierNorm | None) -> ClassifierNorm | None:
+def _classifier_norm(classifier: str, classifier_norm: str | None) -> str | None:
     """The place of the norm; None for the class token, where both places give the same function."""
     return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)

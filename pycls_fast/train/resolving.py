@@ -14,7 +14,7 @@ from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models import pretrained
 from pycls_fast.models.choices import TimmModel
-from pycls_fast.models.pretrained.preprocessing import rgb_triple
+from pycls_fast.models.pretrained.traits import rgb_triple
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race

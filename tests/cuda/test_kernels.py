@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.models.attention import ATTENTION
+from pycls_fast.models.layers import ATTENTION
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.compile import compile_model, uncompiled
 

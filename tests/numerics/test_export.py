@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import export, pretrained
 from pycls_fast.models.exported import open_exported
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
+from pycls_fast.models.wrapped import TimmNetwork
 from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 

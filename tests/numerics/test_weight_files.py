@@ -30,8 +30,8 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained import Fitted, hubs
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 from tests.factories import randomise

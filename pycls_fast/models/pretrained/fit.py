@@ -24,8 +24,8 @@ from pycls_fast.models.pretrained.names import (
 )
 from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_kind, check_settings
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 
@@ -91,8 +91,7 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
     as in timm; a first layer that takes BGR or gray images is converted to RGB. Any other mismatch is an error.
 
     Args:
-        read: what a source holds.
-        network: one of this package; its values are neither read nor changed, so it may be on the meta device.
+        network: its values are neither read nor changed, so it may be on the meta device.
         allow: names in the file or the network, with * as a wildcard, that may be missing, unexpected or differ in
             shape: such tensors of the network keep their values, such tensors of the file are not used.
 
@@ -343,12 +342,9 @@ def _resolve(
             fitted.left_out[name] = "allowed"
         elif name not in fitted.left_out:
             unexpected.append(name)
-    lines = []
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped)):
-        if names:
-            lines.append(
-                f"weights: {fitted.source} ({fitted.layout}) does not fit the model: {what}: {first_few(names, 3)}"
-            )
+    found = (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped))
+    begin = f"weights: {fitted.source} ({fitted.layout}) does not fit the model"
+    lines = [f"{begin}: {what}: {first_few(names, 3)}" for what, names in found if names]
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""
         raise Mismatch(

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pycls_fast.errors import UserError
-from pycls_fast.models.resnet import ShortcutKind
 
 State = Mapping[str, Tensor]
 Row = tuple[str, ...]
-Norm = Literal["norm", "fc_norm"]
 
 TIMM_VIT = "timm vision transformer"
 TORCHVISION_VIT = "torchvision vision transformer"
@@ -56,7 +53,7 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
         return TORCHVISION_VIT, *_translate(state, _TORCHVISION_VIT, TORCHVISION_VIT, _TORCHVISION_VIT_SPELLINGS)
     # Swin's patches have the same names, but not its blocks.
     if {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys():
-        norm: Norm = "fc_norm" if "fc_norm.weight" in state else "norm"
+        norm = "fc_norm" if "fc_norm.weight" in state else "norm"
         return TIMM_VIT, *_translate(state, [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")], TIMM_VIT, _DEIT3)
     if "bn1.weight" in state and "layer1.0.conv1.weight" in state:
         return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)), RESNET)
@@ -70,12 +67,12 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
     return OTHER, {}, list(state)
 
 
-def resnet_shortcut(state: State) -> ShortcutKind:
+def resnet_shortcut(state: State) -> str:
     """The way a ResNet's shortcuts downsample; timm counts the mean before the convolution, which has no tensors."""
     return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
 
 
-def to_timm_vit(state: State, *, norm: Norm) -> dict[str, Tensor]:
+def to_timm_vit(state: State, *, norm: str) -> dict[str, Tensor]:
     """Our vision transformer in timm's names, those of its version 1.0.
 
     Our names do not show where the final norm is: timm's `fc_norm` is classifier_norm="after_pool", `norm`
@@ -91,12 +88,12 @@ def to_timm_vit(state: State, *, norm: Norm) -> dict[str, Tensor]:
     return _all_of(in_timm_names(state, norm=norm))
 
 
-def in_timm_names(state: State, *, norm: Norm) -> tuple[dict[str, Tensor], list[str]]:
+def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[str]]:
     """Our tensors that timm's vision transformer has, in its names, and our names of the rest."""
     return _translate_back(state, _timm_vit(norm))
 
 
-def to_resnet(state: State, *, shortcut: ShortcutKind = "conv") -> dict[str, Tensor]:
+def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
     """Our ResNet in timm's names, which are torchvision's for `shortcut="conv"`.
 
     Raises:
@@ -175,7 +172,7 @@ def _joined(theirs: str, ours: str, parts: Sequence[str] = ("query", "key", "val
     return (theirs, *(f"{ours}.{part}" for part in parts))
 
 
-def _timm_vit(norm: Norm) -> list[Row]:
+def _timm_vit(norm: str) -> list[Row]:
     """timm's names, also of DeiT, DeiT III and MAE, whose models are older versions of timm's."""
     return [
         ("cls_token", "class_token.value"),
@@ -222,7 +219,7 @@ _TORCHVISION_VIT_SPELLINGS = (
 )
 
 
-def _resnet(deep: bool, shortcut: ShortcutKind) -> list[Row]:
+def _resnet(deep: bool, shortcut: str) -> list[Row]:
     """torchvision's names, and timm's of ResNet-C and -D."""
     table: list[Row] = [("conv1.6" if deep else "conv1", "stem.conv"), ("bn1", "stem.norm"), ("fc", "head")]
     for index, number in ((0, 0), (1, 3)) if deep else ():

@@ -1,39 +1,41 @@
-"""Model settings that checkpoints' tensors do not reveal: same names and shapes, different function."""
+"""What comes with weights: settings of the model that no tensor shows (same names and shapes, different function), and
+the preprocessing of images."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, refuse
+from pycls_fast.errors import UserError, refuse, refusing
+from pycls_fast.files import user_path
 from pycls_fast.models.pretrained.names import jax_heads
-from pycls_fast.models.resnet import ResNet, ShortcutKind
-from pycls_fast.models.timm_network import TimmNetwork
-from pycls_fast.models.vit import Classifier, VisionTransformer
+from pycls_fast.models.resnet import ResNet
+from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
+from pycls_fast.reading import TimmConfig, check, read_json
+from pycls_fast.values import Size
 
-_CLASSIFIERS: dict[str, Classifier] = {"token": "token", "avg": "pooled", "map": "map"}
+_CLASSIFIERS: dict[str, str] = {"token": "token", "avg": "pooled", "map": "map"}
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Settings of the model that weights belong to; None or empty if the source does not say.
+    """Settings of the model that weights belong to (keys of `model`); None or empty if the source does not say.
 
     Attributes:
-        heads: attention heads of a vision transformer.
-        norm_eps: epsilon of its LayerNorms.
-        classifier: what its head sees.
-        shortcut: how a ResNet's shortcuts make maps smaller.
         unlike: what it does and our models do not, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
     """
 
     heads: int | None = None
     norm_eps: float | None = None
-    classifier: Classifier | None = None
-    shortcut: ShortcutKind | None = None
+    classifier: str | None = None
+    shortcut: str | None = None
     unlike: str = ""
     pools_unlike: str = ""
 
@@ -115,21 +117,13 @@ def _sections(settings: str) -> dict[str, Mapping[str, Any]]:
 
 
 def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
-    """Check that one of our models can compute what the weights were trained for.
-
-    Raises:
-        UserError: none can.
-    """
+    """Refuse weights if no model of ours can compute what they were trained for."""
     if traits.unlike and not isinstance(network, TimmNetwork):
         raise UserError(_other_model(traits.unlike, source))
 
 
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
-    """Check that a network that the weights fit computes what they were trained for.
-
-    Raises:
-        UserError: one line for each setting that differs.
-    """
+    """Refuse weights that fit a network which computes something else, with one line for each setting that differs."""
     found: list[tuple[str, object, object]] = []
     if isinstance(network, ResNet):
         found.append(("shortcut", traits.shortcut, network.shortcut))
@@ -158,3 +152,152 @@ def _other_model(unlike: str, source: str) -> str:
     else:
         way_out = "no model here does; choose other weights"
     return f"weights: {source} is of a model that {unlike}, and the model does not; {way_out}"
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Preprocessing for scoring: resize, cut out the centre, normalise.
+
+    Attributes:
+        weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
+        image_size: of the crop.
+        trained_size: the same in training, for torchvision's weights in testing; None if the description lacks it.
+        crop_ratio: that size as a share of the one to which images are resized as `crop` says.
+        interpolation: that of the resizing.
+        mean, std: per channel, as fractions of 255.
+        crop: "center", "squash" or "border" (timm's `crop_mode`); see `data.transforms.EvalTransform`.
+        unknown: what of it is not supported here, in words; empty if everything is.
+    """
+
+    weights: str
+    image_size: Size
+    crop_ratio: float
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    crop: str = "center"
+    unknown: str = ""
+    trained_size: Size | None = None
+
+
+def described(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
+    """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
+
+    Args:
+        source: what `read_weights` takes, or a path, beside which the `config.json` lies.
+        model: timm's name of the model, whose preprocessing counts for a file that does not describe its own.
+        for_scoring: all of it has to be supported here; else only mean and std.
+
+    Returns:
+        None for weights that come without one.
+
+    Raises:
+        UserError: no such weights, or, for scoring, a preprocessing that is not supported here.
+    """
+    project, _, name = str(source).partition(":")
+    if project == "timm":
+        about = _of_timm_model(name)
+        if about is None:
+            raise UserError(f"weights: timm has no weights {name}")
+    elif project == "torchvision":
+        about = _of_torchvision(name)
+    else:
+        about = _beside(user_path(source)) or (_of_timm_model(model) if model else None)
+    if about is not None and for_scoring and about.unknown:
+        raise UserError(f"weights: {source} asks for {about.unknown}; preprocessing=config takes the configuration's")
+    return about
+
+
+def _beside(path: Path) -> Preprocessing | None:
+    """That of the `config.json` beside a file; other libraries keep one there, too."""
+    about = path.parent / "config.json"
+    if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
+        return None
+    what = f"weights: {about} is not timm's description of a model"
+    with refusing(what, OSError, ValueError, TypeError, use="correct it"):
+        config = read_json(about)
+        kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
+        if not isinstance(kept, dict) or not kept:
+            return None
+        check(TimmConfig, kept)
+        return _of_timm(kept, str(config.get("architecture", "")))
+
+
+def _of_timm_model(name: str) -> Preprocessing | None:
+    """That of timm's own weights; None for a name without any, such as a user's own model."""
+    import timm
+
+    try:
+        kept = timm.models.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:
+        return None
+    if kept is None or not kept.has_weights:
+        return None
+    return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
+
+
+def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
+    """The preprocessing as `timm.data.create_transform` has it, at the size meant for testing."""
+    from timm.data import resolve_data_config
+
+    found = resolve_data_config(pretrained_cfg=kept, use_test_size=True)
+    size = Size(*map(int, found["input_size"][-2:]))
+    ratio, crop = found["crop_pct"], found["crop_mode"]
+    unknown = _unknown(found["interpolation"])
+    if crop not in ("center", "squash", "border") or ratio > 1:
+        unknown = (
+            f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
+        )
+    trained = kept.get("input_size")
+    return Preprocessing(
+        weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
+        image_size=size,
+        # Of two whole pixel counts, so that `EvalTransform`'s rounding gives timm's, which rounds down.
+        crop_ratio=size.height / math.floor(size.height / ratio),
+        interpolation=found["interpolation"],
+        mean=rgb_triple(found["mean"]),
+        std=rgb_triple(found["std"]),
+        crop=crop,
+        unknown=unknown,
+        trained_size=Size(*map(int, trained[-2:])) if trained else None,
+    )
+
+
+def torchvision_weights(name: str) -> tuple[str, Any]:
+    """Model name and torchvision's `WeightsEnum` entry for "resnet50.IMAGENET1K_V2" or "resnet50".
+
+    Raises:
+        UserError: torchvision has no such weights.
+    """
+    import torchvision
+
+    model, _, tag = name.partition(".")
+    with refusing(f"weights: torchvision {torchvision.__version__} has no weights {name}", KeyError, ValueError):
+        return model, torchvision.models.get_model_weights(model)[tag or "DEFAULT"]
+
+
+def _of_torchvision(name: str) -> Preprocessing:
+    model, weights = torchvision_weights(name)
+    steps = weights.transforms()
+    side = steps.crop_size[0]
+    return Preprocessing(
+        weights=f"torchvision:{model}.{weights.name}",
+        image_size=Size.of(side),
+        crop_ratio=side / steps.resize_size[0],
+        interpolation=steps.interpolation.value,
+        mean=rgb_triple(steps.mean),
+        std=rgb_triple(steps.std),
+        unknown=_unknown(steps.interpolation.value),
+        trained_size=Size.of(side),
+    )
+
+
+def _unknown(interpolation: str) -> str:
+    has_it = interpolation in ("bilinear", "bicubic")
+    return "" if has_it else f"interpolation={interpolation}, but only bilinear and bicubic are supported"
+
+
+def rgb_triple(values: Any) -> tuple[float, float, float]:
+    """Three floats, one per RGB channel; the one of a model for gray images counts for all three."""
+    first, second, third = (float(value) for value in (tuple(values) * 3 if len(values) == 1 else values))
+    return first, second, third

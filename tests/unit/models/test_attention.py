@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycls_fast.models.attention import ATTENTION
 from pycls_fast.models.cpu_kernels import CONVOLUTION, GELU, LINEAR
-from pycls_fast.models.layers import SinCos2dPositions
+from pycls_fast.models.layers import ATTENTION, SinCos2dPositions
 from pycls_fast.speed import SWITCHES
 from tests.unit.models.conftest import draw
 

@@ -19,7 +19,6 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycls_fast.models import cpu_kernels
-from pycls_fast.models.attention import reference_attention
 from pycls_fast.models.cpu_kernels import (
     MaxPool2d,
     PolynomialGelu,
@@ -29,7 +28,7 @@ from pycls_fast.models.cpu_kernels import (
     products_convolution,
     products_linear,
 )
-from pycls_fast.models.layers import Compute, Mlp, PatchStem
+from pycls_fast.models.layers import Compute, Mlp, PatchStem, reference_attention
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory

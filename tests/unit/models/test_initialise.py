@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pycls_fast.models.moe import Experts
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.batch_norm import synchronise
+from pycls_fast.models.wrapped import TimmNetwork
+from pycls_fast.parallel.ddp import synchronise
 from tests.factories import small_vit
 
 Check = Callable[[Tensor], None]

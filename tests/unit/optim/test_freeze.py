@@ -11,8 +11,8 @@ from torch import nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.groups import freeze, parameter_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from small import batch, gradients, resnet, vit
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.parallel.compile import _WithBudget, compile_model, uncompiled
+from pycls_fast.parallel.compile import _within, compile_model, uncompiled
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
@@ -196,7 +197,7 @@ def test_a_budget_keeps_less_and_computes_the_same() -> None:
     inputs = torch.randn(64, 32, requires_grad=True)
     held, gradients = [], []
     for budget in (1.0, 0.3):
-        compiled = torch.compile(layers, backend=_WithBudget({}, budget), dynamic=False)
+        compiled = torch.compile(layers, backend=partial(_within, {}, budget), dynamic=False)
         saved: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:

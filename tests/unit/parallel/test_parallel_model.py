@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.groups import keep_statistics
-from pycls_fast.parallel.batch_norm import HostSyncBatchNorm, synchronise
-from pycls_fast.parallel.ddp import _bucket_megabytes
+from pycls_fast.parallel.ddp import HostSyncBatchNorm, _bucket_megabytes, synchronise
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
 

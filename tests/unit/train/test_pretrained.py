@@ -21,8 +21,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.export import timm_form
 from pycls_fast.models.pretrained import to_timm_vit
-from pycls_fast.models.timm_network import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network, Units
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.pretrained import load_weights
