@@ -58,7 +58,7 @@ class SoupVerb(Verb, config_of_weights=True):
     """Overwrite an existing file."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.train.tasks.soup import soup as make_soup
+        from pycls_fast.train.tasks.combine import soup as make_soup
 
         return make_soup(config, **dict(self))
 
@@ -78,7 +78,7 @@ class CalibrateVerb(Verb, config_of_weights=True):
     """Overwrite an existing file."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.train.tasks.calibrate import calibrate as calibrate_weights
+        from pycls_fast.train.tasks.combine import calibrate as calibrate_weights
 
         return calibrate_weights(config, **dict(self))
 
@@ -102,6 +102,6 @@ class KnnVerb(Verb, default="finetune", config_of_weights=True):
     """Whose preprocessing published weights get: their own, or the configuration's."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.train.tasks.knn import score_neighbours
+        from pycls_fast.train.tasks.score import score_neighbours
 
         return score_neighbours(config, **dict(self))

@@ -12,15 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast import build
+from pycls_fast.config import validate_saved
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
-from pycls_fast.errors import UserError
+from pycls_fast.data.source import Source
+from pycls_fast.errors import UserError, one_of
 from pycls_fast.given import give
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.network import Network
+from pycls_fast.optim.choices import Loss
+from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import place_model
+from pycls_fast.speed import Speed
+from pycls_fast.train.checkpoint import differing_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.weights import Restored, restore
+from pycls_fast.train.weights import Origin, Weights, find_weights, open_weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""
@@ -28,6 +35,8 @@ Skip = Callable[[str, str], None]
 BATCH_SIZE = 64
 """The default number of images at a time."""
 
+# Levels that need neither process-wide settings nor special hardware.
+_PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "fp16")
 # Up to this many images, one process reads them faster than workers start.
 _FEW = 128
 
@@ -117,24 +126,92 @@ def load(
             once another of its class was given.
 
     Raises:
-        UserError: no such weights, or a device that is not available.
+        UserError: no such weights, weights that do not name their model, or a device that is not available.
     """
     if model is not None:
         give(model)
-    return Classifier(restore(run, which=which, device=device, precision=precision, fast=fast))
+    one_of("which", which, ("auto", "model", "ema"))
+    one_of("device", device, ("auto", "cpu", "cuda"))
+    one_of("precision", precision, _PRECISIONS)
+    weights = open_weights(find_weights(run), kind=which)
+    config = _config(weights, device, precision, "fast" if fast else "reference")
+    classes = weights.classes
+    assert classes is not None
+    with build.world(config) as world:
+        switches = build.switches(config, world.device)
+        # Do not advance the caller's generator; the initial values are overwritten below.
+        with torch.random.fork_rng(devices=[]):
+            network = build.model(config, config.model.num_classes or len(classes), switches)
+        state = network.state_dict()
+        saved = {name: spec.shape for name, spec in weights.specs.items()}
+        wrong = differing_shapes(saved, {name: value.shape for name, value in state.items()})
+        if wrong is not None:
+            raise UserError(f"weights: {weights.origin.path} does not fit its own model: {wrong} in the model")
+        with torch.no_grad():
+            weights.fill(state)
+        network = place_model(network, world, memory_format=switches.memory_format)
+        build.apply_precision(config, network, world.device)
+    several = bool(weights.config and weights.config["data"].get("label_separator"))
+    return Classifier(
+        network.eval().requires_grad_(False), classes, config, weights.origin, world, switches, several=several
+    )
 
 
+def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:
+    path = weights.origin.path
+    if weights.config is None or weights.classes is None:
+        raise UserError(
+            f"weights: {path} does not say which model and classes it belongs to; give a run folder, a checkpoint, or "
+            "a file that pycls-fast export has written"
+        )
+    saved = weights.config
+    # Decode as the run did: the pixels of different libraries differ a little.
+    decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
+    if decode is not None and not build.has_decoder(decode):
+        decode = None
+    changes: dict[str, Any] = {
+        "run_dir": None,
+        "weights": None,
+        "precision": {"name": precision},
+        "parallel": {"name": "single"},
+        # Maps and features need whole batches without padding.
+        "speed": {"preset": preset, "decode": decode, "normalize_on": "device", "sequence_padding": "none",
+                  "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
+        "runtime": {"device": device},
+    }  # fmt: skip
+    # What only training needs may be of classes that nobody has registered here.
+    changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}, "distill": {}, "trackers": [], "callbacks": []}
+    changes |= {"augment": saved["augment"] | {"policy": None}}
+    changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
+    changes["data"]["source"] = "auto"
+    if "imports" not in saved and saved["loss"]["name"] not in Loss.choices():
+        # An exported file names no modules.
+        changes |= {"loss": {}}
+    return validate_saved({**saved, **changes}, str(path))
+
+
+@dataclass(eq=False, repr=False)
 class Classifier:
-    """A network with the preprocessing and the class names that it was trained with."""
+    """A network in evaluation mode, with the preprocessing and the class names that it was trained with.
 
-    def __init__(self, restored: Restored) -> None:
-        self.network: Network = restored.network
-        self.classes = restored.classes
-        self.config: RunConfig = restored.config
-        self.origin = restored.origin
-        self.device = restored.world.device
-        self._restored = restored
-        self._prepare = build.prepare(self.config, self.device, restored.switches)
+    Attributes:
+        classes: names of the outputs, in order.
+        config: the run's, but with the requested device, precision and switches.
+        world: this process only, on the device.
+        several: images have several labels.
+    """
+
+    network: Network
+    classes: tuple[str, ...]
+    config: RunConfig
+    origin: Origin
+    world: World
+    switches: Speed
+    several: bool
+
+    def __post_init__(self) -> None:
+        self.device = self.world.device
+        self._prepare = build.prepare(self.config, self.device, self.switches)
         self._autocast = build.autocast(self.config, self.device)
 
     @property
@@ -191,7 +268,7 @@ class Classifier:
 
     def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
         # Sorted by scores, which have fewer ties than probabilities; ties by the lowest index, as in evaluation.
-        several = self._restored.several
+        several = self.several
         order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, : None if several else topk]
         likely_BT = self.probabilities(scores_BK).gather(1, order_BT)
         rows = zip(batch.indices_B.tolist(), order_BT.tolist(), likely_BT.tolist(), strict=True)
@@ -230,11 +307,11 @@ class Classifier:
         few = source.in_memory or len(source) <= _FEW
         workers = 0 if few and num_workers is None else num_workers
         config = self.config.with_values(data={"eval_batch_size": batch_size or BATCH_SIZE, "num_workers": workers})
-        switches = self._restored.switches
+        switches = self.switches
         if source.in_memory:
             # Pixels are resized by Pillow, like files that are not JPEGs.
             switches = switches.replace(decode="pillow")
-        for batch in build.eval_batches(config, source, self._restored.world, switches):
+        for batch in build.eval_batches(config, source, self.world, switches):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pycls_fast.errors import DONE, UserError
-from pycls_fast.files import user_path
-from pycls_fast.inference.card import model_card
-from pycls_fast.inference.classifier import Classifier
+from pycls_fast.files import BEST, user_path
+from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.models.exported import compared, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.export import about_weights, checked, preprocessing, publish
-from pycls_fast.train.weights import Weights, find_weights, open_weights, restore
+from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.tasks.score import SCORES
+from pycls_fast.train.weights import Weights, find_weights, open_weights
 
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
@@ -80,17 +83,17 @@ def export(
 def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, images: Sequence[str], path: Path) -> str:
     """Export the network itself, with explicit attention: operations that every reader of the file supports. Returns
     how well the file agrees with it."""
-    restored = restore(source, which=weights.origin.kind, device="cpu", fast=False)
-    network = restored.network
+    classifier = load(source, which=weights.origin.kind, device="cpu", fast=False)
+    network = classifier.network
     size = sum(4 * parameter.numel() for parameter in network.parameters())
     if kind == "onnx" and size >= _ONNX_LIMIT:
         raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
     about = About(
-        classes=restored.classes,
+        classes=classifier.classes,
         texts=about_weights(weights),
-        **preprocessing(restored.config.model_dump(mode="json")),
+        **preprocessing(classifier.config.model_dump(mode="json")),
     )
-    pictures_NCHW = _crops(Classifier(restored), images) if images else drawn_images(about)
+    pictures_NCHW = _crops(classifier, images) if images else drawn_images(about)
     if dtype not in (None, "int8"):
         network.to(getattr(torch, str(dtype)))
     FORMATS[kind](network, path, about)
@@ -113,3 +116,43 @@ def _crops(classifier: Classifier, images: Sequence[str]) -> Tensor:
     found = torch.cat([batch.images_BHWC for batch in classifier.batches(classifier.given(images))])
     order_N = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
     return found[order_N].permute(0, 3, 1, 2).contiguous()
+
+
+_HEADER = """---
+library_name: timm
+pipeline_tag: image-classification
+tags: [image-classification, timm]
+---
+"""
+
+
+def model_card(weights: Weights) -> str:
+    """Markdown: where the weights come from, their scores in their run's own evaluation, classes and preprocessing."""
+    assert weights.config is not None
+    assert weights.classes is not None
+    origin, source = weights.origin, str(weights.config.get("weights"))
+    # A path is of no use to others.
+    tuned = f", fine-tuned from `{source}`" if source.startswith(("timm:", "torchvision:", "hf:")) else ""
+    average = "the moving average of the weights" if origin.kind == "ema" else "the weights"
+    text = f"{_HEADER}\nTrained by pycls_fast{tuned}: {average}, after step {origin.step}.\n"
+    measured = _measured(weights)
+    if measured:
+        text += "\n| measured in training | |\n|---|---|\n"
+        for key, (name, form) in SCORES.items():
+            text += f"| {name} | {form.format(measured[key])} |\n" if measured.get(key) is not None else ""
+    about = {"classes": weights.classes, "preprocessing": preprocessing(weights.config)}
+    for title, value in about.items():
+        # On one line, so that no name ends the block.
+        text += f"\n{title.capitalize()}:\n\n```json\n{json.dumps(value, ensure_ascii=False)}\n```\n"
+    return text
+
+
+def _measured(weights: Weights) -> Mapping[str, Any]:
+    """The evaluation of these weights, if they lie in their run's folder."""
+    path, asked = Path(weights.origin.path), (weights.origin.step, weights.origin.kind, "val")
+    if path.is_dir() or path.name == f"{BEST}.safetensors":
+        run = path.parents[1] if path.is_dir() else path.parent
+        for record in RunFolder(run).records("eval"):
+            if (record["step"], record.get("weights"), record.get("split")) == asked:
+                return record
+    return {}

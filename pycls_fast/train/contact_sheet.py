@@ -11,12 +11,13 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pycls_fast.errors import refusing
-from pycls_fast.train.pictures import font_families
 
 PAGE = 120
 """Cells per file; further pictures go to further files."""
 
 _MARGIN, _LINE, _STRIP = 8, 17, 24
+# For scripts that matplotlib's own font lacks; those that are not installed are left out.
+_OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans Devanagari", "Noto Sans Thai", "WenQuanYi Zen Hei", "Arial Unicode MS")
 _INK, _GREY, _PAPER = (20, 20, 20), (90, 90, 90), (255, 255, 255)
 
 
@@ -115,3 +116,9 @@ def _font(text: str, size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont
     visible = [ord(c) for c in set(text) if c.isprintable()]
     whole = (file for file in files if all(map(font_manager.get_font(file).get_char_index, visible)))
     return ImageFont.truetype(next(whole, files[0]), size)
+
+
+def font_families() -> list[str]:
+    """matplotlib's own font, and installed ones for other scripts."""
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]

@@ -24,7 +24,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.features import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
-from pycls_fast.train.page import draw_batch
+from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import Stopped, StopRequest, stop_requests

@@ -1,4 +1,4 @@
-"""`curves.png`, `confusion.png`, and the page of `pycls-fast test report=FOLDER` with the wrong predictions."""
+"""`curves.png`, `confusion.png`, `first_batch.jpg`; the pages of a run and of `pycls-fast test report=FOLDER`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import base64
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
+from torch import Tensor
 
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.files import atomic_write
+from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
-from pycls_fast.train.display import one_line
+from pycls_fast.train.display import duration, epochs, human, one_line, told
 from pycls_fast.train.evaluate import Evaluation
-from pycls_fast.train.folder import write_text
+from pycls_fast.train.folder import write_text, writing
+from pycls_fast.train.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,8 +84,6 @@ _WITH_NAMES = 80
 _PAIRS = 20
 # Rows and columns; about the number of pixels that they are drawn with.
 _MOST_CELLS = 1500
-# For scripts that matplotlib's own font lacks; those that are not installed are left out.
-_OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans Devanagari", "Noto Sans Thai", "WenQuanYi Zen Hei", "Arial Unicode MS")
 
 
 def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
@@ -142,6 +146,8 @@ def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
 
 
 def _label(axes: Axes, classes: Sequence[str]) -> None:
+    from pycls_fast.train.contact_sheet import font_families
+
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     if len(classes) > _WITH_NAMES:
@@ -157,6 +163,8 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
 
 def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
     """List the largest off-diagonal cells: images, true class, predicted class."""
+    from pycls_fast.train.contact_sheet import font_families
+
     axes.axis("off")
     mistakes = np.flatnonzero(counts.right_C != counts.predicted_C)
     largest = mistakes[np.argsort(-counts.images_C[mistakes], kind="stable")[:_PAIRS]]
@@ -166,14 +174,6 @@ def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
     ]
     text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
     axes.text(0, 1, text, va="top", fontsize=8, family=font_families(), transform=axes.transAxes, parse_math=False)
-
-
-def font_families() -> list[str]:
-    """matplotlib's own font, and installed ones for other scripts."""
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]
 
 
 _MOST_TILES, _TILE_SIDE = 200, 160
@@ -208,9 +208,8 @@ def write_report(
         wrong_M = set_mistakes(true_NK, scores_NK)
         rows = zip(true_NK[wrong_M], sigmoid(scores_NK[wrong_M]), strict=True)
         said = ((np.flatnonzero(own_K), {k: p for k, p in enumerate(likely_K) if p > 0.5}) for own_K, likely_K in rows)
-    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    html = environment.from_string(template).render(
+    html = render(
+        Path(__file__).with_name("report.html.j2"),
         title=title,
         facts=facts,
         confusion=None if picture is None else _data_url(picture.read_bytes(), "png"),
@@ -247,3 +246,91 @@ def _tiles(
 
 def _data_url(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+_MOST_PICTURES = 32
+_PICTURES = {
+    "curves.png": "Loss, accuracy, learning rate and speed",
+    "confusion.png": "True and predicted classes",
+    "first_batch.jpg": "Training images as the network got them in the first step",
+}
+_FILES = {
+    "best.safetensors": "the best weights",
+    "checkpoints": "to resume from",
+    "config.yaml": "every setting",
+    "environment.json": "versions and hardware",
+    "log.txt": "what was printed",
+    "metrics.jsonl": "all numbers",
+    "summary.json": "the scores",
+    "classes.json": "the scores of each class",
+    "predictions.npz": "the prediction for each image",
+}
+
+
+def render(template: Path, **values: Any) -> str:
+    """A page; all that is shown is escaped, but for what is marked as safe."""
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(template.name).render(values)
+
+
+def write_page(run: Run, summary: Mapping[str, Any]) -> None:
+    """Write `index.html` into the run's folder, from the values of `summary.json` and what lies there."""
+    folder, config = run.folder, run.config
+    final, best, metric = summary["final"], summary["best"], config.schedule.best_metric
+    scored = [] if best is None else [("best, by " + metric, best), ("last", final)]
+    facts = {
+        "state": f"stopped by {summary['stopped']}" if summary["stopped"] else "done",
+        **{name: f"{told(record)} at epoch {epochs(record['epoch'])}" for name, record in scored},
+        "model": f"{config.model.called}, {human(summary['parameters'])} parameters",
+        "weights": config.weights or "random",
+        "trained": f"{summary['steps']:,} steps, {epochs(summary['epochs'])} epochs",
+        "time": duration(summary["wall_seconds"]),
+        "device": summary["device"],
+        "command": read_json(folder.path / "environment.json")["command"],
+    }
+    classes = folder.path / "classes.json"
+    html = render(
+        Path(__file__).with_name("run.html.j2"),
+        title=f"{config.config_name}: {folder.path.name}",
+        facts=facts,
+        classes=read_json(classes)["classes"] if classes.is_file() else [],
+        pictures={name: text for name, text in _PICTURES.items() if (folder.path / name).is_file()},
+        files={name: text for name, text in _FILES.items() if (folder.path / name).exists()},
+    )
+    folder.write_text("index.html", html)
+
+
+def draw_batch(run: Run, batch: Batch) -> None:
+    """Draw the first microbatch of the run's first step as the network gets it: cropped, erased, mixed."""
+    # matplotlib, whose fonts it uses, is slow to import.
+    from pycls_fast.train.contact_sheet import Cell, write_sheets
+
+    step, data = run.parts.step, run.config.data
+    images_BCHW, targets = step.inputs(0, 0, batch)
+    mean_C11, std_C11 = (torch.tensor(values).reshape(-1, 1, 1) for values in (data.mean, data.std))
+    shown_BCHW = images_BCHW[:_MOST_PICTURES].float().cpu() * std_C11 + mean_C11
+    images_BHWC = (shown_BCHW * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    names, others = _names(run.classes, targets.labels_B), list[list[str]]()
+    if targets.mixed_B is not None:
+        share = 1.0 - float(targets.lam)
+        others = [[f"and {share:.0%} {name}"] for name in _names(run.classes, targets.mixed_B)]
+    cells = [
+        Cell(Image.fromarray(image), name, lines)
+        for image, name, lines in zip(images_BHWC, names, others or repeat([]), strict=False)
+    ]
+    file = run.folder.path / "first_batch.jpg"
+    with writing(file):
+        write_sheets(cells, file, columns=8, side=128)
+
+
+def _names(classes: Sequence[str], labels: Tensor) -> list[str]:
+    """The class of each image, (B,), or the classes, (B, K)."""
+    if labels.ndim == 1:
+        return [classes[label] for label in labels.tolist()]
+    return [", ".join(classes[k] for k in row.nonzero()[:, 0].tolist()) for row in labels.cpu()]

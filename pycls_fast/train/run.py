@@ -23,9 +23,8 @@ from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State, split
-from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import Scorer
+from pycls_fast.train.evaluate import DamagedImages, Scorer
 from pycls_fast.train.folder import DAMAGED_IMAGE, RunFolder
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step

@@ -19,8 +19,7 @@ from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
 from pycls_fast.train.export import export_best
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
-from pycls_fast.train.page import write_page
-from pycls_fast.train.pictures import draw_confusion, draw_curves
+from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
 

@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 import pycls_fast
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
-from pycls_fast.train.tasks.calibrate import best_temperature, calibrate, likelihood_loss
+from pycls_fast.train.tasks.combine import best_temperature, calibrate, likelihood_loss
 from tests.factories import load_run_config
 from tests.integration.runs import TINY
 

@@ -24,8 +24,8 @@ from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import lr_range_test
+from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import class_folders, load_run_config
 from tests.integration.runs import command, newest_checkpoint, records, run_process, scored, under_torchrun
 

@@ -23,8 +23,7 @@ from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.train.tasks import score as scoring
-from pycls_fast.train.tasks.knn import score_neighbours
-from pycls_fast.train.tasks.score import score
+from pycls_fast.train.tasks.score import score, score_neighbours
 from tests.integration.runs import scored
 
 CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")

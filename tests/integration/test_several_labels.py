@@ -21,9 +21,8 @@ from pycls_fast.inference.predict import predict
 from pycls_fast.ledger.compare import read_run_files, why_not_paired
 from pycls_fast.ledger.runs import list_runs
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.train.tasks.calibrate import calibrate
-from pycls_fast.train.tasks.knn import score_neighbours
-from pycls_fast.train.tasks.soup import soup
+from pycls_fast.train.tasks.combine import calibrate, soup
+from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
 

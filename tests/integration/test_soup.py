@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import pycls_fast
 from pycls_fast.errors import UserError
-from pycls_fast.train.tasks.soup import greedy, soup
+from pycls_fast.train.tasks.combine import greedy, soup
 from tests.factories import load_run_config
 from tests.integration.runs import TINY
 

@@ -35,10 +35,10 @@ from pycls_fast.files import timestamp
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
+from pycls_fast.train.assemble import short_training
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment_command, provenance
 from pycls_fast.train.folder import write_json
-from pycls_fast.train.short import short_training
 from pycls_fast.train.step import Step
 
 _HEAD_STD = 0.02

@@ -16,7 +16,7 @@ from pycls_fast.ledger.report.page import INK, LINE, PALE, Chart, literal, plain
 from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.contact_sheet import tile
 from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
-from pycls_fast.train.page import render
+from pycls_fast.train.pictures import render
 
 Record = Mapping[str, Any]
 Row = dict[str, str]

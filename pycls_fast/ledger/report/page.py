@@ -35,7 +35,7 @@ from pycls_fast.ledger.report.text import (
     unfinished,
     verdicts,
 )
-from pycls_fast.train.page import render
+from pycls_fast.train.pictures import render
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 # Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.

@@ -1,4 +1,4 @@
-"""Score saved weights on a split, without training."""
+"""Score saved weights on a split, without training, by their own head or by nearest neighbours."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
-from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
+from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
+from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score
 from pycls_fast.train.intervals import intervals
@@ -37,8 +37,8 @@ from pycls_fast.train.weights import Weights, find_weights, open_program, opened
 
 # Classes that are printed.
 _CLASSES = 20
-# The rows of a table, by the keys of a record.
-_ROWS = {
+# Names and forms of scores, in the order in which they are shown, by the keys of a record.
+SCORES = {
     "split": ("split", "{}"),
     "map": ("mAP", "{:.2f}%"),
     "top1": ("top-1", "{:.2f}%"),
@@ -119,7 +119,7 @@ class Setup:
         if origin.fitted.adapted or origin.fitted.left_out:
             self.display.table("weights", origin.fitted.table())
         rows, known = [], record.get("intervals", {})
-        for key, (name, text) in _ROWS.items():
+        for key, (name, text) in SCORES.items():
             if key in record:
                 ends = f" ({' to '.join(map(text.format, known[key]))})" if key in known else ""
                 rows.append((name, "none" if record[key] is None else text.format(record[key]) + ends))
@@ -336,3 +336,53 @@ def _show_worst(display: Display, classes: Sequence[Mapping[str, Any]]) -> None:
         shown.append((row["class"], numbers))
     if shown:
         display.table("classes" if len(seen) <= _CLASSES else f"the {_CLASSES} classes of the lowest F1", shown)
+
+
+def score_neighbours(
+    config: RunConfig,
+    *,
+    k: int,
+    temperature: float,
+    split: str,
+    output: str | None,
+    preprocessing: Literal["weights", "config"] = "weights",
+) -> int:
+    """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores. For
+    the arguments see `KnnVerb`. Both splits are preprocessed as for evaluation.
+
+    Raises:
+        UserError: weights or split do not exist, images cannot be read (`data.max_damaged`), `output` cannot be
+            written, or out of memory.
+    """
+    with set_up(config, preprocessing=preprocessing) as setup:
+        world = setup.world
+        file = output_file(output, world) if output is not None else None
+        sources = build.sources(setup.config, world)
+        one_of("split", split, [name for name in sources if name != "train"])
+        train = sources["train"]
+        if train.label_sets is not None:
+            raise UserError("data.label_separator: knn is for images that have one label each")
+        network, origin = setup.load(train, for_training=True)
+        with enough_to_score(setup.config, world), setup.display:
+            scorer = setup.scorer(network)
+            found = {name: collect_features(scorer, network, sources[name], name) for name in ("train", split)}
+        memory_MD, labels_M, features_ND, labels_N = (x.to(world.device) for x in (*found["train"], *found[split]))
+        classes, k = build.num_classes(setup.config, train), min(k, len(labels_M))
+        votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
+        place_N = voted_places(votes, labels_N)
+        record = {
+            "split": split,
+            **{f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)},
+            "count": len(place_N),
+            "k": k,
+            "temperature": temperature,
+            "train_images": len(labels_M),
+            "features": memory_MD.shape[1],
+            **setup.facts(origin),
+        }
+        title = f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}"
+        if world.is_main:
+            setup.show(title, origin, record)
+        if world.is_main and file is not None:
+            write_json(file, record)
+        return DONE

@@ -34,7 +34,6 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.export import NOT_TOLD, preprocessing
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.weights import restore
 from tests.factories import config_of, save_checkpoint
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import make_run
@@ -146,7 +145,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
     assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
     assert pretrained.read_weights(str(tmp_path / "net.safetensors")).classes is None
     with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
-        restore(tmp_path / "net.safetensors")
+        pycls_fast.load(tmp_path / "net.safetensors")
     assert saved_with_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None
 
 
@@ -206,7 +205,7 @@ def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     _, header, text = card.split("---\n", 2)
     assert yaml.safe_load(header)["library_name"] == "timm"
-    assert "| top-1 | 12.50% |\n| top-5 | 75.00% |\n| loss | 2.2500 |\n| validation images | 1,200 |\n" in text
+    assert "| top-1 | 12.50% |\n| top-5 | 75.00% |\n| loss | 2.2500 |\n| images | 1,200 |\n" in text
     assert '"class [9]"]' in text
     assert str(tmp_path) not in card
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

@@ -16,7 +16,7 @@ from pycls_fast.ledger.measure import numerics
 from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.train import short
+from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
 from tests.factories import config_of, randomise
 
@@ -58,7 +58,7 @@ def test_a_wrong_backward_pass_is_seen_before_training(
 ) -> None:
     """A head of zeros would hide it: no gradient reaches the blocks."""
     found = measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"]
-    build_parts = short.build_parts
+    build_parts = assemble.build_parts
 
     def broken(*arguments: Any) -> Any:
         parts = build_parts(*arguments)
@@ -66,7 +66,7 @@ def test_a_wrong_backward_pass_is_seen_before_training(
         last.register_full_backward_hook(lambda module, inputs, outputs: tuple(gradient * 1.5 for gradient in inputs))
         return parts
 
-    monkeypatch.setattr(short, "build_parts", broken)
+    monkeypatch.setattr(assemble, "build_parts", broken)
     assert measured(tmp_path, digits, f"precision={precision}")[0]["gradient_error"] > max(10 * found, 1e-3)
 
 

@@ -30,9 +30,8 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
 from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, mistakes, roc_auc, set_scores
-from pycls_fast.train.damaged import DamagedImages
 from pycls_fast.train.display import Display
-from pycls_fast.train.evaluate import Evaluation, FlipAveraged, Predictions, Scorer, evaluate
+from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import _shares, draw_confusion

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import pycls_fast
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
@@ -27,7 +28,7 @@ from pycls_fast.network import Network, Units
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
-from pycls_fast.train.weights import find_weights, restore
+from pycls_fast.train.weights import find_weights
 from tests.factories import config_of
 
 
@@ -246,7 +247,7 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"hf:me/nothing could not be downloaded \(no such repository\)"):
         find_weights("hf:me/nothing")
     with pytest.raises(UserError, match="does not say which model and classes"):
-        restore("hf:me/cats")
+        pycls_fast.load("hf:me/cats")
 
 
 def of_source(weights: str | None) -> RunConfig:

@@ -26,13 +26,12 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.evaluate import Evaluation, Predictions, predictions_csv
 from pycls_fast.train.pictures import write_report
-from pycls_fast.train.tasks import knn
-from pycls_fast.train.tasks.score import score
+from pycls_fast.train.tasks.score import score, score_neighbours
 from tests.factories import config_of, randomise
 
 TOOLS: dict[str, Callable[[RunConfig], int]] = {
     "score": lambda config: score(config, "val", None),
-    "knn": lambda config: knn.score_neighbours(config, k=1, temperature=1.0, split="val", output=None),
+    "knn": lambda config: score_neighbours(config, k=1, temperature=1.0, split="val", output=None),
 }
 
 

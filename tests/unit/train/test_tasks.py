@@ -17,8 +17,8 @@ import pycls_fast
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import knn_votes
 from pycls_fast.train.tasks import lr_range
-from pycls_fast.train.tasks.knn import score_neighbours
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
+from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import config_of
 from tests.unit.inference.conftest import VIT, make_run
 
