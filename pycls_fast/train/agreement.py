@@ -26,11 +26,7 @@ _MOST = 5
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """What an action returns on the main rank, for all ranks, which call this.
-
-    Raises:
-        UserError, Stopped: the main rank's; by all, so that no other one waits for it.
-    """
+    """What an action returns on the main rank, or its `UserError` or `Stopped`, on all ranks, which call this."""
     found: tuple[Any, Exception | None] = (None, None)
     if world.is_main:
         try:
@@ -44,11 +40,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
-    """Check that all ranks run the same versions with the same settings, paths excepted; all ranks call this.
-
-    Raises:
-        UserError: one line per setting that differs; the same on all ranks.
-    """
+    """Refuse, on all ranks, versions and settings (but paths) that differ between them: a line for each."""
     settings = {key: as_typed(value) for key, value in flat(config.model_dump(mode="json")).items() if key not in _OWN}
     settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
     different = _differences(settings, world)[:_MOST]
@@ -56,13 +48,10 @@ def check_same_settings(config: RunConfig, world: World) -> None:
 
 
 def check_same_data(sources: Mapping[str, Images], world: World) -> None:
-    """Check that all ranks found the same numbers of images with the same labels, and the same classes.
+    """Refuse, on all ranks, other numbers of images, labels or classes on one of them.
 
     Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,
-    and with one class folder less on wrong labels. All ranks call this.
-
-    Raises:
-        UserError: they did not; the same on all ranks.
+    and with one class folder less on wrong labels.
     """
     facts = {}
     for split, source in sources.items():

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from torch.optim import Optimizer
 
 from pycls_fast import build
 from pycls_fast.config.keys import as_typed
@@ -23,10 +22,8 @@ from pycls_fast.data.prepare import to_device
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
-from pycls_fast.optim.masters import MasterWeights
-from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights, local
+from pycls_fast.optim.weights import LocalShards, OwnedWeights, local
 from pycls_fast.parallel.flat import FlatShards
-from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.race import compile_if_it_pays
@@ -47,11 +44,7 @@ from pycls_fast.train.watchdog import Watchdog
 
 
 def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
-    """Build every part; each needs the ones before it.
-
-    Args:
-        resumed_from: the checkpoint that will overwrite the initial values, so that `weights` is not loaded.
-    """
+    """Build every part; each needs the ones before it. A checkpoint to resume from takes the place of `weights`."""
     config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
@@ -180,7 +173,18 @@ def make_step(
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     owner = masters or build.low_rank(config, network, adapted, world)
-    weights, optimizer = _optimized(config, network, switches, wrapped, owner, sharded=sharded)
+    # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.
+    flat = wrapped.weights
+    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
+    weights = flat or owner or shards or OwnedWeights(network)
+    optimizer = wrapped.optimizer or build.optimizer(
+        config,
+        network,
+        switches,
+        owner or shards,
+        sharded=sharded and flat is None,
+        groups=None if flat is None else flat.groups,
+    )
     return kind(
         network=network,
         wrapped=wrapped,
@@ -201,30 +205,6 @@ def make_step(
         accumulation_steps=config.optim.microbatches,
         watchdog=Watchdog(network, scaled=scaler.is_enabled()) if config.runtime.watchdog else None,
     )
-
-
-def _optimized(
-    config: RunConfig,
-    network: Network,
-    switches: Speed,
-    wrapped: ParallelModel,
-    owner: MasterWeights | LowRank | None,
-    *,
-    sharded: bool,
-) -> tuple[OwnedWeights, Optimizer]:
-    """What holds the values that the optimizer changes (flat shards, masters, factors, local shards, the network), and
-    it."""
-    flat = wrapped.weights
-    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
-    optimizer = wrapped.optimizer or build.optimizer(
-        config,
-        network,
-        switches,
-        owner or shards,
-        sharded=sharded and flat is None,
-        groups=None if flat is None else flat.groups,
-    )
-    return flat or owner or shards or OwnedWeights(network), optimizer
 
 
 @dataclass

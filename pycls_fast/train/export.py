@@ -18,16 +18,10 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
 from pycls_fast.models.export import SUFFIXES
 from pycls_fast.train.environment import versions
-from pycls_fast.train.weights import Weights, open_weights
+from pycls_fast.train.weights import Weights
 
 NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
 """Left out of a file of weights, which is for other machines and people, and imports nothing."""
-
-
-def export_best(checkpoint: Path, file: Path) -> None:
-    """Write the weights of a checkpoint, their average if there is one, into one file."""
-    weights = open_weights(checkpoint.resolve())
-    write_weights(file, weights, weights.read())
 
 
 def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:

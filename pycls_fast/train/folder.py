@@ -42,11 +42,8 @@ def nan_to_none(value: Any) -> Any:
 
 
 def output_file(output: str | Path, world: World = ALONE, *, key: str = "output") -> Path:
-    """The path to write to, with its folders made and a link resolved; the main rank looks whether it can be written.
-
-    Raises:
-        UserError: it cannot; names the `key` of the tool.
-    """
+    """The path to write to, with its folders made and a link resolved; a `UserError` with the tool's `key` if the main
+    rank cannot write it."""
     file = user_path(output)
     # Not `Path.is_symlink`, which raises for a name that is too long; `check` reports it.
     if os.path.islink(file):  # noqa: PTH114
@@ -83,10 +80,7 @@ class RunFolder:
     """The files of one run. Made on rank 0; on other ranks only the path is used.
 
     A context manager: its end releases the lock (see `occupy`), then removes the folders that were made for a run that
-    did not begin to train.
-
-    Args:
-        path: the folder that the user named, or `runs/EXPERIMENT/TIME`, which this process has made (`is_new`).
+    did not begin to train; `path`, too, if this process has made it (`is_new`).
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
@@ -204,15 +198,11 @@ class RunFolder:
         """Write `config.yaml`: the command (None: that of this process), and every value, defaults included."""
         # On one line: a path may contain a newline.
         header = f"# {' '.join((command or environment_command()).splitlines())}\n"
-        self._write("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
+        self.write_text("config.yaml", header + yaml.safe_dump(values, sort_keys=False))
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Write a JSON file atomically; values that are not finite are written as null."""
-        self._write(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        """Write a file atomically."""
-        self._write(name, text)
+        self.write_text(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
 
     def open_log(self) -> TextIO:
         """`log.txt`, to add to what earlier processes have printed."""
@@ -242,11 +232,7 @@ class RunFolder:
         return record
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`, or those of one kind; damaged lines are left out.
-
-        Raises:
-            UserError: the file is not text.
-        """
+        """The records of `metrics.jsonl` (of one kind) without damaged lines; a `UserError` if the file is no text."""
         if not self.metrics.is_file():
             return
         # `kind` comes first; other kinds are not parsed.
@@ -281,7 +267,7 @@ class RunFolder:
             if damaged := now.count("\n") - len(records):
                 print_lines("warning", [f"{self.metrics}: dropped {damaged} damaged line{'s' * (damaged > 1)}"])
             self._close_metrics()
-            self._write("metrics.jsonl", kept)
+            self.write_text("metrics.jsonl", kept)
         return len(records) - len(lines)
 
     def _close_metrics(self) -> None:
@@ -291,7 +277,8 @@ class RunFolder:
             with writing(self.metrics):
                 os.close(file)
 
-    def _write(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file atomically."""
         with writing(self.path / name):
             # Flushed: the records decide which checkpoint is kept as the best.
             atomic_text(self.path / name, text)

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import sparse
 
 from pycls_fast.data.sources.base import Images
-from pycls_fast.train.by_class import judged, probability_gaps, sigmoid
+from pycls_fast.train.by_class import judged, of_sets, probability_gaps, sigmoid
 from pycls_fast.train.evaluate import Evaluation
 
 _RESAMPLES = 1_000
@@ -69,9 +69,7 @@ def resampled(result: Evaluation, source: Images) -> Callable[[np.ndarray], dict
     predictions, scores_NK = result.predictions, result.scores_NK
     several = source.label_sets is not None
     if source.label_sets is not None:
-        assert scores_NK is not None
-        true_NK = source.label_sets[source.labels[predictions.indices_N]] > 0
-        scores_NK = scores_NK[:, :classes]
+        true_NK, scores_NK = of_sets(result, source)
         true, guessed = (sparse.csr_array(each_NK.T) for each_NK in (true_NK, scores_NK > 0))
         rows_M, shares, rights = np.arange(len(true_NK)).repeat(classes), sigmoid(scores_NK), true_NK
     else:

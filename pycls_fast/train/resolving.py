@@ -30,10 +30,8 @@ _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
-    """The configuration with the commit of `weights`, a precision and a number of threads, or with the checkpoint's.
-
-    All ranks call this. `resumed_from` is the checkpoint from which a run resumes.
-    """
+    """The configuration with the commit of `weights`, a precision and a number of threads, or with those of the
+    checkpoint from which a run resumes; all ranks call this."""
     if resumed_from is not None:
         return as_saved(config, world, resumed_from)
     return with_precision(pin_weights(config, world), world)
@@ -86,23 +84,16 @@ def with_precision(config: RunConfig, world: World) -> RunConfig:
 def after_data(
     config: RunConfig, images: int, world: World, *, classes: int | None = None, note: Callable[[str], None]
 ) -> RunConfig:
-    """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers.
-
-    Args:
-        images: number of images in the training split (for scoring: in the one that is scored).
-        classes: the number of classes in the data, if it is known.
-        note: reports weights whose mean and standard deviation are not known.
-    """
+    """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers; for so many images
+    to train on (or to score)."""
     return resolve_normalization(resolve_auto(config, images, world, classes=classes), world, note=note)
 
 
 def pin_weights(config: RunConfig, world: World) -> RunConfig:
     """The configuration with `weights=hf:ORG/NAME@COMMIT` for weights of the Hugging Face hub; all ranks call this.
 
-    Rank 0 asks the hub for the commit, and downloads what timm and torchvision name.
-
-    Raises:
-        UserError: on all ranks: no such repository or revision, or no network and no copy of the weights.
+    Rank 0 asks the hub for the commit, and downloads what timm and torchvision name. A `UserError` on all ranks if it
+    cannot.
     """
     source = config.weights
     if source is None or not (source.startswith(pretrained.HUGGING_FACE) or pretrained.is_hub(source)):

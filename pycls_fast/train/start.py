@@ -39,35 +39,23 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
         on_main(world, lambda: folder.occupy(on_wait=display.note))
         check_same_folder(folder, world)
-        yield _start(config, world, display, command, folder, restarted=restarted)
-
-
-def _start(
-    config: RunConfig, world: World, display: Display, command: str | None, folder: RunFolder, *, restarted: bool
-) -> Run:
-    opened = find_start(config, folder, world, display, restarted=restarted)
-    parts = build_parts(config, world, display, opened)
-    runtime = parts.config.runtime
-    saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
-    total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
-    run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
-    resume(run, opened)
-    # Settings with which nothing is trained are not the run's.
-    if world.is_main and not run.finished:
-        folder.write_config(run.settings(), command)
-        folder.write_json("environment.json", environment(world.device, world.size, command))
-    introduce(run)
-    return run
+        opened = find_start(config, folder, world, display, restarted=restarted)
+        parts = build_parts(config, world, display, opened)
+        runtime = parts.config.runtime
+        saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
+        total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
+        run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
+        resume(run, opened)
+        # Settings with which nothing is trained are not the run's.
+        if world.is_main and not run.finished:
+            folder.write_config(run.settings(), command)
+            folder.write_json("environment.json", environment(world.device, world.size, command))
+        introduce(run)
+        yield run
 
 
 def check_same_folder(folder: RunFolder, world: World) -> None:
-    """Check that all ranks see rank 0's lock in the folder, in which each writes its own part of a checkpoint.
-
-    All ranks call this.
-
-    Raises:
-        UserError: one does not see the folder; the same on all ranks.
-    """
+    """Refuse, on all ranks, a folder in which one of them, which writes its part there, does not see rank 0's lock."""
     # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
     # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
     seen = world.gather((os.path.exists(folder.lock_file), platform.node()))  # noqa: PTH110

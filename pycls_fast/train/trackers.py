@@ -25,7 +25,7 @@ _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 
 class Board:
-    """The trackers and callbacks of a run, called as one; a context manager that ends them.
+    """Calls trackers and callbacks as one; a context manager that ends them.
 
     Set `status` to the run's exit status before the context ends without an exception. A remote tracker that fails is
     one warning, and is not called again.
@@ -53,11 +53,7 @@ class Board:
                 stack.callback(callback.end, self._run, int(self.status))
 
     def open(self, *trackers: Tracker) -> None:
-        """Continue each tracker's run of an earlier process, whose id is in the run folder, or begin a new one.
-
-        Raises:
-            UserError: a remote tracker cannot begin a new run.
-        """
+        """Continue each tracker's run of an earlier process, whose id is in the run folder, or begin a new one."""
         run = self._run
         assert run is not None
 

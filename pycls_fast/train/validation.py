@@ -16,12 +16,13 @@ from pycls_fast.train.by_class import class_scores, confusion, mean_errors, set_
 from pycls_fast.train.display import epochs, told
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
-from pycls_fast.train.export import export_best
+from pycls_fast.train.export import write_weights
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
+from pycls_fast.train.weights import open_weights
 
 
 def primary_records(run: Run) -> list[dict[str, Any]]:
@@ -31,13 +32,10 @@ def primary_records(run: Run) -> list[dict[str, Any]]:
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, tolerance: float = 0.0) -> int | None:
-    """Index of the first best evaluation, or of the last that is nearly as good; None without any.
+    """Index of the first best record, or of the last that is nearly as good; None without any. NaN and null are worst.
 
-    Args:
-        evaluations: records of `metrics.jsonl`.
-        metric: "top1", "class_top1" or "map" (highest is best) or "loss" (lowest is best). NaN and null are worst.
-        tolerance: how far below the highest accuracy is nearly as good, in its standard errors (the one-standard-error
-            rule of Breiman et al. 1984, section 3.4.3). Not for the loss.
+    `tolerance` says how far below the highest accuracy is nearly as good, in its standard errors (the
+    one-standard-error rule of Breiman et al. 1984, section 3.4.3); not for the loss.
     """
     sign = 1 if metric == "loss" else -1
     values = [record.get(metric) for record in evaluations]
@@ -76,11 +74,8 @@ _DRAWING_SHARE = 0.01
 class Evaluations:
     """The evaluations of the validation split between training steps.
 
-    Args:
-        on_batch: called after each batch on every rank; may raise to stop.
-
-    Attributes:
-        finite: whether the latest one had finite losses; the same on all ranks.
+    `on_batch` is called after each batch on every rank, and may raise to stop; `finite` says, on all ranks, whether
+    the latest one had finite losses.
     """
 
     def __init__(self, run: Run, board: Board, on_batch: Callable[[], None]) -> None:
@@ -118,11 +113,7 @@ class Evaluations:
         return True
 
     def take(self, done: int) -> None:
-        """Evaluate the model and its average, if there is one.
-
-        Raises:
-            UserError: no image can be read; the same on all ranks.
-        """
+        """Evaluate the model and its average, if there is one; a `UserError` on all ranks if no image can be read."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
         self.finite = True
@@ -198,17 +189,10 @@ def summarise(
     run: Run, evaluations: Evaluations, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
 ) -> float | None:
     """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
-    and give it to the trackers.
+    and give it to the trackers. On the main rank.
 
-    On the main rank.
-
-    Args:
-        clock: the speed of what this process trained.
-        memory: the peak over the ranks, in bytes.
-        stopped: the signal that ended the run, and the step that is saved.
-
-    Returns:
-        What a sweeper minimises; see `objective`.
+    `memory` is the peak over the ranks, in bytes; `stopped` the signal that ended the run, and the step that is saved.
+    Returns what a sweeper minimises; see `objective`.
     """
     if not clock.intervals:
         # Nothing was left to train: report the speed and memory of the earlier processes.
@@ -230,7 +214,8 @@ def summarise(
     # An earlier process of a finished run has written it; without a checkpoint nothing was worth saving.
     if checkpoint.exists() and not (run.finished and weights.exists()):
         try:
-            export_best(checkpoint, weights)
+            best_weights = open_weights(checkpoint.resolve())
+            write_weights(weights, best_weights, best_weights.read())
         except UserError as error:
             run.display.warn(str(error))
     write_page(run, values)
