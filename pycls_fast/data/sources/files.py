@@ -47,15 +47,6 @@ _MOST_CLASSES = 1_000_000
 _MOST_OPEN = 256
 
 
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether the entry is a folder that may hold data, or a link to one; broken and circular links are not."""
-    # Not `suppress`: it takes longer than everything else per entry, and there may be millions.
-    try:
-        return entry.is_dir() and entry.name not in _SYSTEM_FOLDERS
-    except OSError:
-        return False
-
-
 class FileImages(Images):
     """One file per image."""
 
@@ -166,20 +157,30 @@ def files_below(root: str, suffixes: tuple[str, ...], *, deep: bool = True) -> I
     elif Path(root).is_file():
         yield root
     else:
+        for folder, _, inner, files in walk(root):
+            inner[:] = inner if deep else []
+            yield from (f"{folder}/{name}" for name in files if name.lower().endswith(suffixes))
 
-        def fail(error: OSError) -> None:
-            raise error
 
-        seen: set[tuple[int, int]] = set()
-        # A folder that is missing or cannot be read is told, not left out.
-        for folder, inner, files in os.walk(root, followlinks=True, onerror=fail):
-            status = Path(folder).stat()
-            is_new = (status.st_dev, status.st_ino) not in seen
-            seen.add((status.st_dev, status.st_ino))
-            wanted = (name for name in sorted(inner) if deep and name[0] != "." and name not in _SYSTEM_FOLDERS)
-            inner[:] = wanted if is_new else []
-            own = (name for name in files if is_new and name[0] != "." and name.lower().endswith(suffixes))
-            yield from (f"{folder}/{name}" for name in own)
+def walk(root: str) -> Iterator[tuple[str, os.stat_result, list[str], list[str]]]:
+    """Folders from `root` down, each once and none above it, whatever links lead there: path, status, and the names of
+    folders and files in it, without hidden ones and those of the system. Folders taken from the list are not walked.
+
+    Raises:
+        OSError: one is missing or cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = {(above.stat().st_dev, above.stat().st_ino) for above in Path(root).absolute().parents}
+    for folder, inner, files in os.walk(root, followlinks=True, onerror=fail):
+        status = Path(folder).stat()
+        here = (status.st_dev, status.st_ino)
+        inner[:] = sorted(name for name in inner if name[0] != "." and name not in _SYSTEM_FOLDERS and here not in seen)
+        if here not in seen:
+            seen.add(here)
+            yield folder, status, inner, [name for name in files if name[0] != "."]
 
 
 def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:

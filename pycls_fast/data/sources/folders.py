@@ -11,7 +11,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset
-from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, is_folder, labels_of
+from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError, first_few, is_first_of_node
@@ -187,49 +187,25 @@ def _digest(names: Sequence[str]) -> str:
 def _list_class(root: Path, name: str) -> _Listing:
     stamp: dict[str, int] = {}
     unread: Counter[str] = Counter()
-    # Names sorted as bytes (whatever the locale), relative to the class folder.
-    found = sorted(_walk_images(root, name, "", frozenset(), stamp, unread))
-    prefix = os.fsencode(f"{name}/")
-    return _Listing(Texts.of(prefix + image for image in found), stamp, unread)
-
-
-def _walk_images(
-    root: Path,
-    name: str,
-    prefix: str,
-    above: frozenset[tuple[int, int]],
-    stamp: dict[str, int],
-    unread: Counter[str],
-) -> Iterator[bytes]:
-    folder = f"{root}/{name}/{prefix}".rstrip("/")
-    status = Path(folder).stat()
-    # An mtime far ahead (a server's clock, a zip archive from another time zone) is as good as an old one.
-    is_settled = abs(time.time_ns() - status.st_mtime_ns) > _TIME_STEP_NS
-    stamp[f"{name}/{prefix}".rstrip("/")] = status.st_mtime_ns if is_settled else 0
-    nested: list[str] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            image = entry.name
-            if image[0] == ".":
-                continue
-            if is_folder(entry):
-                nested.append(image)
-            elif image.lower().endswith(EXTENSIONS):
+    found: list[bytes] = []
+    for folder, status, _, files in walk(f"{root}/{name}"):
+        place = os.path.relpath(folder, root)
+        # An mtime far ahead (a server's clock, a zip archive from another time zone) is as good as an old one.
+        is_settled = abs(time.time_ns() - status.st_mtime_ns) > _TIME_STEP_NS
+        stamp[place] = status.st_mtime_ns if is_settled else 0
+        for image in files:
+            if image.lower().endswith(EXTENSIONS):
                 # Not checked to be a file: a broken link is then reported as a damaged image, not overlooked.
-                yield os.fsencode(prefix + image)
+                found.append(os.fsencode(f"{place}/{image}"))
             elif image.lower().endswith(_UNREAD_EXTENSIONS):
                 unread[os.path.splitext(image)[1].lower()] += 1  # noqa: PTH122  # faster than a Path
-    here = (status.st_dev, status.st_ino)
-    if nested and here in above:
-        raise UserError(f"{folder} is a link to a folder above it; remove the link")
-    for inner in nested:
-        yield from _walk_images(root, name, f"{prefix}{inner}/", above | {here}, stamp, unread)
+    # Sorted as bytes, whatever the locale.
+    return _Listing(Texts.of(sorted(found)), stamp, unread)
 
 
 def subfolders(root: Path) -> list[str]:
     """Names of the folders in a folder, sorted, hidden ones and those of the system left out."""
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.name[0] != "." and is_folder(entry))
+    return next(walk(str(root)))[2]
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
