@@ -135,8 +135,6 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
     """Validate strictly, then check combinations of keys.
 
     Args:
-        composed: from Hydra.
-        purpose: what it is used for.
         options: a tool's own keys, which are no part of the configuration.
 
     Raises:
@@ -216,16 +214,7 @@ def load_config(
 
 
 def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:
-    """Compose an experiment from the files of some folders; see `load_config`.
-
-    Args:
-        config_name: the experiment.
-        overrides: as on the command line.
-        folders: where files are looked for; those of the folder that holds the experiment win.
-
-    Raises:
-        UserError: no such folder or file, or an override that cannot be parsed.
-    """
+    """Compose an experiment (see `load_config`) from folders of files; those of the folder that holds it win."""
     require_folders(folders)
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     main = next((folder for folder in folders if (folder / file).is_file()), folders[0])

@@ -35,21 +35,15 @@ Key = tuple[str, type[Section]]
 """A dotted key, and the section that has it."""
 
 
-def help_text(
-    own: type[Section], folders: Sequence[Path] = (), words: Sequence[str] = (), width: int | None = None
-) -> str:
+def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[str] = ()) -> str:
     """The `--help` page, or of `--help WORD ...` what the words mean.
 
     Args:
         own: the tool: its docstring and its own keys.
         folders: the folders of configurations; none for a tool that takes no configuration.
-        words: keys, groups and experiments to describe instead.
-        width: in characters; None for that of the terminal, up to 120.
-
-    Raises:
-        UserError: one line per word that is nothing of these.
+        words: keys, groups and experiments to describe instead; a `UserError` has a line for each that is none.
     """
-    width = min(shutil.get_terminal_size((120, 24)).columns, 120) if width is None else width
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
     experiments.pop("base", None)  # What they begin with.
     if not words:
@@ -112,16 +106,8 @@ def _header(file: Path) -> str:
 
 
 def help_of_key(word: str, own: type[Section], width: int) -> str:
-    """Describe a key (`optim.lr`), the keys with this last part (`lr`), a group (`optim`), or one choice (`optim=sgd`).
-
-    Args:
-        word: what was typed.
-        own: the tool's own keys.
-        width: of the terminal, in characters.
-
-    Raises:
-        UserError: there is no such key.
-    """
+    """Describe a key (`optim.lr`), the keys with this last part (`lr`), a group (`optim`), or one choice (`optim=sgd`);
+    a `UserError` if there is none of these."""
     keys = [*_keys(own), *_keys(RunConfig)]
     word, _, choice = word.partition("=")
     if choice:

@@ -118,11 +118,7 @@ class LadderSettings(Repeats):
 
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
-    """Read a ladder by its name in `configs/ladders/`, or by the path of a YAML file.
-
-    Raises:
-        UserError: there is no such ladder, or one line per mistake in it.
-    """
+    """Read a ladder by its name in `configs/ladders/`, or by the path of a YAML file."""
     file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
     with refusing(f"ladder: {file} cannot be read", OSError, ValueError):
         values = read_yaml(file)
@@ -177,12 +173,7 @@ def of_switches() -> Iterator[Variant]:
 
 
 def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
-    """The ladder with ratios replaced by image sizes in pixels, in whole patches of the experiment's model, and by
-    batch sizes.
-
-    Raises:
-        UserError: the experiment's batch size is found from the data.
-    """
+    """The ladder with sizes of images, in whole patches of the experiment's model, and of batches for ratios."""
     patch = config.model.patch_size if isinstance(config.model, ViTModel) else 1
 
     def sized(variant: Variant) -> Variant:

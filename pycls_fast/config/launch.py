@@ -150,11 +150,7 @@ def _run(verb: type[Verb], arguments: list[str]) -> int:
 
 
 def _flags(arguments: list[str]) -> Namespace:
-    """Hydra's own flags, with `overrides`.
-
-    Raises:
-        UserError: there is no such flag.
-    """
+    """Hydra's own flags, with `overrides`."""
 
     def mistake(message: str) -> NoReturn:
         raise UserError(f"{message}; write key=value for a value, --help lists what there is")
@@ -240,11 +236,7 @@ def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[
 
 
 def _checked(composed: Composed, verb: type[Verb], purpose: Purpose) -> tuple[RunConfig, Verb]:
-    """The configuration, checked for a purpose, and the verb with its own keys.
-
-    Raises:
-        UserError: one line per mistake.
-    """
+    """The configuration, checked for a purpose, and the verb with its own keys; all mistakes at once."""
     own = {key: value for key, value in composed.values.items() if key in verb.model_fields}
     mistakes: list[str] = []
     try:
@@ -302,10 +294,7 @@ def _value(override: str) -> Any:
 
 
 def _status_of(action: Callable[[], int]) -> int:
-    """The status of one run; a crash is shown at once.
-
-    Hydra would report it only after the sweep's last run, and keep this run's network in memory.
-    """
+    """The status of one run; a crash is shown at once, not after the sweep's last run as by Hydra."""
     try:
         return reporting(action)
     except Exception:  # noqa: BLE001  # a crash of the tool
@@ -314,10 +303,7 @@ def _status_of(action: Callable[[], int]) -> int:
 
 
 def _objective(status: int) -> float | None:
-    """What a sweeper gets from a run: a number to minimise, or None.
-
-    Optuna's records a trial with None as failed and continues; NaN would end its search with a traceback.
-    """
+    """The number that a sweeper minimises. With None Optuna's goes on after a failed run; NaN would end its search."""
     return status.objective if isinstance(status, Finished) else None
 
 
@@ -328,8 +314,6 @@ def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section
     """The configuration of this process's command line plus more overrides (`key=value`, `group=name`).
 
     Args:
-        overrides: as on the command line.
-        purpose: what it is used for.
         options: the tool's own keys, which are not part of a configuration.
 
     Raises:
@@ -392,16 +376,9 @@ def config_folders() -> list[Path]:
     return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
 
 
-# Sweeps.
-
-
 @contextmanager
 def _sweep_folder(flags: Namespace) -> Iterator[list[str]]:
-    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder.
-
-    Raises:
-        UserError: several ranks would each search for the best values.
-    """
+    """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder."""
     chosen = dict(override.split("=", 1) for override in flags.overrides if override.startswith("hydra/"))
     sweeper = chosen.get("hydra/sweeper", "basic")
     if not flags.multirun:
@@ -425,11 +402,7 @@ def _sweep_folder(flags: Namespace) -> Iterator[list[str]]:
 
 
 def _refuse_shared_folder(overrides: Sequence[str]) -> None:
-    """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result.
-
-    Raises:
-        UserError: one `run_dir` for several runs.
-    """
+    """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result."""
     with explaining([]):
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     given = [override for override in parsed if override.key_or_group == "run_dir"]

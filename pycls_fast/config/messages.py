@@ -58,8 +58,8 @@ def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ..
 
 def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        family = next((family for family in FAMILIES.values() if family is annotation), None)
-        yield from (annotation,) if family is None else family.choices().values()
+        is_family = issubclass(annotation, Choice) and annotation in FAMILIES.values()
+        yield from annotation.choices().values() if is_family else (annotation,)
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
         for part in typing.get_args(annotation):
             yield from _sections(part)
@@ -214,10 +214,7 @@ def _shown(value: Any) -> str:
 
 
 def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted key of a pydantic location, and the section that its last part belongs to.
-
-    pydantic puts the name of a choice into the location (`optim.adamw.lr`), which the user did not write.
-    """
+    """The dotted key of a pydantic location, without the names of choices in it (`optim.adamw.lr`), and its section."""
     key, section, inside = "", schema, tuple[type[BaseModel], ...]()
     for part in location:
         chosen = [each for each in inside if issubclass(each, Choice) and part == each.member]

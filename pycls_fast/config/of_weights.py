@@ -40,9 +40,6 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
 
     Args:
         around: any file or folder in a run's folder counts for it.
-
-    Raises:
-        UserError: it cannot be read.
     """
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
     if not exists(source):
@@ -88,11 +85,7 @@ def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
 
 
 def saved_in_run(run_dir: Path) -> SavedConfig:
-    """The configuration in a run folder's `config.yaml`.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """The configuration in a run folder's `config.yaml`."""
     file = run_dir / "config.yaml"
     return SavedConfig(_read(read_yaml, file), file)
 

@@ -26,11 +26,7 @@ SAVED = "saved_with_weights"
 
 
 def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
-    """The configuration saved with what `weights=` names; None if there is none (files of other projects).
-
-    Raises:
-        UserError: the argument or the saved configuration cannot be read.
-    """
+    """The configuration saved with what `weights=` names; None if there is none (files of other projects)."""
     given = [override.partition("=")[2] for override in overrides if key_of(override) == "weights"]
     if not given:
         return None
@@ -47,11 +43,7 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
 
 
 def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
-    """A configuration from a checkpoint's or exported file's plain values; combinations of keys are not checked.
-
-    Args:
-        values: as saved.
-        where: the file, for messages.
+    """A configuration from the plain values of a checkpoint or an exported file, `where`; combinations are not checked.
 
     Raises:
         UserError: one line per value that this version does not accept.

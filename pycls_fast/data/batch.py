@@ -84,11 +84,10 @@ HostStage = Callable[[Batch, int | None], Batch]
 
 
 def collate(samples: Iterable[Sample], *, count: int, image_size: Size, erases: bool, shared: bool = False) -> Batch:
-    """Collate samples; those without an image contribute only their damage report.
+    """Collate at most `count` samples; those without an image contribute only their damage report.
 
     Args:
         samples: each is copied into the batch as it comes, while it is in the CPU's cache.
-        count: how many there are at most.
         shared: allocate the batch in memory that is shared with the main process, which saves a copy.
 
     Raises:

@@ -30,11 +30,10 @@ _FARTHEST = 256
 
 
 class Checked(NamedTuple):
-    """Some images of a source, in its order."""
+    """Some images of a source, in its order; `seen` is of `SEEN`."""
 
     damaged: list[Damaged]
     seen: np.ndarray
-    """Of `SEEN`."""
 
 
 def verify(source: Images, *, workers: int, title: str) -> Iterator[Checked]:
@@ -109,10 +108,8 @@ def _groups(labels_N: np.ndarray) -> list[np.ndarray]:
 
 
 def _near(looks_N: np.ndarray) -> np.ndarray:
-    """A label for each look, the same for those that a chain of small differences connects.
-
-    Of four bands of 16 bits, one at least is the same in two looks that differ in at most three bits.
-    """
+    """A label for each look, the same for those that a chain of small differences connects."""
+    # Of four bands of 16 bits, one at least is the same in two looks that differ in at most three bits.
     kinds, place_of = np.unique(looks_N, return_inverse=True)
     pairs = [np.zeros((2, 0), dtype=np.int64)]
     for band in range(_BANDS):

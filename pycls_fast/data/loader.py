@@ -68,8 +68,8 @@ def _stop_workers(iterator: object) -> None:
 def _stop_all_workers() -> None:
     """End the workers of iterators that a traceback or a global variable keeps alive to the end.
 
-    At exit multiprocessing sends SIGTERM to its children and waits for them without a timeout. Workers that ignore the
-    signal must therefore be gone by then; the handler registered last runs first.
+    multiprocessing waits for them without a timeout, and they ignore its SIGTERM. The handler registered last runs
+    first.
     """
     for iterator in list(_running):
         _stop_workers(iterator)
@@ -78,10 +78,8 @@ def _stop_all_workers() -> None:
 @contextmanager
 def _as_chosen() -> Iterator[None]:
     """Leave torch's warning about more workers than cores, which help if loading waits for a network disk, and undo the
-    signal handler of its iterators, which raises for a dead worker wherever the main thread is.
-
-    In the middle of a step or a save that would be a traceback. Who waits for the worker's batch finds out as well,
-    within 5 s.
+    signal handler of its iterators, which raises for a dead worker in the middle of a step or a save; who waits for the
+    worker's batch finds out within 5 s.
     """
     before = signal.getsignal(signal.SIGCHLD)
     try:
@@ -247,8 +245,7 @@ def make_loader(
     Args:
         num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
-        prefetch_factor: batches that each worker has ready or in progress.
-        while_waiting: called every few seconds while no batch comes from the workers; may raise.
+        timeout_seconds, while_waiting: see `ImageLoader`.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.

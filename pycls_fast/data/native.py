@@ -99,10 +99,9 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def jpeg_region(data: bytes, crop: Crop, divisor: int = 1) -> np.ndarray | None:
-    """A crop of a JPEG, uint8 (height, width, 3) of the view.
+    """A crop of a JPEG that has a `jpeg_size`, uint8 (height, width, 3) of the view.
 
     Args:
-        data: a file for which `jpeg_size` returned a size.
         divisor: 1, 2, 4 or 8: the image is decoded at 1 / divisor of its size before it is resized.
 
     Returns:

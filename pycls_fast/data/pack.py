@@ -84,14 +84,10 @@ class Damaged(NamedTuple):
 
 
 def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedSplit:
-    """Write a split; a finished one is left as it is.
+    """Write a split into `folder`; a finished one is left as it is.
 
     Damaged images are left out and reported; without `short_side` and "raw" nothing is decoded, so only unreadable ones
     are found.
-
-    Args:
-        folder: the split's, e.g. OUT/train.
-        workers: processes that read, resize and encode.
 
     Raises:
         UserError: the folder holds something else, no image can be read, or the disk is full.
@@ -172,12 +168,7 @@ def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSett
 
 
 def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, int, int]:
-    """One image as it will be stored, and the height and width of raw pixels (else 0).
-
-    Raises:
-        OSError: it cannot be read.
-        DamagedImage: it cannot be stored.
-    """
+    """One image as it will be stored, and the height and width of raw pixels (else 0)."""
     data = source.read(index)
     if settings.store == "encoded" and settings.short_side is None and isinstance(data, bytes):
         if not data:
@@ -267,11 +258,7 @@ _worker: tuple[Callable[[Images, Any], Any], Images] | None = None
 def in_processes(
     function: Callable[[Images, Any], R], source: Images, jobs: Sequence[Any], workers: int
 ) -> Iterator[R]:
-    """Yield function(source, job) for every job, in order; a single job or worker runs in this process.
-
-    Raises:
-        UserError: a process died.
-    """
+    """Yield function(source, job) for every job, in order; a single job or worker runs in this process."""
     if min(workers, len(jobs)) < 2:
         yield from (function(source, job) for job in jobs)
         return

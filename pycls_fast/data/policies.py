@@ -35,7 +35,6 @@ class Policy(Choice, key="augment.policy"):
 
         Args:
             interpolation: the filter of rotations.
-            image_size: of the images.
             mean: the color of newly exposed corners, on the scale 0..1.
         """
         raise NotImplementedError

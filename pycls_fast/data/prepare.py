@@ -18,14 +18,10 @@ from pycls_fast.seeds import counter_seed, frozen_generator
 
 @dataclass(frozen=True)
 class Mixer:
-    """Mixes image i with image i - 1 (the first with the last), all with one lam, by mixup or CutMix.
+    """Mixes image i with image i - 1 (the first with the last), all with one lam: mixup (Zhang et al. 2017) or CutMix
+    (Yun et al. 2019), as the keys of `augment` say; one of the alphas is not 0.
 
     All draws are made on the host from the step's seed, so nothing waits for the device.
-
-    Attributes:
-        mixup_alpha, cutmix_alpha: lam is drawn from Beta(alpha, alpha); 0 switches that method off, of which one is on.
-        switch_probability: probability of CutMix rather than mixup when both are on.
-        probability: probability of mixing a batch at all.
     """
 
     mixup_alpha: float = 0.0
@@ -130,7 +126,6 @@ class Prepare(nn.Module):
             erase_value: what fills erased boxes: the mean colour (0 after normalising) or noise from N(0, 1)
                 per value, drawn on the batch's device.
             memory_format: that of the result; "contiguous" transposes while converting.
-            device: the batches' device.
         """
         super().__init__()
         self._dtype = dtype
@@ -189,16 +184,13 @@ class PrepareOnHost:
 
     The order is normalising, erasing, mixing: the first of these are done here, the rest on the device. Seeds and draws
     are the same as on the device.
-
-    Attributes:
-        prepare: for the CPU, of float32, channels-last.
-        erase: erase here.
-        mixer: mix here; None leaves it to the device. Requires `erase` if there are boxes to erase.
     """
 
     prepare: Prepare
+    """For the CPU, of float32, channels-last."""
     erase: bool = False
     mixer: Mixer | None = None
+    """None leaves it to the device. Requires `erase` if there are boxes to erase."""
 
     def __call__(self, batch: Batch, seed: int | None) -> Batch:
         """The batch with float32 images; evaluation, which has no seed, is never mixed."""

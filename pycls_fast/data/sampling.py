@@ -51,10 +51,6 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
     Args:
         block_ends: int64, where each block of neighbouring images ends; the last is the number of images.
         buffer: images that are mixed at a time, over all lanes.
-        global_batch_size: that of the sampler that cuts the order into batches.
-
-    Returns:
-        A permutation of 0..count-1, int64.
     """
     generator = frozen_generator(counter_seed(seed, epoch))
     count = int(block_ends[-1])
@@ -83,10 +79,7 @@ class TrainSampler:
 
     Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, in `accumulation_steps`
     contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch. An
-    incomplete batch at an epoch's end is dropped; the next epoch has a different order.
-
-    Iteration continues across epochs, so that workers live as long as the run. Starting at a later step decodes
-    nothing.
+    incomplete batch at an epoch's end is dropped. Workers live as long as the run.
     """
 
     count: int
@@ -178,14 +171,9 @@ def class_order(seed: int, epoch: int, labels: np.ndarray, *, power: float, repe
     Representation and Classifier for Long-Tailed Recognition, 2020, section 3.1). Images are not drawn independently:
     every class gets its share to within one image, and within a class the images' counts differ by at most one.
 
-    Args:
-        labels: int64, one per image.
-        power: in [0, 1].
-        repeats: that of the sampler that uses this order.
-
     Returns:
-        Positions, int64, as many as labels. The position of a repeated image is higher by a multiple of `repeats` times
-        the number of images, so that its copies are augmented differently (`ImageDataset`).
+        Positions, int64, as many as labels. The position of a repeated image is higher by a multiple of `repeats` (the
+        sampler's) times the number of images, so that its copies are augmented differently (`ImageDataset`).
     """
     generator = frozen_generator(counter_seed(seed, epoch))
     count = len(labels)
@@ -225,9 +213,6 @@ def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order
 
     A run has to keep the order, which may depend on where images are stored: the name is "full", "classes", or
     "blocks-" and a checksum of the blocks.
-
-    Args:
-        repeats: that of the sampler.
 
     Raises:
         UserError: blocks were requested of a source without them, or images in any order of one that is slow at it.

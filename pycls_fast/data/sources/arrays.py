@@ -171,10 +171,9 @@ Handwritten Digits (UCI Machine Learning Repository, 1998): 8 x 8 pixels."""
 
 
 def write_digits(folder: str | Path) -> None:
-    """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there already.
+    """Write the digits as grayscale PNGs `folder/DIGIT/NNNN.png`, unless they are there; values 0..16 become 0..255.
 
-    The values 0..16 become 0..255. The files appear all at once (written beside `folder`, then renamed), so that
-    several processes may call this at the same time and none ever sees an incomplete set.
+    The files appear all at once (written beside `folder`, then renamed), so that several processes may call this.
 
     Raises:
         UserError: when `folder` holds something else or cannot be written.

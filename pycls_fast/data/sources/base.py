@@ -106,14 +106,7 @@ class Subset(Images):
         new_label: np.ndarray | None = None,
         label_sets: np.ndarray | None = None,
     ) -> None:
-        """
-        Args:
-            rows: the positions; None for all.
-            drawn: whether a random split drew them; None as the source.
-            classes: other class names.
-            new_label: integers, the new label for each label of `source`.
-            label_sets: other ones; None as the source.
-        """
+        """None is as in the source; `new_label` has the new label for each label of it."""
         rows = np.arange(len(source)) if rows is None else rows
         self.source = source
         self.drawn = source.drawn if drawn is None else drawn

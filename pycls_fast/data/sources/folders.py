@@ -104,9 +104,6 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
     A cached index is rebuilt after a class folder, or anything in one (which changes its mtime), was added, removed or
     renamed. Not noticed: a linked folder replaced by one with the same mtime; changes on a file system that does not
     keep folders' mtimes.
-
-    Raises:
-        UserError: no class folders, or a class folder without images.
     """
     index = load_or_build(
         root.absolute(),
@@ -209,17 +206,8 @@ def subfolders(root: Path) -> list[str]:
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
-    """ImageNet's validation images in `root` itself, in the order that class folders would give them.
-
-    Labels come from Kaggle's `LOC_val_solution.csv` or the development kit (its folder, or the archive as downloaded),
-    beside `root` or above it. None when `root` holds no images with ImageNet's names.
-
-    Args:
-        classes: WordNet ids of the training classes.
-
-    Raises:
-        UserError: no labels, or labels that do not fit.
-    """
+    """ImageNet's validation images in `root` itself, in the order that class folders would give them; None if there are
+    no images with ImageNet's names."""
     # macOS's archives have a hidden `._NAME` beside each image.
     names = (file.name for file in root.iterdir())
     files = [name for name in names if name[0] != "." and name.lower().endswith(EXTENSIONS)]
@@ -237,7 +225,8 @@ def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
 
 
 def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:
-    """Image name without extension -> WordNet id, and where that is written."""
+    """Image name without extension -> WordNet id, and where that is written: Kaggle's table or the development kit (its
+    folder, or the archive as downloaded), beside `root` or above it."""
     for folder in (root, *root.absolute().parents[:4]):
         table, kit, archive = folder / _KAGGLE_TABLE, folder / _DEVKIT / "data", folder / f"{_DEVKIT}.tar.gz"
         try:

@@ -20,11 +20,7 @@ class ArrowImages(Images):
     """One split of a `datasets.Dataset`."""
 
     def __init__(self, images: Any, where: str, labels: Labels) -> None:
-        """
-        Args:
-            images: a dataset in Arrow format whose only column holds the encoded images.
-            where: what to call the split in messages.
-        """
+        """`images`: a dataset in Arrow format whose only column holds the encoded images."""
         self.classes, self.labels, self.label_sets = labels
         self._images = images
         self.where = where

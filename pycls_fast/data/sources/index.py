@@ -56,7 +56,7 @@ class Texts:
 
     @classmethod
     def of(cls, strings: Iterable[bytes]) -> Texts:
-        """Pack strings."""
+        """Of these strings."""
         held = list(strings)
         return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
 
@@ -99,11 +99,7 @@ def _hash_into(hashes_N: np.ndarray, data: np.ndarray, starts_N: np.ndarray, end
 
 
 def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> None:
-    """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all."""
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
     entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
     entries["checksum"] = _checksum(entries)
@@ -124,9 +120,7 @@ def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
     """The arrays and the description in a file of `write_arrays`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be read.
-        ValueError: it is damaged or something else.
+        OSError, ValueError: it cannot be read, or is damaged or something else.
     """
     arrays = read_npz(file)
     # Arrays that do not fit each other would be found out image by image.
@@ -160,12 +154,9 @@ class CachePolicy(NamedTuple):
 def load_or_build(
     root: str | Path, kind: str, policy: CachePolicy, *, build: Callable[[], Index], is_fresh: Callable[[Stamp], bool]
 ) -> Index:
-    """The index of `root`, from disk if there is a fresh one. One process per machine builds it; the others wait.
+    """The index of `root`, a folder or an address, from disk if there is one of this kind whose stamp is fresh.
 
-    Args:
-        root: what is indexed: a folder, or an address.
-        kind: the kind of index; several kinds can lie side by side.
-        is_fresh: whether the dataset still matches this stamp.
+    One process per machine builds it; the others wait.
     """
     files = [place / f"{kind}.npz" for place in _places(root, policy.place)]
     found = _load_any(files, is_fresh)

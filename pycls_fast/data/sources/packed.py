@@ -68,10 +68,6 @@ class PackedImages(Images):
     """The images of one packed split."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            UserError: files that are missing, of another version, or cut off.
-        """
         self.folder = folder
         what, again = f"{folder} is not a complete packed split", "copy or pack it again"
         with refusing(what, OSError, ValueError, LookupError, use=again):

@@ -13,14 +13,10 @@ _PLAIN_SECONDS = 10.0
 
 @contextmanager
 def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show progress within the block; call the result with the number of items just finished.
+    """Show progress ("index /data/imagenet/train", 1000, "folders") within the block; call the result with the number
+    of items just finished.
 
     Goes to standard error: a bar that appears after a second on a terminal, elsewhere a line every ten seconds.
-
-    Args:
-        what: what is being done, e.g. "index /data/imagenet/train".
-        total: the number of items, if it is known.
-        unit: what is counted, e.g. "folders".
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -55,7 +55,7 @@ def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> 
 
     Raises:
         FileNotFoundError: at once.
-        UserError: it failed every time. Never counted as a damaged image.
+        UserError: it failed every time, which is no damaged image.
     """
     for number in range(_ATTEMPTS):
         try:
@@ -72,11 +72,7 @@ def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> 
 
 
 def list_files(address: str) -> list[str]:
-    """The addresses of all files below an address, or that match one with `*`; none if there is nothing.
-
-    Raises:
-        UserError: nothing can be listed there.
-    """
+    """The addresses of all files below an address, or that match one with `*`; none if there is nothing."""
     files, path = file_system(address)
     try:
         found = attempt(f"listing {address}", lambda: files.glob(path) if "*" in path else files.find(path))
@@ -86,11 +82,7 @@ def list_files(address: str) -> list[str]:
 
 
 def stamp_of(address: str) -> list[Any]:
-    """Address, size and version, as far as the file system has one: changes when the file does.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Address, size and version, as far as the file system has one: changes when the file does."""
     files, path = file_system(address)
     about = attempt(f"asking for {address}", lambda: files.info(path))
     versions = (about.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
@@ -127,9 +119,6 @@ class ShardCache:
             folder: may hold other files: copies lie in a subfolder.
             limit: total bytes of all copies, complete or not. Above it the least recently used copies are evicted.
             processes: how many copy shards on this machine, each within its share of the limit.
-
-        Raises:
-            UserError: it cannot be written.
         """
         self.folder = folder / _FOLDER
         self.limit = limit
@@ -246,10 +235,7 @@ class Fetcher:
     """Copies the shards of a rank's next batches, in the order of their first use."""
 
     def __init__(self, source: CachedShards, batches: Iterable[Sequence[int]]) -> None:
-        """
-        Args:
-            batches: the numbers of the shards of each batch, without repetitions.
-        """
+        """`batches`: the numbers of the shards of each, without repetitions."""
         assert source.cache is not None
         self._source = source
         self._cache = source.cache
@@ -264,11 +250,7 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def step(self, consumed: int) -> None:
-        """Start and finish what can be started and finished now.
-
-        Args:
-            consumed: batches that the workers have finished.
-        """
+        """Start and finish what can be now, when the workers have finished so many batches."""
         for number in [number for number, (_, copying) in self._running.items() if copying.done()]:
             self._finish(number, self._running.pop(number)[1].exception())
         self._look_ahead(consumed)

@@ -73,9 +73,6 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
 
     Images with several labels are split as if they were of one class.
 
-    Args:
-        where: what to call the dataset in messages.
-
     Raises:
         UserError: a class with a single image, or a fold without images.
     """
@@ -107,6 +104,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
             order = frozen_generator(seed).permutation(count)
         else:
             order = np.argsort(mixed(hashes[own] + np.uint64(seed)), kind="stable")
+        # Shifted by a number of the class, so that larger parts are not all in the first folds.
         held_out = order[:size] if folds is None else _of_fold(order, folds, fold + seed, spread=hashes is None)
         chosen = end - count + held_out
         is_val[chosen if by_class is None else by_class[chosen]] = True
@@ -117,11 +115,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
 
 
 def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.ndarray:
-    """One of the parts into which folds cut an order: a run of it, or every so many if it is `spread`.
-
-    Args:
-        number: the fold's, shifted by a number of the class, so that larger parts are not all in the first folds.
-    """
+    """One of the parts into which folds cut an order: a run of it, or every so many if it is `spread`."""
     number %= folds
     if spread:
         return order[number::folds]

@@ -169,11 +169,7 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
 
 
 def _scan(shard: str, label_field: str) -> list[_Found]:
-    """The samples of one shard, in its order.
-
-    Raises:
-        UserError: a damaged file, or a sample without an image.
-    """
+    """The samples of one shard, in its order."""
     found = []
     try:
         with open_whole(shard) if is_remote(shard) else open_file(shard, None) as file:
@@ -229,10 +225,6 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
 
 
 def _read_sample(key: str, members: Sequence[_Member], label_field: str) -> _Found:
-    """
-    Raises:
-        ValueError: not one image, or a label that cannot be read.
-    """
     images = [(offset, size) for extension, offset, size, _ in members if f".{extension}" in EXTENSIONS]
     if len(images) != 1:
         extensions = ", ".join(extension for extension, *_ in members)
