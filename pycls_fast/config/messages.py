@@ -58,8 +58,8 @@ def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ..
 
 def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        is_family = issubclass(annotation, Choice) and annotation in FAMILIES.values()
-        yield from annotation.choices().values() if is_family else (annotation,)
+        family = annotation if issubclass(annotation, Choice) and annotation in FAMILIES.values() else None
+        yield from (annotation,) if family is None else family.choices().values()
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
         for part in typing.get_args(annotation):
             yield from _sections(part)
