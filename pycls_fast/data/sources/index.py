@@ -56,7 +56,7 @@ class Texts:
 
     @classmethod
     def of(cls, strings: Iterable[bytes]) -> Texts:
-        """Of these strings."""
+        """Pack strings."""
         held = list(strings)
         return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
 

@@ -9,18 +9,11 @@ import pytest
 import timm
 import timm.optim
 import torch
-from timm.data import create_transform
-from timm.data.mixup import mixup_target
-from timm.data.random_erasing import RandomErasing
-from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
-from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
 from pycls_fast import build, published
 from pycls_fast.config import RunConfig
-from pycls_fast.data.policies import RandAugment, TimmRandAugment, _TimmPolicy
-from pycls_fast.data.transforms import TrainTransform
-from pycls_fast.losses import Targets
+from pycls_fast.data.policies import RandAugment, TimmRandAugment
 from pycls_fast.optim.choices import LAMB, AdamW
 from pycls_fast.optim.groups import parameter_groups
 from tests.factories import config_of
@@ -226,22 +219,6 @@ def test_every_published_number_has_facts() -> None:
     assert told - FACTS.keys() == set()
 
 
-TIMM_CURVES = ("deit_s16", "deit3_l16", "rsb_a3")
-
-
-@pytest.mark.parametrize("name", TIMM_CURVES)
-def test_the_rate_is_timms(name: str) -> None:
-    facts, steps = FACTS[name], 10
-    ours = build.schedule(load(name), steps_per_epoch=steps)
-    weights = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=facts["lr"])
-    theirs = CosineLRScheduler(
-        weights, t_initial=facts["epochs"] * steps, lr_min=facts["final_lr"], warmup_t=facts["warmup"] * steps,
-        warmup_lr_init=facts["warmup_lr"],
-    )  # fmt: skip
-    for step in range(0, facts["epochs"] * steps, 7):
-        assert ours(step) == pytest.approx(theirs._get_lr(step)[0], rel=1e-4), step
-
-
 @pytest.mark.parametrize("name", ["resnet50", "vit_p_36gf"])
 def test_the_rate_is_pycls(name: str) -> None:
     """core/optimizer.py: a cosine over all epochs, times a factor that grows during the warm-up."""
@@ -318,57 +295,6 @@ def test_what_decays_elsewhere() -> None:
         assert kinds[name] == expected.get(name, norms)
     config = load("torchvision_vit_b16")
     assert _sizes(parameter_groups(_network(config), config.optim), "weight_decay").keys() == {0.3}
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        ("deit_s16", "rand-m9-mstd0.5-inc1"),
-        ("mae_finetune_h14", "rand-m9-mstd0.5-inc1"),
-        ("rsb_a3", "rand-m6-mstd0.5-inc1"),
-    ],
-)
-def test_the_augmentation_is_timms(name: str, policy: str) -> None:
-    config, facts = load(name), FACTS[name]
-    theirs = create_transform(
-        facts["train_size"], is_training=True, auto_augment=policy, interpolation=facts["interpolation"],
-        re_prob=facts["erase"], re_mode="pixel",
-    ).transforms  # fmt: skip
-    ours = TrainTransform(config.augment, image_size=facts["train_size"], mean=config.data.mean)
-    crop, flip, drawn = theirs[0], theirs[1], theirs[2]
-    assert (ours._random_resized.scale, ours._random_resized.ratio) == (crop.scale, pytest.approx(crop.ratio))  # type: ignore[union-attr]
-    assert (config.augment.hflip, config.augment.interpolation) == (flip.p, crop.interpolation.value)
-    (own,) = ours._steps
-    assert isinstance(own, _TimmPolicy)
-    assert own._policy.num_layers == drawn.num_layers == 2  # type: ignore[attr-defined]
-    for one, other in zip(own._policy.ops, drawn.ops, strict=True):  # type: ignore[attr-defined]
-        assert (one.name, one.prob, one.magnitude, one.magnitude_std) == (
-            other.name, other.prob, other.magnitude, other.magnitude_std,
-        )  # fmt: skip
-        assert one.hparams["translate_const"] == other.hparams["translate_const"]
-        assert one.hparams["img_mean"] == other.hparams["img_mean"]
-        assert one.level_fn is other.level_fn
-    erasing = [step for step in theirs if isinstance(step, RandomErasing)]
-    assert ours.erases == bool(erasing)
-    if erasing:
-        assert (config.augment.erase_probability, config.augment.erase_value) == (erasing[0].probability, "noise")
-        assert ours._erasing.scale == (0.02, pytest.approx(erasing[0].max_area, abs=0.01))
-
-
-@pytest.mark.parametrize("name", ["deit_s16", "deit3_s16", "rsb_a1"])
-@pytest.mark.parametrize("lam", [1.0, 0.93, 0.5])
-def test_the_target_and_loss_are_timms(name: str, lam: float) -> None:
-    config, facts = load(name), FACTS[name]
-    generator = torch.Generator().manual_seed(1)
-    logits_BK = 3 * torch.randn(8, 1000, generator=generator)
-    labels_B = torch.randint(1000, (8,), generator=generator)
-    dense_BK = mixup_target(labels_B, 1000, lam, facts["smoothing"])
-    theirs: nn.Module = SoftTargetCrossEntropy()
-    if facts["loss"] == "bce":
-        theirs = BinaryCrossEntropy(smoothing=facts["smoothing"], target_threshold=facts["threshold"])
-    loss = build.loss(config, build.switches(config, torch.device("cpu")), torch.device("cpu"), 1000)
-    ours = loss(logits_BK, Targets(labels_B, labels_B.flip(0), lam))
-    torch.testing.assert_close(ours, theirs(logits_BK, dense_BK), rtol=1e-5, atol=1e-7)
 
 
 def test_adam_and_lamb_are_those_of_the_sources() -> None:

@@ -229,23 +229,23 @@ def test_a_dead_worker_is_an_error(number: signal.Signals, advice: str) -> None:
         list(train_loader(HookedImages(20, die), 2))
 
 
-@pytest.mark.slow
-def test_a_batch_that_never_comes_is_an_error() -> None:
-    loader = train_loader(HookedImages(20, lambda index: time.sleep(300)), 1)
+def asked_to_stop() -> None:
+    raise LookupError("asked to stop")
+
+
+def assert_nobody_is_held(loader: ImageLoader) -> None:
+    """A batch that never comes is an error, and who waits for it can be stopped."""
     loader.timeout_seconds = 1
     with pytest.raises(UserError, match=r"no batch has come from the data workers for 1 s"):
-        next(iter(loader))
+        list(loader)
+    loader.timeout_seconds, loader.while_waiting = 600, asked_to_stop
+    with pytest.raises(LookupError, match="asked to stop"):
+        list(loader)
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_batch_can_be_stopped() -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    loader = train_loader(HookedImages(20, lambda index: time.sleep(300)), 1)
-    loader.while_waiting = stop
-    with pytest.raises(KeyboardInterrupt):
-        next(iter(loader))
+def test_a_worker_that_stands_still_holds_nobody() -> None:
+    assert_nobody_is_held(train_loader(HookedImages(20, lambda index: time.sleep(300)), 1))
 
 
 def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_is_needed() -> None:
@@ -297,18 +297,9 @@ def test_a_worker_that_stops_while_its_batch_arrives_holds_nobody(monkeypatch: p
         connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
         raise ConnectionResetError
 
-    def asked_to_stop() -> None:
-        raise LookupError("asked to stop")
-
     monkeypatch.setattr(reductions, "rebuild_storage_fd", half)
     monkeypatch.setattr("pycls_fast.data.loader._HANDED_OVER_SECONDS", 0.1)
-    loader = train_loader(SyntheticImages(40, 20, 3, seed=1), 1)
-    loader.timeout_seconds = 1
-    with pytest.raises(UserError, match=r"no batch has come from the data workers for 1 s"):
-        list(loader)
-    loader.timeout_seconds, loader.while_waiting = 600, asked_to_stop
-    with pytest.raises(LookupError, match="asked to stop"):
-        list(loader)
+    assert_nobody_is_held(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:
