@@ -451,7 +451,7 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
             turns,
             images_per_step=options.batch,
             forward_flops_per_image=counted.forward_flops,
-            matmul_flops_per_second=peak.flops_per_second,
+            matmul_flops_per_second=peak.record()["flops_per_second"],
             memory_peak_bytes=memory.peaks.get("train"),
         ),
     }

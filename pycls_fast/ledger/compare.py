@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison, shown_images
+from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, read_run, read_values, texts
 from pycls_fast.speed import SWITCHES
@@ -94,10 +95,9 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], left_out: set[str]) ->
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run with what a comparison needs besides.
+    """A run, finished or not, with what a comparison needs besides.
 
     Attributes:
-        run: as it is on disk, finished or not.
         environment: command, versions, commit and machine of its latest start; empty if they were not saved.
         classes: names; None if neither a checkpoint nor the data has them.
         predictions: of the latest evaluation; None before the first.
@@ -120,20 +120,14 @@ def read_run_files(text: str) -> RunFiles:
         UserError: it is not a run folder, or its files are damaged.
     """
     run = read_run(user_path(text))
-    folder = RunFolder(run.path)
-    predictions = Predictions.load(folder.predictions) if folder.predictions.is_file() else None
+    file = RunFolder(run.path).predictions
+    predictions = Predictions.load(file) if file.is_file() else None
     source, missing = _images(run)
     classes = run.newest.get("classes") or (source.classes if source is not None else None)
     if source is not None and predictions is not None and not _are_those(source, predictions):
         source, missing = None, "the images have changed since the evaluation"
-    return RunFiles(
-        run=run,
-        environment=read_values(run.path / "environment.json") or {},
-        classes=None if classes is None else tuple(classes),
-        predictions=predictions,
-        source=source,
-        missing=missing,
-    )
+    environment = read_values(run.path / "environment.json") or {}
+    return RunFiles(run, environment, None if classes is None else tuple(classes), predictions, source, missing)
 
 
 def _are_those(source: Images, predictions: Predictions) -> bool:
@@ -200,27 +194,23 @@ def _changes(records: Sequence[Values]) -> list[Record]:
         if record.get("event") == "resumed":
             # Steps after a checkpoint are trained again.
             found = [earlier for earlier in found if earlier["step"] < record["step"]]
-            if record["changed"]:
-                found.append({key: record[key] for key in ("step", "epoch", "changed")})
-    return found
+            found.append({key: record[key] for key in ("step", "epoch", "changed")})
+    return [each for each in found if each["changed"]]
 
 
 def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
     """The images of the disagreements by index, as far as they can still be read."""
     found: dict[int, Image.Image] = {}
     files = a if a.source is not None else b
-    if files.source is None:
+    if files.source is None or record["images"] is None:
         return found
     data = files.run.config["data"]
     convert = Conversion(data["exif_orientation"], data["transparent"] == "white")
-    for each in (*shown_images(record, "only_a"), *shown_images(record, "only_b")):
-        try:
-            picture = decode(files.source.read(each["index"]), convert)
-        except (OSError, DamagedImage):
-            continue
-        # No larger than it is shown.
-        picture.thumbnail((400, 400))
-        found[each["index"]] = picture
+    for each in (*record["images"]["only_a"], *record["images"]["only_b"]):
+        with suppress(OSError, DamagedImage):
+            found[each["index"]] = decode(files.source.read(each["index"]), convert)
+            # No larger than it is shown.
+            found[each["index"]].thumbnail((400, 400))
     return found
 
 
@@ -292,7 +282,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
 
 def _finite(value: float) -> float | None:
-    """A loss, or None if it is not finite, which JSON cannot express."""
+    # JSON cannot express others.
     return float(value) if math.isfinite(value) else None
 
 

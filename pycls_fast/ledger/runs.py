@@ -112,9 +112,6 @@ class SavedRun:
     """A run on disk, finished or not.
 
     Attributes:
-        path: of its folder.
-        config: plain values, as saved.
-        state: how it ended.
         records: the lines of `metrics.jsonl`.
         evaluations: those that count: of the average of the weights if there is one.
         summary: only of a finished run.
@@ -228,13 +225,8 @@ def _accuracies(best: Values | None, final: Values | None) -> dict[str, float | 
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or several that differ only in their seed or fold.
-
-    Attributes:
-        runs: by seed and fold.
-        numbers: means over the runs; None if one of the runs has none.
-        halves: half the width of the 95% interval of each mean (Student's t); None for a single run.
-    """
+    """One run, or several that differ only in their seed or fold, with the means of their numbers (None if one has
+    none) and half the width of the 95% interval of each mean (Student's t; None for a single run)."""
 
     runs: Sequence[SavedRun]
     numbers: Mapping[str, float | None]
@@ -242,11 +234,11 @@ class Row:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings of these runs, without seed and fold."""
+        """Those of these runs, without seed and fold."""
         return {key: value for key, value in self.runs[0].settings.items() if key not in (SEED, FOLD)}
 
     def record(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Everything that a file says of it."""
+        """What a file says of it."""
         return {
             "runs": [str(run.path) for run in self.runs],
             # Of several runs always finished.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,14 +30,8 @@ class LedgerFolder:
     """The folder of one ledger, which belongs to a plan and to the code that it was measured with.
 
     Args:
-        path: the folder, which need not exist.
-        say: called with a message.
         code: returns the digest of the current code.
         accept_code: whether the folder may hold measurements of different code.
-
-    Attributes:
-        codes: digests of all code that the folder was measured with.
-        crossing: what is known of its variants as factors of the trainings, once it trains.
     """
 
     def __init__(
@@ -50,7 +44,9 @@ class LedgerFolder:
     ) -> None:
         self.path = path
         self._plan_file, self._took_file = path / "plan.json", path / "took.json"
+        # Digests of all code that it was measured with.
         self.codes: list[str] = []
+        # What is known of its variants as factors of the trainings, once it trains.
         self.crossing: dict[str, Any] = {}
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
@@ -60,8 +56,6 @@ class LedgerFolder:
     @contextmanager
     def opened(self, plan: Mapping[str, Any]) -> Iterator[None]:
         """Create the folder, or resume in it; it is locked inside the context.
-
-        Trainings of a ledger that was killed save their last step for a while, and keep their own folders locked.
 
         Raises:
             UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
@@ -135,13 +129,9 @@ class LedgerFolder:
         """The file of a variant's timing in one round."""
         return self.path / "timings" / slug(variant) / f"round_{number}.json"
 
-    def numerics_file(self, variant: Variant) -> Path:
-        """The file of a variant's rounding errors."""
-        return self.path / "numerics" / f"{slug(variant)}.json"
-
-    def gradients_file(self, variant: Variant) -> Path:
-        """The file of a variant's gradient counts."""
-        return self.path / "gradients" / f"{slug(variant)}.json"
+    def file(self, kind: Literal["numerics", "gradients"], variant: Variant) -> Path:
+        """The file of a variant's rounding errors, or of its gradient counts."""
+        return self.path / kind / f"{slug(variant)}.json"
 
     def run_dir(self, variant: Variant, seed: int) -> Path:
         """The folder of a variant's training run."""
@@ -181,12 +171,6 @@ def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence
     return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
 
 
-# Packages beside torch that provide models and images.
-_PACKAGES = ("torchvision", "timm")
-# At most so many changed keys are listed in a message.
-_MOST_KEYS = 5
-
-
 def conditions(config: RunConfig, device: str) -> dict[str, Any]:
     """The experiment with all its settings, the machine (device: "cpu" or "cuda"), torch, torchvision and timm."""
     here = environment(torch.device("cpu"), 1)
@@ -195,8 +179,7 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
         "device": _gpu() if device == "cuda" else device,
         "processor": here["processor"],
         "cores": here["cpu_count"],
-        "torch": torch.__version__,
-        **{name: versions()[name] for name in _PACKAGES},
+        **{name: versions()[name] for name in ("torch", "torchvision", "timm")},
     }
 
 
@@ -208,32 +191,32 @@ def code_digest(configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
             itself holds the experiment and the ladder.
         trees: other checkouts that variants run.
     """
-    others = ((tree / "pycls_fast", [tree / "configs"]) for tree in trees)
-    digests = [_digest(*parts) for parts in ((Path(__file__).parents[2], configs), *others)]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    found = hashlib.sha256()
+    for package, folders in (
+        (Path(__file__).parents[2], configs),
+        *((t / "pycls_fast", [t / "configs"]) for t in trees),
+    ):
+        files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
+        files += [
+            (root, file) for root in folders for each in groups([CONFIGS]) for file in (root / each).glob("*.yaml")
+        ]
+        for name, file in sorted((os.fsencode(file.relative_to(root)), file) for root, file in files):
+            # Unreadable: the lock file of an editor, or a file that is being replaced.
+            with suppress(OSError):
+                found.update(repr((name, hashlib.sha256(file.read_bytes()).digest())).encode())
+    return found.hexdigest()
 
 
-def _digest(package: Path, configs: Sequence[Path]) -> str:
-    files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
-    files += [(root, file) for root in configs for name in groups([CONFIGS]) for file in (root / name).glob("*.yaml")]
-    contents: list[tuple[bytes, bytes]] = []
-    for root, file in files:
-        # Unreadable: the lock file of an editor, or a file that is being replaced.
-        with suppress(OSError):
-            contents.append((os.fsencode(file.relative_to(root)), hashlib.sha256(file.read_bytes()).digest()))
-    return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
+def changed(before: Mapping[str, Any], now: Mapping[str, Any], most: int = 5) -> list[str]:
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, `most` keys that differ."""
     names = [name for name, value in now.items() if value != before.get(name)]
     if "experiment" not in names:
         return names
     old, new = (flat(plan.get("experiment", {})) for plan in (before, now))
     keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
-    more = [f"{len(keys) - _MOST_KEYS} more keys"] if len(keys) > _MOST_KEYS else []
+    more = [f"{len(keys) - most} more keys"] if len(keys) > most else []
     # The keys say what changed; that `base` differs too adds nothing.
-    return [*(name for name in names if name not in ("base", "experiment")), *keys[:_MOST_KEYS], *more]
+    return [*(name for name in names if name not in ("base", "experiment")), *keys[:most], *more]
 
 
 def _gpu() -> str:

@@ -12,9 +12,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -58,24 +58,20 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     """
     if not names:
         return ladder
-    variants = {variant.name: variant for variant in ladder.variants}
-    words = {variant.name: {variant.name, *map(key_of, _own(variant, variants))} for variant in ladder.variants}
-    # A switch may be named without its section: "compile" for speed.compile.
-    words = {name: them | {word.removeprefix("speed.") for word in them} for name, them in words.items()}
+    words: dict[str, set[str]] = {}
+    overrides = {variant.name: variant.overrides for variant in ladder.variants}
+    for variant in ladder.variants:
+        keys = set(map(key_of, set(variant.overrides).difference(overrides.get(str(variant.against), ()))))
+        # A switch may be named without its section: "compile" for speed.compile.
+        words[variant.name] = {variant.name, *keys, *(key.removeprefix("speed.") for key in keys)}
     known = set().union(*words.values())
     refuse(
         f"switches: no variant is called {name} or sets it{did_you_mean(name, known)}; there are {', '.join(words)}"
         for name in names
         if name not in known
     )
-    picked = closed(ladder, [name for name in variants if words[name] & set(names)])
+    picked = closed(ladder, [name for name in words if words[name] & set(names)])
     return ladder.model_copy(update={"variants": tuple(v for v in ladder.variants if v.name in picked)})
-
-
-def _own(variant: Variant, variants: Mapping[str, Variant]) -> list[str]:
-    """The overrides of a variant that the one it is against does not have."""
-    others = () if variant.against is None else variants[variant.against].overrides
-    return [override for override in variant.overrides if override not in others]
 
 
 def closed(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
@@ -92,9 +88,11 @@ def closed(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     """Overrides concatenated; of those with the same key only the last is kept, as Hydra may refuse a second one."""
-    last = {override_key(override): override for part in parts for override in part}
-    keys = dict.fromkeys(reversed([override_key(override) for part in parts for override in part]))
-    return tuple(last[key] for key in reversed(keys))
+    kept: dict[str, str] = {}
+    for override in chain(*parts):
+        kept.pop(override_key(override), None)
+        kept[override_key(override)] = override
+    return tuple(kept.values())
 
 
 def override_key(override: str) -> str:
@@ -107,28 +105,24 @@ def plan(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[s
     """The variants that are timed, after the reference, in the order of the ladder.
 
     Args:
-        ladder: has at least one variant.
         mode: "cumulative": each on top of those before it. "crossed": each by itself on the baseline, compared with the
             baseline or with the variant that it is against.
         ranks: processes of each, unless the ladder sets them.
-        impossible: those that cannot run here. They are still listed, so that the report shows them as missing, but
-            others do not include their change.
+        impossible: those that cannot run here: the report shows them as missing, others do not include their change.
     """
-    base = _completed(ladder.baseline, (), ranks, None)
-    made, below = [base], base
+
+    def on_top(variant: Variant, below: Sequence[str], ranks: int | None, against: str | None) -> Variant:
+        overrides = merged(below, variant.overrides)
+        return variant.model_copy(update={"overrides": overrides, "ranks": variant.ranks or ranks, "against": against})
+
+    base = below = on_top(ladder.baseline, (), ranks, None)
+    made = [base]
     for variant in ladder.variants:
-        if mode == "crossed":
-            made.append(_completed(variant, base.overrides, base.ranks, variant.against or base.name))
-        else:
-            made.append(_completed(variant, below.overrides, below.ranks, below.name))
-            below = below if variant.name in impossible else made[-1]
+        against = variant.against or base.name if mode == "crossed" else below.name
+        made.append(on_top(variant, below.overrides, below.ranks, against))
+        if mode == "cumulative" and variant.name not in impossible:
+            below = made[-1]
     return made
-
-
-def _completed(variant: Variant, below: Sequence[str], ranks: int | None, before: str | None) -> Variant:
-    """A variant on top of the overrides `below`; `ranks` if it sets none."""
-    overrides = merged(below, variant.overrides)
-    return variant.model_copy(update={"overrides": overrides, "ranks": variant.ranks or ranks, "against": before})
 
 
 def check_reference(variant: Variant, why: str) -> None:
@@ -138,11 +132,8 @@ def check_reference(variant: Variant, why: str) -> None:
 
 
 class Selection:
-    """The variants of a ladder, which change as it becomes known what cannot run.
-
-    Attributes:
-        impossible: variants that cannot run on this machine or with this model, and why.
-        failed: variants whose process failed, and why.
+    """The variants of a ladder, which change as it becomes known what cannot run on this machine or with this model
+    (`impossible`), and whose process failed (`failed`), both with the reason by name.
 
     Raises:
         UserError: a baseline that is not for this device.
@@ -290,7 +281,7 @@ def together(ladder: Ladder, on: Sequence[str]) -> Variant:
     """The settings of a training that has these variants on."""
     known = {variant.name: variant for variant in ladder.variants}
     chosen = [known[name] for name in on]
-    last = chosen[-1] if chosen else ladder.baseline
+    last = (ladder.baseline, *chosen)[-1]
     return Variant(
         name=" + ".join(on) or ladder.baseline.name,
         overrides=merged(ladder.baseline.overrides, *(variant.overrides for variant in chosen)),
@@ -316,17 +307,13 @@ def families(ladder: Ladder, known: Crossing, runs_at_most: int | None, first_se
     if left:
         pairs, pilot = _crossed(ladder, left, known, (runs_at_most or default_runs(len(left))) // 2, first_seed)
         found.append([Family(tuple(left), pairs, pilot)])
-    count = (runs_at_most or default_runs(1)) // 2
-    apart = [name for name in known.alone if name not in known.broken]
-    if apart:
-        found.append([Family((name,), _alone(ladder, name, count, first_seed), min(count, _PILOT)) for name in apart])
-    return found
-
-
-def _alone(ladder: Ladder, name: str, count: int, first_seed: int) -> tuple[PlannedPair, ...]:
-    on = closed(ladder, [name])
-    without = tuple(other for other in on if other != name)
-    return tuple(PlannedPair(first_seed + i, (on, without)) for i in range(count))
+    count, alone = (runs_at_most or default_runs(1)) // 2, list[Family]()
+    for name in (name for name in known.alone if name not in known.broken):
+        on = closed(ladder, [name])
+        pair = (on, tuple(other for other in on if other != name))
+        pairs = tuple(PlannedPair(first_seed + i, pair) for i in range(count))
+        alone.append(Family((name,), pairs, min(count, _PILOT)))
+    return [*found, alone] if alone else found
 
 
 def _crossed(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast import build
-from pycls_fast.config.keys import as_typed, text_override
+from pycls_fast.config.keys import as_typed
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 from pycls_fast.strategies import Parallel
@@ -45,23 +45,17 @@ class ProcessResult:
     log: Path
 
     @property
-    def refused(self) -> bool:
-        """Whether its settings cannot run on this machine or with this model.
-
-        The tools report that as a user error. They do so for running out of memory, too, which does not count here.
-        """
-        return self.status == MISTAKE and OUT_OF_MEMORY not in self.reason()
-
-    @property
     def lacked_memory(self) -> bool:
         """Whether it failed, perhaps for lack of memory: it said so, or was killed."""
         return self.status != 0 and OUT_OF_MEMORY in self.reason()
 
-    def reason(self) -> str:
-        """Why it failed: its "error:" lines, else its exception, else the signal's name or the last line of output.
+    @property
+    def refused(self) -> bool:
+        """Whether its settings cannot run on this machine or with this model, which tools report as a user error."""
+        return self.status == MISTAKE and not self.lacked_memory
 
-        The signal's name is used for a process that a signal ended, since it could not report that itself.
-        """
+    def reason(self) -> str:
+        """Why it failed: its "error:" lines, else its exception, else the signal that ended it, or its last line."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = list(dict.fromkeys(line.removeprefix("error: ") for line in lines if line.startswith("error: ")))
         said = [line.strip() for line in lines if line.strip(" -=")]
@@ -196,36 +190,17 @@ def _die_with_parent() -> None:
 
 # Settings for several processes, which a variant may set and a single process refuses or ignores.
 _SEVERAL = ("compression", "reshard_after_forward", "shard_degree", "replicate_degree", "sync_batchnorm")
-_ONE_PROCESS = (
+ONE_PROCESS = (
     "parallel=single",
     "parallel.name=single",
     *(f"parallel.{key}={as_typed(Parallel.model_fields[key].default)}" for key in _SEVERAL),
 )
 
 
-def timing_arguments(
-    variant: Variant, file: Path, *, steps: int, warmup_steps: int, seconds: float = 0.0, mode: str = "train"
-) -> list[str]:
-    """One turn of `pycls-fast time` on the training step. It refuses `weights`, which do not affect time."""
-    return [
-        *variant.overrides, "weights=null", f"mode={mode}", f"steps={steps}", f"warmup_steps={warmup_steps}",
-        f"seconds={seconds:g}", "repeats=1", text_override("output", str(file)),
-    ]  # fmt: skip
-
-
-def rounding_arguments(variant: Variant, file: Path, *, steps: int) -> list[str]:
-    """Rounding errors against float64, in one process."""
-    return [*variant.overrides, *_ONE_PROCESS, f"steps={steps}", text_override("output", str(file))]
-
-
-def gradients_arguments(variant: Variant, file: Path) -> list[str]:
-    """Gradient counts, in one process and in float32, so that nothing has rounded them."""
-    return [*variant.overrides, *_ONE_PROCESS, "precision=fp32", text_override("output", str(file))]
-
-
-def training_arguments(variant: Variant, run_dir: Path, *, seed: int) -> list[str]:
-    """One run of `pycls-fast train`."""
-    return [*variant.overrides, f"seed={seed}", text_override("run_dir", str(run_dir)), "runtime.progress=plain"]
+def timing_arguments(*, steps: int, warmup_steps: int, seconds: float, mode: str = "train") -> tuple[str, ...]:
+    """One turn of `pycls-fast time`. It refuses `weights`, which do not affect time."""
+    counts = (f"steps={steps}", f"warmup_steps={warmup_steps}", f"seconds={seconds:g}", "repeats=1")
+    return ("weights=null", f"mode={mode}", *counts)
 
 
 @dataclass(frozen=True)
@@ -245,15 +220,6 @@ class TrainingRun:
         return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
 
 
-@dataclass
-class _Running:
-    run: TrainingRun
-    process: Process
-    devices: list[str]
-    # Whether another run was there at some time.
-    shared: bool
-
-
 def trainings(
     runs: Sequence[TrainingRun],
     *,
@@ -267,9 +233,10 @@ def trainings(
     """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own. Yields while they run.
 
     `devices` are the CUDA devices to divide among them, empty if there is no need to. A run that lacked memory while
-    others ran is started once more without them, after all others. An error, also where this is used, stops all.
+    others may have run is started once more without them, after all. An error, also where this is used, stops all.
     """
-    waiting, running, free, again = deque(runs), list[_Running](), list(devices), list[TrainingRun]()
+    waiting, free, again = deque(runs), list(devices), list[TrainingRun]()
+    running: dict[TrainingRun, tuple[Process, list[str]]] = {}
     watch_due = time.monotonic() + _EVERY_SECONDS
 
     def fits(ranks: int) -> bool:
@@ -280,27 +247,25 @@ def trainings(
             while waiting and fits(ranks := waiting[0].variant.ranks or 1):
                 run, own = waiting.popleft(), free[:ranks]
                 del free[:ranks]
-                running.append(_Running(run, start(run, own), own, shared=False))
-                for each in running:
-                    each.shared |= len(running) > 1
-            for each in list(running):
-                ended = finished(each.process)
+                running[run] = start(run, own), own
+            for run, (process, own) in list(running.items()):
+                ended = finished(process)
                 if ended is None:
                     continue
-                running.remove(each)
-                free += each.devices
-                if ended.lacked_memory and each.shared:
-                    say(f"{each.run}: lacked memory while others ran; starting it once more by itself at the end")
-                    again.append(each.run)
+                del running[run]
+                free += own
+                if ended.lacked_memory and jobs > 1:
+                    say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
+                    again.append(run)
                 else:
-                    done(each.run, ended)
+                    done(run, ended)
             if time.monotonic() >= watch_due:
                 watch_due = time.monotonic() + _EVERY_SECONDS
-                for each in running:
-                    say(f"{each.run}: {reached(RunFolder(each.run.folder))}")
+                for run in running:
+                    say(f"{run}: {reached(RunFolder(run.folder))}")
             yield
     except BaseException:
-        Process.stop(each.process for each in running)
+        Process.stop(process for process, _ in running.values())
         raise
     if again:
         yield from trainings(again, jobs=1, devices=devices, start=start, finished=finished, done=done, say=say)

@@ -18,7 +18,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.keys import key_of
+from pycls_fast.config.keys import key_of, text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
@@ -64,15 +64,12 @@ def run_ladder(
     configs: Sequence[Path] = (),
     accept_code: bool = False,
 ) -> int:
-    """Run a ladder, or with `dry_run` only print its variants and an estimate of the time.
-
-    Returns the exit status: 3 if Ctrl-C, SIGTERM or SIGHUP stopped it.
+    """Run a ladder, or with `dry_run` only print its variants and an estimate of the time; returns the exit status.
 
     Args:
         base: options and overrides of the experiment, for every tool.
         compose: composes the experiment with the overrides of a variant.
         configs: folders of configurations, which are part of the code.
-        accept_code: resume in a folder that was measured with different code.
 
     Raises:
         UserError: a plan that cannot be carried out.
@@ -115,11 +112,7 @@ def run_ladder(
 
 
 def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> Sequence[str]:
-    """The overrides for the tools, after checks of what no measurement would notice, or only the last one.
-
-    Raises:
-        UserError: it cannot be carried out.
-    """
+    """The overrides for the tools, after checks of what no measurement would notice, or only the last one."""
     apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:
         raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
@@ -138,11 +131,7 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
 
 
 def _divide_devices(ledger: Ledger) -> None:
-    """Give each of several training runs at a time CUDA devices of its own.
-
-    Raises:
-        UserError: there are too few devices.
-    """
+    """Give each of several training runs at a time CUDA devices of its own, if there are enough."""
     if ledger.device != "cuda" or not ledger.settings.trains or ledger.settings.jobs == 1:
         return
     ledger.cuda_devices = visible_devices(torch.cuda.device_count())
@@ -157,11 +146,7 @@ def _divide_devices(ledger: Ledger) -> None:
 
 
 def _trees(ladder: Ladder) -> list[Path]:
-    """The checkouts of the variants that have one of their own.
-
-    Raises:
-        UserError: a folder is not a checkout.
-    """
+    """The checkouts of the variants that have one of their own."""
     trees = {v.name: tree_path(v.tree) for v in (ladder.baseline, *ladder.variants) if v.tree is not None}
     refuse(
         f"ladder: '{name}': {tree} is no checkout of pycls_fast; give the folder of one as its tree"
@@ -173,18 +158,16 @@ def _trees(ladder: Ladder) -> list[Path]:
 
 def _work(ledger: Ledger, config_name: str) -> Record:
     """Measure everything and write the report; returns its record."""
+    report = partial(_report, ledger, config_name)
     with ledger.folder.opened(ledger.plan()), stop_requests("stopping; what is finished is saved") as ledger.stop:
         # There is something to save at any time.
         ledger.stop.training = True
         finished = False
         try:
-            ledger.run(
-                after_phase=lambda: _report(ledger, config_name, finished=False),
-                after_first=partial(announce, ledger),
-            )
+            ledger.run(after_phase=partial(report, finished=False), after_first=partial(announce, ledger))
             finished = True
         finally:
-            record = _report(ledger, config_name, finished=finished)
+            record = report(finished=finished)
     return record
 
 
@@ -221,7 +204,11 @@ def show_plan(ledger: Ledger) -> None:
     if ledger.settings.trains:
         ledger.plan_trainings()
     for variant in ledger.selection.variants():
-        ledger.say(f"{variant.name}: {_what(ledger, variant)}")
+        words, ranks = " ".join(variant.overrides) or "the experiment as it is", variant.ranks or 1
+        why_not = ledger.selection.why_not(variant)
+        ledger.say(
+            f"{variant.name}: {f'not run, {why_not}' if why_not else words + f'  ({ranks} ranks)' * (ranks > 1)}"
+        )
     ledger.say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
         finished, timed = _measured(ledger, Path(temporary), "train")
@@ -264,22 +251,11 @@ def announce(ledger: Ledger, seconds: float | None, timed: Mapping[str, Any], fe
     )
 
 
-def _what(ledger: Ledger, variant: Variant) -> str:
-    reason, ranks = ledger.selection.why_not(variant), variant.ranks or 1
-    if reason is not None:
-        return f"not run, {reason}"
-    return " ".join(variant.overrides or ["the experiment as it is"]) + (f"  ({ranks} ranks)" if ranks > 1 else "")
-
-
 def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, dict[str, Any]]:
-    """Time the reference briefly in a separate process; returns how it ended and its record.
-
-    Raises:
-        UserError: it failed.
-    """
+    """Time the reference briefly in a separate process; returns how it ended and its record."""
     first, file = ledger.selection.variants()[0], folder / f"{mode}.json"
-    arguments = timing_arguments(first, file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)
-    finished = ledger.process("time", first, arguments, log=file.with_suffix(".txt")).wait()
+    more = (*timing_arguments(steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode), text_override("output", str(file)))
+    finished = ledger.process("time", first, more, log=file.with_suffix(".txt")).wait()
     if finished.status != 0:
         check_reference(first, finished.reason())
     return finished, read_measurement(file)
@@ -289,7 +265,6 @@ def estimate(ledger: Ledger, seconds: float, timed: Mapping[str, Any], fed_step:
     """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take.
 
     Args:
-        ledger: the ledger.
         seconds: what a process of the first variant took.
         timed: its record, of mode=train.
         fed_step: seconds of a training step together with the loading of its images.
@@ -350,7 +325,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
 
 def _gradients(ledger: Ledger) -> GradientCounts | None:
     """Gradient counts over all layers; those of each layer stay in their own file."""
-    file = ledger.folder.gradients_file(ledger.selection.variants()[0])
+    file = ledger.folder.file("gradients", ledger.selection.variants()[0])
     if not file.is_file():
         return None
     record = read_measurement(file)
@@ -362,7 +337,7 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
     status: Status = (
         "failed" if name in selection.failed else "cannot run" if name in selection.impossible else "measured"
     )
-    reason, numerics = selection.why_not(variant), ledger.folder.numerics_file(variant)
+    reason, numerics = selection.why_not(variant), ledger.folder.file("numerics", variant)
     git = None if variant.tree is None else git_state(tree_path(variant.tree))
     return VariantRecord(
         name=name,

@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, default_runs, merged, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
+    ONE_PROCESS,
     Process,
     ProcessResult,
     TrainingRun,
-    gradients_arguments,
-    rounding_arguments,
     timing_arguments,
-    training_arguments,
     trainings,
 )
 from pycls_fast.train.folder import write_json
@@ -42,18 +41,12 @@ class Ledger:
     Attributes:
         flags, typed: options and overrides that make the experiment, for every tool.
         device: "cpu" or "cuda": where the variants run.
-        say: called with a message at the start and the end of each measurement, and every minute for each training.
-        cuda_devices: names of the CUDA devices that concurrent training runs divide among them; empty if there is no
-            need to.
+        cuda_devices: those that concurrent training runs divide among them; empty if there is no need to.
         conditions: what else must be the same at every start, by name (`folder.conditions`).
         refused: whether the settings of a combination are refused.
-        selection: the variants, and which of them run.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
         crossed: the trainings, once they start.
         stop: may come true while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
-
-    Raises:
-        UserError: a baseline that is not for this device.
     """
 
     ladder: Ladder
@@ -73,9 +66,8 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
-        # Seconds of this start's processes, those of trainings apart.
+        # Of this start: seconds of processes, those of trainings apart; timings.
         self._took: dict[bool, list[float]] = {False: [], True: []}
-        # Timings of this start.
         self._timed: set[Path] = set()
 
     def plan(self) -> dict[str, Any]:
@@ -124,24 +116,24 @@ class Ledger:
         after_phase()
         if s.numerics_steps is not None:
             for variant in self.with_rounding():
-                file = self.folder.numerics_file(variant)
-                arguments = rounding_arguments(variant, file, steps=s.numerics_steps)
-                self._extra(f"{variant.name}: rounding", "numerics", variant, arguments, file)
+                file, what = self.folder.file("numerics", variant), f"{variant.name}: rounding"
+                self._extra(what, "numerics", variant, file, f"steps={s.numerics_steps}")
         if s.gradients:
             first = self.selection.variants()[0]
-            file = self.folder.gradients_file(first)
-            self._extra("gradients", "gradients", first, gradients_arguments(first, file), file)
+            # In float32, so that nothing has rounded them.
+            self._extra("gradients", "gradients", first, self.folder.file("gradients", first), "precision=fp32")
         if s.trains:
             after_phase()
             self.plan_trainings().run()
 
     def plan_trainings(self) -> CrossedTrainings:
         """The trainings of what is known to run."""
+        _, *variants = self.selection.runnable()
         self.crossed = CrossedTrainings(
             self.ladder,
             self.settings,
             self.folder,
-            names=[variant.name for variant in self.selection.runnable()[1:]],
+            names=[variant.name for variant in variants],
             alike=self._alike(),
             refused=self.refused,
             train=self.train,
@@ -152,7 +144,7 @@ class Ledger:
     def _alike(self) -> list[str]:
         """The variants whose weights are those of the one before them, bit for bit, after `numerics_steps`."""
         variants = {variant.name: variant for variant in self.selection.runnable()}
-        files = {name: self.folder.numerics_file(variant) for name, variant in variants.items()}
+        files = {name: self.folder.file("numerics", variant) for name, variant in variants.items()}
         digests = {name: read_measurement(file).get("weights") for name, file in files.items() if file.is_file()}
         return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
@@ -161,8 +153,10 @@ class Ledger:
         s, folder, variants = self.settings, self.folder, self.selection.runnable()
         return {
             "timings": [folder.timing_file(variant, number) for variant in variants for number in range(s.rounds)],
-            "rounding": [folder.numerics_file(v) for v in self.with_rounding()] if s.numerics_steps is not None else [],
-            "gradients": [folder.gradients_file(self.selection.variants()[0])] if s.gradients else [],
+            "rounding": [folder.file("numerics", v) for v in self.with_rounding()]
+            if s.numerics_steps is not None
+            else [],
+            "gradients": [folder.file("gradients", self.selection.variants()[0])] if s.gradients else [],
         }
 
     def missing(self) -> dict[str, int]:
@@ -189,10 +183,10 @@ class Ledger:
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s, file = self.settings, self.folder.timing_file(variant, number)
-        arguments = timing_arguments(variant, file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
+        more = timing_arguments(steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
         # In later rounds it has run before: another program may have been in its way.
         what, again = f"{variant.name}: timing {number + 1} of {s.rounds}", number > 0
-        finished = self._measure(what, "time", variant, arguments, file, again=again)
+        finished = self._measure(what, "time", variant, file, more, again=again)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished, is_first=number == 0)
         elif finished is not None:
@@ -202,19 +196,21 @@ class Ledger:
                 other.unlink(missing_ok=True)
         return finished
 
-    def _extra(self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path) -> None:
+    def _extra(self, what: str, verb: str, variant: Variant, file: Path, own: str) -> None:
         """Make an optional measurement, in one process: if it fails, the variant continues without it."""
-        finished = self._measure(what, f"ledger {verb}", variant.model_copy(update={"ranks": 1}), arguments, file)
+        alone = variant.model_copy(update={"ranks": 1})
+        finished = self._measure(what, f"ledger {verb}", alone, file, (*ONE_PROCESS, own))
         if finished is not None and finished.status != 0:
             self.unmeasured[what] = finished.reason()
 
     def _measure(
-        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], file: Path, *, again: bool = False
+        self, what: str, verb: str, variant: Variant, file: Path, more: Sequence[str], *, again: bool = False
     ) -> ProcessResult | None:
         """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
             return None
         file.parent.mkdir(parents=True, exist_ok=True)
+        arguments = (*more, text_override("output", str(file)))
         finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
         if again and finished.status != 0:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
@@ -232,12 +228,8 @@ class Ledger:
         return finished
 
     def _finished(self, process: Process) -> ProcessResult | None:
-        """How a process ended, or None while it runs.
-
-        Raises:
-            KeyboardInterrupt: a stop was requested; if the process has ended, it may be by the same signal.
-        """
         finished = process.finished()
+        # If it has ended, it may be by the same signal.
         if self.stop:
             raise KeyboardInterrupt
         return finished
@@ -284,8 +276,9 @@ class Ledger:
                 time.sleep(_POLLING_SECONDS)
 
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
-        arguments = training_arguments(run.variant, run.folder, seed=run.seed)
-        return self._start(str(run), "train", run.variant, arguments, run.folder, devices)
+        folder = text_override("run_dir", str(run.folder))
+        own = (f"seed={run.seed}", folder, "runtime.progress=plain")
+        return self._start(str(run), "train", run.variant, own, run.folder, devices)
 
     def _training_done(self, run: TrainingRun, finished: ProcessResult) -> None:
         if finished.status != 0:
@@ -301,15 +294,12 @@ class Ledger:
         return self.process(verb, variant, arguments, log=log, devices=devices)
 
     def process(
-        self, verb: str, variant: Variant, arguments: Sequence[str], *, log: Path, devices: Sequence[str] = ()
+        self, verb: str, variant: Variant, more: Sequence[str], *, log: Path, devices: Sequence[str] = ()
     ) -> Process:
-        """Start a verb with a variant's code and ranks.
-
-        `arguments` replace the experiment's own overrides of the same keys.
-        """
+        """Start a verb with a variant's code, ranks and overrides; the last of those of one key stays."""
         return Process(
             verb,
-            [*self.flags, *merged(self.typed, arguments)],
+            [*self.flags, *merged(self.typed, variant.overrides, more)],
             ranks=variant.ranks or 1,
             log=log,
             tree=None if variant.tree is None else tree_path(variant.tree),

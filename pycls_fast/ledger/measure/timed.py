@@ -46,7 +46,6 @@ class TimedVariant:
     """A built configuration with its measurements.
 
     Attributes:
-        world: the ranks that time it.
         complexity, training_complexity: for one image of evaluation, and for one of the first epoch.
         lengths: steps of a turn of each part.
         stages: record of the input pipeline's stages.
@@ -84,7 +83,7 @@ class TimedVariant:
 
         Args:
             others: variants built before: the same data is opened once, and the same products have one peak.
-            matmul_size: side of the matrices whose product sets the peak; None for the device's default.
+            matmul_size: see `MatmulPeak`.
 
         Raises:
             UserError: something cannot be built or read.
@@ -202,7 +201,7 @@ class TimedVariant:
     def record(self) -> dict[str, Any]:
         """What a timing file says of it; rates in images per second, memory in bytes."""
         config, counted, trained = self.config, self.complexity, self.training_complexity
-        first = next(iter(self.turns))
+        first, matmul = next(iter(self.turns)), None if self.matmul is None else self.matmul.record()
         parts: dict[str, Any] = {}
         for name, turns in self.turns.items():
             parts[name] = part_record(
@@ -210,7 +209,7 @@ class TimedVariant:
                 turns,
                 images_per_step=self.parts[name].images_per_step,
                 forward_flops_per_image=(counted if name == "inference" else trained).forward_flops,
-                matmul_flops_per_second=self.matmul.flops_per_second if self.matmul is not None else None,
+                matmul_flops_per_second=None if matmul is None else matmul["flops_per_second"],
                 memory_peak_bytes=self.memory.peaks.get(name),
                 frozen=config.optim.trainable != ("all",),
             )
@@ -231,7 +230,7 @@ class TimedVariant:
             "num_workers": build.num_workers(config),
             "precision": config.precision.name,
             "switches": self.switches.values(),
-            "matmul": self.matmul.record() if self.matmul is not None else None,
+            "matmul": matmul,
             "skipped_steps": self.skipped_steps,
             **({"input_pipeline": self.stages} if self.stages is not None else {}),
             # The part that the names shared by all tools refer to.

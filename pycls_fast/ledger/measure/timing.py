@@ -68,7 +68,10 @@ def time_variants(
     base = variants[0][1]
     _check_comparable(variants)
     with build.world(base) as world:
-        file = _output_file(base, output, world)
+        default = Path("timings", f"{base.config_name}-{timestamp()}.json")
+        if base.run_dir is not None:
+            default = Path(base.run_dir, f"timing-{timestamp()}.json")
+        file = output_file(output or default, world)
         display = Display(speaks=world.is_main, mode="plain")
         order = StepRange()
         built: list[TimedVariant] = []
@@ -77,17 +80,13 @@ def time_variants(
         for part in PARTS[mode]:
             length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
             display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
-            _measure(built, part, steps=steps, warmup_steps=warmup_steps, repeats=repeats, seconds=seconds)
+            _measure(built, part, repeats, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
         for variant in built:
             if {"loader", "both"} & set(PARTS[mode]):
                 display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
+                train, start = variant.sources["train"], order.take(repeats + 1)
                 variant.stages = measure_stages(
-                    variant.config,
-                    variant.sources["train"],
-                    world,
-                    variant.switches,
-                    start=order.take(repeats + 1),
-                    repeats=repeats,
+                    variant.config, train, world, variant.switches, start=start, repeats=repeats
                 )
             if variant.skipped_steps:
                 display.warn(
@@ -118,24 +117,9 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
     refuse(dict.fromkeys(problems))
 
 
-def _output_file(config: RunConfig, output: str | None, world: World) -> Path:
-    default = Path("timings") / f"{config.config_name}-{timestamp()}.json"
-    if config.run_dir is not None:
-        default = Path(config.run_dir) / f"timing-{timestamp()}.json"
-    return output_file(output or default, world)
-
-
-def _measure(
-    variants: Sequence[TimedVariant],
-    part: PartName,
-    *,
-    steps: int,
-    warmup_steps: int,
-    repeats: int,
-    seconds: float = 0.0,
-) -> None:
+def _measure(variants: Sequence[TimedVariant], part: PartName, repeats: int, **lengths: Any) -> None:
     for variant in variants:
-        variant.begin(part, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
+        variant.begin(part, **lengths)
     owners = {id(v.matmul): v for v in variants if v.matmul is not None and part != "loader"}
     for repeat in range(repeats):
         for owner in owners.values():

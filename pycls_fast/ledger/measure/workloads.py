@@ -61,10 +61,7 @@ def timed(action: Callable[[], object], steps: int, device: torch.device) -> lis
 
 @dataclass
 class DeviceMemory:
-    """CUDA memory of one of several variants in a process: what it holds, and its highest peak by part.
-
-    Nothing is counted on the CPU, where the system keeps a single peak for the whole process.
-    """
+    """CUDA memory of one of several variants in a process: what it holds, and its highest peak by part."""
 
     device: torch.device
     held: int = 0
@@ -108,15 +105,8 @@ class MatmulPeak:
     """
 
     def __init__(self, dtype: torch.dtype, world: World, size: int | None = None) -> None:
-        """
-        Args:
-            dtype: of the matrices.
-            world: all ranks multiply at the same time, as they train at the same time.
-            size: side of the matrices; None for 2048 on the CPU and 8192 on CUDA.
-        """
-        self.dtype = dtype
-        self.size = size or _MATMUL_SIZE[world.device.type]
-        self._world = world
+        """All ranks multiply at the same time, as they train; `size` is the side, 2048 or on CUDA 8192 by default."""
+        self.dtype, self.size, self._world = dtype, size or _MATMUL_SIZE[world.device.type], world
         self._seconds: list[float] = []
         self._generator = torch.Generator(world.device).manual_seed(0)
 
@@ -132,19 +122,15 @@ class MatmulPeak:
         _, *seconds = timed(lambda: torch.mm(a_NN, b_NN, out=out_NN), 1 + _MATMULS, device)
         self._seconds += [max(each) for each in zip(*self._world.gather(seconds), strict=True)]
 
-    @property
-    def flops_per_second(self) -> float:
-        """Rate of all ranks together; a multiply-add counts 2."""
-        return 2 * self.size**3 / spread(self._seconds).p50 * self._world.size
-
     def record(self) -> dict[str, Any]:
-        """The values for JSON."""
+        """The values for JSON; `flops_per_second` of all ranks together, a multiply-add counts 2."""
+        seconds = spread(self._seconds).p50
         return {
             "size": self.size,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "seconds_p50": spread(self._seconds).p50,
+            "seconds_p50": seconds,
             "samples": len(self._seconds),
-            "flops_per_second": self.flops_per_second,
+            "flops_per_second": 2 * self.size**3 / seconds * self._world.size,
         }
 
 
@@ -153,14 +139,8 @@ PartName = Literal["train", "inference", "loader", "both"]
 
 @dataclass(frozen=True)
 class Turn:
-    """A few consecutive steps.
-
-    Attributes:
-        seconds: time of each step.
-        total: time of all steps in seconds.
-        waited: time in seconds that the host waited for batches.
-        first_batch: seconds from starting the input pipeline to its first batch on the device.
-    """
+    """A few consecutive steps: the seconds of each and of all, in which the host waited for batches, and from starting
+    the input pipeline to its first batch on the device."""
 
     seconds: tuple[float, ...]
     total: float
@@ -169,10 +149,9 @@ class Turn:
 
 
 class Part(Protocol):
-    """Something that can be stepped and timed."""
+    """Something that can be stepped and timed; `images_per_step` are those of all ranks."""
 
     images_per_step: int
-    """Images of all ranks together."""
 
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count."""
@@ -203,7 +182,6 @@ class Trainer:
         self._done = 0
 
     def __call__(self, microbatches: Iterable[Batch]) -> None:
-        """Run one step, which takes its microbatches one by one."""
         self.step(self._done, microbatches, self.metrics)
         self._done += 1
 
@@ -225,13 +203,12 @@ class TrainPart:
         self.memory = StepMemory(self.world, compiled=self.trainer.compiled)
 
     def warm_up(self, steps: int) -> None:
-        """Run steps that do not count, in which kernels are chosen and the optimizer's state is allocated."""
+        # Kernels are chosen, and the optimizer's state is allocated.
         for _ in range(steps):
             with self.memory.counting(self.trainer.step.held):
                 self._step()
 
     def turn(self, steps: int) -> Turn:
-        """Time steps."""
         seconds = timed(self._step, steps, self.world.device)
         return Turn(tuple(seconds), sum(seconds))
 
@@ -259,11 +236,9 @@ class InferencePart:
         return logits_BK
 
     def warm_up(self, steps: int) -> None:
-        """Run passes that do not count."""
         self.turn(steps)
 
     def turn(self, steps: int) -> Turn:
-        """Time passes in evaluation mode, then restore the network's mode."""
         was_training = self.network.training
         self.network.eval()
         try:
@@ -288,12 +263,8 @@ class StepRange:
 
 @dataclass
 class _Feed:
-    """The microbatches of consecutive steps, each loaded when it is asked for, as in training.
-
-    Attributes:
-        first_batch: seconds until the first microbatch was on the device.
-        waited: seconds that the host waited for microbatches; may be reset.
-    """
+    """The microbatches of consecutive steps, each loaded when it is asked for, as in training; the seconds until the
+    first was on the device, and in which the host waited."""
 
     microbatches: Iterator[Batch]
     accumulation_steps: int
@@ -302,7 +273,6 @@ class _Feed:
     waited: float = 0.0
 
     def step(self) -> Iterator[Batch]:
-        """The microbatches of the next step."""
         for _ in range(self.accumulation_steps):
             asked = time.perf_counter()
             batch = next(self.microbatches)
@@ -340,18 +310,16 @@ class LoaderPart:
         self._ahead = -(-(workers * self.config.data.prefetch_factor) // per_step)
         self._burst = max(1, workers)
 
-    def whole_bursts(self, steps: int) -> int:
-        """`steps`, rounded up to a multiple of the number of workers."""
+    def _whole_bursts(self, steps: int) -> int:
         return -(-max(steps, 1) // self._burst) * self._burst
 
     def warm_up(self, steps: int) -> None:
-        """Only store the number: each turn warms up after starting its workers."""
+        # Each turn does, after starting its workers.
         self._warm_up_steps = steps
 
     def turn(self, steps: int) -> Turn:
-        """Start the workers, warm up, time, stop the workers."""
-        steps = self.whole_bursts(max(steps, self._ahead))
-        warm_up_steps = self.whole_bursts(max(self._warm_up_steps, self._ahead + 1))
+        steps = self._whole_bursts(max(steps, self._ahead))
+        warm_up_steps = self._whole_bursts(max(self._warm_up_steps, self._ahead + 1))
         use: Callable[[Iterator[Batch]], object] = self.trainer or partial(deque, maxlen=0)
         with closing(self._microbatches(warm_up_steps + steps + self._ahead + IN_FLIGHT)) as microbatches:
             feed = _Feed(microbatches, self.config.optim.microbatches, self.world.device)

@@ -36,11 +36,6 @@ def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {key: [each[key] for each in known[::every]] for key in ("epoch", "loss")}
 
 
-def shown_images(record: Record, kind: str) -> Sequence[Record]:
-    """The images of one kind of disagreement ("only_a": only A is right); empty if they were not compared."""
-    return record["images"][kind] if record["images"] is not None else ()
-
-
 def said(each: Record) -> list[str]:
     """What each run predicted, with the cross-entropy of the image in nats."""
     losses = ("-" if each[f"loss_{run}"] is None else f"{each[f'loss_{run}']:.2f}" for run in "ab")
@@ -131,11 +126,9 @@ def _rows(found: Sequence[Record]) -> list[Row]:
     """Differing settings as table rows; long fractions are shortened if they still differ then."""
     rows = []
     for row in found:
-        a, b = shortened(row["a"]), shortened(row["b"])
-        a, b = (row["a"], row["b"]) if a == b else (a, b)
-        rows.append(
-            {"setting": row["key"], "A": a, "B": b} | ({"numerics": row["class"] or ""} if "class" in row else {})
-        )
+        whole, short = ({name.upper(): text(row[name]) for name in "ab"} for text in (str, shortened))
+        numerics = {"numerics": row["class"] or ""} if "class" in row else {}
+        rows.append({"setting": row["key"]} | (whole if short["A"] == short["B"] else short) | numerics)
     return rows
 
 

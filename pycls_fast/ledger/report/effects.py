@@ -9,7 +9,7 @@ the rules and has the error rates, which `benchmarks/ledger_errors.py` measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -55,15 +55,8 @@ def levels(alpha: float, looks: tuple[float, ...] = LOOKS) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A mirrored pair of trainings that have ended.
-
-    Attributes:
-        on: names of the variants that were on in the first and in the second.
-        difference: top-1 of the first minus the second, in points.
-        discordant: images that only one of them got right.
-        images: number of images.
-        mean: top-1 of both together, in percent; only `interplay` needs it.
-    """
+    """A mirrored pair of trainings that have ended: the names that were on in each, top-1 of the first minus the
+    second in points, the images that only one of them got right, of how many, and for `interplay` the mean top-1."""
 
     on: tuple[Collection[str], Collection[str]]
     difference: float
@@ -203,7 +196,7 @@ class Effect:
 @dataclass(frozen=True)
 class Look:
     """A look at the results: its place in `LOOKS`, the trainings of each family up to it, and the `levels` of 'free',
-    'costs' and 'gains', at Holm's first step."""
+    'costs' and 'gains', at Holm's first step. It is settled if every variant has a verdict."""
 
     place: int
     runs: int
@@ -212,7 +205,6 @@ class Look:
 
     @property
     def settled(self) -> bool:
-        """Whether every variant has a verdict."""
         return all(effect.word != "undecided" for effect in self.effects)
 
 
@@ -229,43 +221,36 @@ def decide(
     """
     costs, free, gains, made = set[int](), set[int](), set[int](), list[Look]()
     for place, runs, families in looks:
-        names, effects, errors, freedoms = _joined(families)
-        p_costs = special.stdtr(freedoms, effects / errors)
-        p_free = special.stdtr(freedoms, -(effects + margin) / errors)
+        estimated = estimates(families, margin)
+        p_costs, p_free = (np.array([getattr(each, key) for each in estimated]) for key in ("p_costs", "p_free"))
         costs = _rejected(p_costs, place, ALPHA_COSTS, costs)
         gains = _rejected(1 - p_costs, place, ALPHA_GAINS, gains)
-        level = levels(ALPHA_FREE / len(names) if strict else ALPHA_FREE)[place]
+        tests = len(estimated)
+        level = levels(ALPHA_FREE / tests if strict else ALPHA_FREE)[place]
         free = _rejected(p_free, place, ALPHA_FREE, free) if strict else free | set(np.flatnonzero(p_free <= level))
-        words = [_word(i in costs, i in free, i in gains) for i in range(len(names))]
-        first = (level, levels(ALPHA_COSTS / len(names))[place], levels(ALPHA_GAINS / len(names))[place])
+        first = (level, levels(ALPHA_COSTS / tests)[place], levels(ALPHA_GAINS / tests)[place])
         # The last look's interval is the usual one; an earlier one's holds for all looks together.
-        half = special.stdtrit(freedoms, 0.975 if place == len(LOOKS) - 1 else 1 - levels(0.025)[place]) * errors
-        least = effects - special.stdtrit(freedoms, 1 - level) * errors
-        columns = (words, names, effects, errors, freedoms, effects - half, effects + half, least, p_costs, p_free)
-        made.append(Look(place, runs, first, [_effect(*row) for row in zip(*columns, strict=True)]))
+        tail = 0.025 if place == len(LOOKS) - 1 else levels(0.025)[place]
+        effects = []
+        for i, each in enumerate(estimated):
+            half, down = (float(special.stdtrit(each.freedom, 1 - share)) * each.error for share in (tail, level))
+            low, high, least = each.difference - half, each.difference + half, each.difference - down
+            word = _word(i in costs, i in free, i in gains)
+            effects.append(replace(each, low=low, high=high, least=least, word=word))
+        made.append(Look(place, runs, first, effects))
     return made
 
 
 def estimates(families: Iterable[tuple[Sequence[str], Fit]], margin: float) -> list[Effect]:
     """Effects with plain 95% intervals and without verdicts, for a ledger that is not at a planned look."""
-    names, effects, errors, freedoms = _joined(list(families))
-    half = special.stdtrit(freedoms, 0.975) * errors
-    p_costs, p_free = (special.stdtr(freedoms, each / errors) for each in (effects, -(effects + margin)))
-    columns = (names, effects, errors, freedoms, effects - half, effects + half, effects - half, p_costs, p_free)
-    return [_effect(None, *row) for row in zip(*columns, strict=True)]
-
-
-def _effect(word: Word | None, name: str, *values: float) -> Effect:
-    difference, error, freedom, low, high, least, p_costs, p_free = map(float, values)
-    return Effect(name, difference, error, int(freedom), low, high, least, p_costs, p_free, word)
-
-
-def _joined(
-    families: Sequence[tuple[Sequence[str], Fit]],
-) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-    names = [name for members, _ in families for name in members]
-    effects, errors = (np.concatenate([getattr(f, key) for _, f in families]) for key in ("effects", "errors"))
-    return names, effects, errors, np.concatenate([np.full(len(members), f.freedom) for members, f in families])
+    made = []
+    for names, found in families:
+        for name, effect, error in zip(names, found.effects.tolist(), found.errors.tolist(), strict=True):
+            half = float(special.stdtrit(found.freedom, 0.975)) * error
+            p_costs, p_free = (special.stdtr(found.freedom, each / error) for each in (effect, -(effect + margin)))
+            low, high = effect - half, effect + half
+            made.append(Effect(name, effect, error, found.freedom, low, high, low, float(p_costs), float(p_free), None))
+    return made
 
 
 def _rejected(p_values: np.ndarray, place: int, alpha: float, before: set[int]) -> set[int]:
@@ -338,14 +323,12 @@ def breaks(
     """
 
     def p_value(name: str) -> float:
-        with_it, without = ([name in on for on in runs] for runs in (failed, ended))
-        table = [[sum(with_it), sum(without)], [len(with_it) - sum(with_it), len(without) - sum(without)]]
+        table = [[sum((name in on) == is_on for on in runs) for runs in (failed, ended)] for is_on in (True, False)]
         imagined = [[round(times * count) for count in row] for row in table]
         return float(stats.fisher_exact(imagined, alternative="greater").pvalue)
 
-    p_values: Mapping[str, float] = {name: p_value(name) for name in names}
-    worst = min(p_values, key=lambda name: p_values[name], default=None)
-    return worst if worst is not None and p_values[worst] * len(names) <= 0.05 else None
+    p, worst = min(((p_value(name), place) for place, name in enumerate(names)), default=(1.0, 0))
+    return names[worst] if p * len(names) <= 0.05 else None
 
 
 def p_less_accurate(before: Effect, now: Effect) -> float:

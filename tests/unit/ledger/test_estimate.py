@@ -50,8 +50,8 @@ def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
     files = (
         ledger.folder.timing_file(first, 0),
         ledger.folder.timing_file(last, 1),
-        ledger.folder.numerics_file(last),
-        ledger.folder.gradients_file(first),
+        ledger.folder.file("numerics", last),
+        ledger.folder.file("gradients", first),
         ledger.crossed.planned()[0].folder / "summary.json",
     )
     for file in files:

@@ -76,7 +76,7 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     log: list[str] = []
     monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
     made = [recorded(label, log) for label in ("a", "b", "c")]
-    timing._measure(made, "train", steps=2, warmup_steps=3, repeats=3)
+    timing._measure(made, "train", 3, steps=2, warmup_steps=3, seconds=0.0)
     assert [entry for entry in log if not entry.startswith("backend")] == [
         *("warm a 3", "warm b 3", "warm c 3"),
         *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
@@ -127,7 +127,7 @@ def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkey
         variant = recorded(label, log)
         variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
         made.append(variant)
-    timing._measure(made, "train", steps=2, warmup_steps=3, repeats=3)
+    timing._measure(made, "train", 3, steps=2, warmup_steps=3, seconds=0.0)
     measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
     assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
 

@@ -156,9 +156,9 @@ def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
     for variant in ledger.selection.runnable():
         timed = given(ledger.folder.timing_file(variant, 0))
         assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
-        assert weights in given(ledger.folder.numerics_file(variant))
+        assert weights in given(ledger.folder.file("numerics", variant))
     assert weights in given(ledger.crossed.planned()[0].folder / "summary.json")
-    assert weights in given(ledger.folder.gradients_file(ledger.selection.variants()[0]))
+    assert weights in given(ledger.folder.file("gradients", ledger.selection.variants()[0]))
 
 
 def test_what_could_not_be_measured_is_in_the_record(tmp_path: Path, fake: type[FakeProcess]) -> None:
