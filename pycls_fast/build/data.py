@@ -34,11 +34,9 @@ _SCORING_BATCH = 128
 
 
 def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Images]:
-    """The splits by name, "train" and "val" among them.
+    """The splits by name, "train" and "val" among them; `whole`: a dataset that would be split at random is "all".
 
-    Args:
-        index_all: cache the indexes of small datasets, too.
-        whole: a dataset without a validation split is not split at random; it is the split "all".
+    With `index_all` the indexes of small datasets are cached, too.
     """
     data = config.data
     if data.root is None and data.needs_root:
@@ -82,11 +80,7 @@ def steps_per_epoch(config: RunConfig, images: int) -> int:
 
 
 def check_mixing(config: RunConfig, world: World) -> None:
-    """Check that a microbatch has enough images to mix: mixing is among the images of one rank's forward pass.
-
-    Raises:
-        UserError: the microbatch is a single image.
-    """
+    """Refuse to mix in microbatches of one image: mixing is among the images of one rank's forward pass."""
     if config.augment.mixes and microbatch_size(config, world) == 1:
         batch, parts = config.data.global_batch_size, config.optim.microbatches
         raise UserError(
@@ -150,11 +144,7 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
 
 
 def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
-    """This rank's batches of a split on its device, every image once over all ranks.
-
-    Raises:
-        UserError: there is no `data.eval_batch_size`, and the global batch cannot be divided.
-    """
+    """This rank's batches of a split on its device, every image once over all ranks."""
     transform = EvalTransform(config.augment, image_size=config.data.image_size, mean=config.data.mean)
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
     sampler = EvalSampler(len(source), batch_size=batch_size, rank=world.data_rank, world_size=world.data_size)
@@ -235,11 +225,8 @@ def preprocessing(config: RunConfig) -> str:
 
 
 def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
-    """The configuration that preprocesses images for scoring as the weights' own description says.
-
-    Raises:
-        UserError: the image size does not fit the model.
-    """
+    """The configuration that preprocesses images for scoring as the weights say; a `UserError` if the size does not fit
+    the model."""
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
     augment = {
         "eval_crop": about.crop,

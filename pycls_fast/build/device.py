@@ -139,11 +139,8 @@ def cores_per_rank() -> int:
 
 
 def cpu_limit(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
-    """The container's CPU quota in cores (`docker run --cpus`, a pod's `limits.cpu`), rounded up; None without one.
-
-    Args:
-        file: the limit of the container's control group (the kernel's admin-guide/cgroup-v2).
-    """
+    """The container's CPU quota in cores (`docker run --cpus`, a pod's `limits.cpu`; the kernel's
+    admin-guide/cgroup-v2), rounded up; None without one."""
     try:
         quota, period = file.read_text(encoding="utf-8").split()
         return math.ceil(int(quota) / int(period))
@@ -231,12 +228,7 @@ def _compiles_once(config: RunConfig, kind: Device) -> bool:
 
 def compile_for_gpu(config: RunConfig, chosen: Speed, world: World, *, images: int, flops: float) -> Speed:
     """The switches as the preset has them for a GPU and this much work: none compiled for a few steps, small steps
-    replayed as CUDA graphs.
-
-    Args:
-        images: that the run trains on, in all.
-        flops: operations of a forward pass of one image.
-    """
+    replayed as CUDA graphs. The run trains on so many `images` in all, each a forward pass of `flops`."""
     if world.device.type != "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
         return chosen
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
@@ -262,11 +254,7 @@ def has_compiler(kind: Device) -> bool:
 
 
 def need_compiler(device: torch.device, what: str, instead: str) -> None:
-    """Check that code can be compiled on this machine.
-
-    Raises:
-        UserError: `what` needs a compiler; the message proposes `instead`.
-    """
+    """Refuse `what` needs a compiler where there is none, and propose what to take `instead`."""
     kind = device_kind(device)
     if has_compiler(kind):
         return

@@ -43,11 +43,7 @@ _INITIALISATION, _ADAPTATION = 1, 2
 
 
 def num_classes(config: RunConfig, source: Images) -> int:
-    """Number of the model's outputs: as configured, else the number of classes in the data.
-
-    Raises:
-        UserError: there are fewer outputs than classes, or only one class.
-    """
+    """Number of the model's outputs: as configured (not fewer than the classes), else the classes of the data."""
     found, chosen = len(source.classes), config.model.num_classes
     if chosen is None and found < 2:
         raise UserError(f"data.root: only one class ({', '.join(source.classes)}); at least 2 folders are needed")
@@ -193,12 +189,8 @@ def wrap(
     initialise: Callable[[FlatShards | None], None] | None = None,
     pipeline: Pipeline | None = None,
 ) -> ParallelModel:
-    """Wrap the network for the resolved strategy, compiled if configured; one on the meta device is initialised.
-
-    Args:
-        initialise: loads other values than the initial ones into a network from the meta device; see `wrap_model`.
-        pipeline: of `cut`.
-    """
+    """Wrap the network for the resolved strategy, compiled if configured; one on the meta device gets its initial
+    values, or those of `initialise` (see `wrap_model`)."""
     precision = level(config)
     if chosen.compile != "off":
         need_compiler(world.device, f"speed.compile: {chosen.compile}", "speed.compile=off")
@@ -219,15 +211,8 @@ def wrap(
 def loss(
     config: RunConfig, chosen: Speed, device: torch.device, classes: int, class_counts: np.ndarray | None = None
 ) -> LossFunction:
-    """The training loss for a network of so many outputs.
-
-    Args:
-        class_counts: int64, training images of each class, for `loss.class_weights`; without them, as when timing
-            random images, all classes have the same weight.
-
-    Raises:
-        UserError: it cannot be compiled on this machine, or its settings do not fit the classes.
-    """
+    """The training loss for a network of so many outputs. Without the training images of each class, as when timing
+    random ones, all classes have the same weight."""
     plain = config.loss.build(classes)
     if config.loss.class_weights == "auto" and class_counts is not None:
         if not isinstance(plain, PerImage):

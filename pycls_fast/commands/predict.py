@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pycls_fast.config import ModuleNames, Section, Verb
-from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Several, Text
+from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Several, Text
 
 Which = Literal["auto", "model", "ema"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -85,8 +85,6 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     """A PNG file; null: attention.png, ..., or maps.png without kind."""
     heads: bool = True
     """attention: each head's; false: only their mean."""
-    opacity: Probability = 0.7
-    """Of the map over the image."""
 
     def __call__(self) -> int:
         from pycls_fast.inference.maps import draw_maps

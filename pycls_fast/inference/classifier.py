@@ -43,14 +43,8 @@ _FEW = 128
 
 @dataclass(frozen=True)
 class Guess:
-    """One class and its probability.
-
-    Attributes:
-        label: the output's index.
-        class_name: its name.
-        probability: softmax of the scores; for a network trained with binary cross-entropy the class's sigmoid, so
-            that an image's probabilities need not sum to 1.
-    """
+    """One class, by the output's index and its name, and its probability: softmax of the scores; for a network trained
+    with binary cross-entropy the class's sigmoid, so that an image's probabilities need not sum to 1."""
 
     label: int
     class_name: str

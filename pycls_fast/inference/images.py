@@ -41,14 +41,7 @@ class Address(str):
 
 
 class GivenImages(Images):
-    """Images without labels (a `data.Images`); files are read on access.
-
-    Args:
-        convert: of Pillow images; files are converted by whoever decodes them.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Images without labels, at least one; files are read on access, and converted by whoever decodes them."""
 
     def __init__(
         self, items: Sequence[Path | Address | Frame | Image.Image | np.ndarray], convert: Conversion = AS_STORED
@@ -116,7 +109,7 @@ def given_images(images: Any, convert: Conversion = AS_STORED, every: float = 1.
     Args:
         images: a path, a folder, a pattern, an address or a video; a Pillow image; a uint8 array or tensor (H, W, 3),
             (H, W) or, for several, (B, H, W, 3); a sequence of these.
-        convert: see `GivenImages`.
+        convert: Pillow images.
         every: seconds from one frame of a video to the next.
 
     Raises:

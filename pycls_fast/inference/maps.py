@@ -26,7 +26,7 @@ MOST_IMAGES = 200
 
 # A colour map that remains readable in greyscale.
 _COLOURS = mpl.colormaps["inferno"]
-_BATCH = 8
+_BATCH, _OPACITY = 8, 0.7
 _KINDS = {"attention": maps.attention_maps, "rollout": maps.attention_rollout, "features": maps.patch_features}
 
 
@@ -37,7 +37,6 @@ def draw_maps(
     kind: str | None,
     output: str | None,
     heads: bool,
-    opacity: float,
     which: str,
     device: str,
 ) -> int:
@@ -60,7 +59,7 @@ def draw_maps(
         names = [source.name(index) for _, indices, *_ in found for index in indices]
         titles = [title for *_, titles, _ in found for title in titles]
         values = torch.cat([values for *_, values in found])
-        rows = _rows(pictures, names, titles, values, kind=kind, heads=heads, opacity=opacity)
+        rows = _rows(pictures, names, titles, values, kind=kind, heads=heads)
         columns = len(rows[0])
         cells = [cell for row in rows for cell in row]
         for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
@@ -89,14 +88,7 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
 
 
 def _rows(
-    pictures_BHWC: np.ndarray,
-    names: Sequence[str],
-    titles: Sequence[str],
-    values: Tensor,
-    *,
-    kind: str,
-    heads: bool,
-    opacity: float,
+    pictures_BHWC: np.ndarray, names: Sequence[str], titles: Sequence[str], values: Tensor, *, kind: str, heads: bool
 ) -> list[list[Cell]]:
     """One row of cells per image."""
     if kind == "features":
@@ -107,28 +99,23 @@ def _rows(
         picture = Image.fromarray(picture_HWC)
         row = [Cell(picture, title, [Path(name).name])]
         if kind == "features":
-            row.append(
-                Cell(_blend(picture, _colours(value, picture.size), opacity), "features", ["first 3 components"])
-            )
-            rows.append(row)
-            continue
-        parts = [("all heads", value.mean(dim=0)), *((f"head {i}", one) for i, one in enumerate(value, start=1))]
-        parts = [(kind, value)] if value.ndim == 2 else parts if heads else parts[:1]
+            row.append(Cell(_under(picture, value.double().numpy()), "features", ["first 3 components"]))
+            parts = []
+        elif value.ndim == 2:
+            parts = [(kind, value)]
+        else:
+            each = [(f"head {i}", one) for i, one in enumerate(value, start=1)] if heads else []
+            parts = [("all heads", value.mean(dim=0)), *each]
         for what, map_hw in parts:
             largest = float(map_hw.max())
-            heat = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
-            drawn = _blend(picture, _colours(torch.from_numpy(heat), picture.size), opacity)
-            row.append(Cell(drawn, what, [f"largest: {largest:.2g}"]))
+            heat_hwC = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
+            row.append(Cell(_under(picture, heat_hwC), what, [f"largest: {largest:.2g}"]))
         rows.append(row)
     return rows
 
 
-def _colours(values_hwC: Tensor, size: tuple[int, int]) -> Image.Image:
-    """A grid of RGB values from 0 to 1, enlarged to a picture of this (width, height)."""
-    small = Image.fromarray((255 * values_hwC.double().numpy()).round().astype(np.uint8))
-    return small.resize(size, Image.Resampling.BICUBIC)
-
-
-def _blend(picture: Image.Image, over: Image.Image, opacity: float) -> Image.Image:
-    # The picture is grey, so that all colour comes from the map.
-    return Image.blend(picture.convert("L").convert("RGB"), over, opacity)
+def _under(picture: Image.Image, colours_hwC: np.ndarray) -> Image.Image:
+    """The picture under a grid of RGB values from 0 to 1; in grey, so that all colour comes from the map."""
+    small = Image.fromarray((255 * colours_hwC).round().astype(np.uint8))
+    over = small.resize(picture.size, Image.Resampling.BICUBIC)
+    return Image.blend(picture.convert("L").convert("RGB"), over, _OPACITY)

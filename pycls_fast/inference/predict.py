@@ -123,9 +123,7 @@ def _write_json(
         "images": [
             {
                 "image": each.image,
-                "label": each.label,
-                "class": each.class_name,
-                "probability": each.probability,
+                **_json(each.top[0]),
                 "top": [_json(guess) for guess in each.top],
                 **({} if each.over is None else {"over": [_json(guess) for guess in each.over]}),
             }

@@ -50,11 +50,7 @@ _COMPOSITE = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 
 
 def split(state: State) -> tuple[Tensors, State]:
-    """The tensors of a state by their path, and the state without them.
-
-    Raises:
-        UserError: a tensor subclass that cannot be saved in shards.
-    """
+    """The tensors of a state by their path, and the state without them; a `UserError` for a subclass that has none."""
     tensors: Tensors = {}
 
     def walk(values: Mapping[str, Any], prefix: str) -> State:
@@ -155,11 +151,7 @@ class Checkpoint:
     specs: dict[str, Spec]
 
     def require(self, schema: type[SavedWeights]) -> Checkpoint:
-        """Itself, if its plain values have the fields of a schema.
-
-        Raises:
-            UserError: one is missing or of another type.
-        """
+        """Itself; a `UserError` if its plain values lack a field of a schema, or have another type."""
         with refusing(f"{self.path}: the checkpoint is damaged, its {STATE}", ValueError, use="take another one"):
             check(schema, self.plain)
         return self
@@ -184,11 +176,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: the checkpoint cannot be read ({reason_of(error)})") from error
 
     def check_fits(self, into: Tensors, world: World = ALONE) -> None:
-        """Check that the ranks' tensors together have the names and shapes of the saved ones; all ranks call this.
-
-        Raises:
-            UserError: they differ; names the first difference.
-        """
+        """Refuse tensors that do not, on all ranks together, have the saved names and shapes; all ranks call this."""
         saved = {path: spec.shape for path, spec in self.specs.items()}
         here = {path: tensor.shape for path, tensor in into.items()}
         if world.pipeline > 1:
@@ -223,11 +211,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
-    """See that a checkpoint's files are complete, and read its description; all ranks call this.
-
-    Raises:
-        UserError: no such checkpoint, a damaged one, or not a checkpoint of ours; the same on all ranks.
-    """
+    """See that a checkpoint's files are complete, and read its description; a `UserError` on all ranks, which call
+    this, if one of them does not see it whole."""
     opened, mistake = None, None
     try:
         opened = _described(path.resolve(), world)
@@ -240,9 +225,7 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> Checkpoint | None:
-    """The newest intact checkpoint, or None if there are no checkpoints; `warn` reports each damaged one skipped.
-
-    All ranks call this.
+    """The newest intact checkpoint, or None if there are none; `warn` reports damaged ones. All ranks call this.
 
     Raises:
         UserError: all are damaged: `retire` would keep them and remove the new ones of a run started in that folder.

@@ -23,13 +23,7 @@ _INK, _GREY, _PAPER = (20, 20, 20), (90, 90, 90), (255, 255, 255)
 
 @dataclass(frozen=True)
 class Cell:
-    """A picture on a sheet.
-
-    Attributes:
-        picture: any size; small ones are enlarged without smoothing, so that their pixels are visible.
-        title: written in a bar below the picture.
-        lines: written below the bar.
-    """
+    """A picture of any size, a title for the bar below it, and lines for below that."""
 
     picture: Image.Image
     title: str
@@ -39,13 +33,8 @@ class Cell:
 def write_sheets(
     cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = 192, page: int = PAGE
 ) -> list[Path]:
-    """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it.
-
-    Args:
-        columns: cells per row.
-        side: a picture's width and height, in pixels.
-        page: cells per file, a multiple of `columns`.
-    """
+    """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it:
+    `page` in a file, a multiple of `columns`, each with a square of `side` pixels."""
     written = []
     for number, start in enumerate(range(0, len(cells), page), start=1):
         file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
@@ -84,7 +73,7 @@ def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> I
 
 
 def tile(picture: Image.Image, side: int) -> Image.Image:
-    """The whole picture, fitted into a grey square of `side` pixels."""
+    """The whole picture, fitted into a grey square; a small one without smoothing, so that its pixels are visible."""
     smooth = Image.Resampling.NEAREST if side >= 3 * max(picture.size) else Image.Resampling.LANCZOS
     return ImageOps.pad(picture.convert("RGB"), (side, side), smooth, color=(225, 225, 225))
 

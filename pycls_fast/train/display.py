@@ -37,11 +37,7 @@ _WIDE = 100
 
 
 class Display:
-    """Everything that rank 0 prints; other ranks print nothing.
-
-    Args:
-        mode: "bar", "plain", or "auto": a bar if standard output is a terminal.
-    """
+    """Everything that rank 0 prints; others print nothing. `mode` "auto" is "bar" on a terminal, else "plain"."""
 
     def __init__(self, *, speaks: bool, mode: str) -> None:
         self.console = _Console(quiet=not speaks, soft_wrap=True, highlight=False, emoji=False)
@@ -212,13 +208,8 @@ class _Console(Console):
 
 
 def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (), no_wrap: bool = False) -> Table:
-    """A table without borders, whose cells are plain text: square brackets are not rich markup.
-
-    Args:
-        rows: the cells by their columns; those that a row does not have are empty.
-        right: columns that are aligned to the right.
-        no_wrap: cut off cells that do not fit instead of wrapping them.
-    """
+    """A table without borders of plain texts (square brackets are no markup), by their columns; some aligned to the
+    right. With `no_wrap` cells that do not fit are cut off."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
@@ -234,10 +225,7 @@ def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (
 
 
 def wide_console(file: TextIO | None = None) -> Console:
-    """A console for tables, on standard output if no file is given.
-
-    Without a terminal nothing is wrapped: a path stays in one piece.
-    """
+    """A console for tables. Without a terminal nothing is wrapped: a path stays in one piece."""
     console = _Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000

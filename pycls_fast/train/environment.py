@@ -84,11 +84,8 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The code's commit and whether it was changed since; None if the code is not in a git checkout.
-
-    Args:
-        folder: the one that holds `pycls_fast/`; an installed package may lie inside another project's checkout.
-    """
+    """The commit of the code in a folder and whether it was changed since; None if that is no git checkout of it (an
+    installed package may lie inside another project's)."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -85,10 +85,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores on a split: `top1` and `top5` in percent, mean loss in nats, images counted.
-
-    `loss` is None if images can have several true classes.
-    """
+    """The scores on a split: `top1` and `top5` in percent, mean loss in nats (None if images can have several true
+    classes), images counted."""
 
     top1: float
     top5: float
@@ -105,12 +103,8 @@ class Evaluation:
 
 
 class FlipAveraged(nn.Module):
-    """A network whose probabilities are the mean of those of an image and its mirror image (test-time augmentation).
-
-    Args:
-        network: images (B, C, H, W) to logits (B, K).
-        sigmoid: the classes have probabilities of their own.
-    """
+    """A network whose probabilities (`sigmoid`: each class's own) are the mean of those of an image and its mirror
+    image (test-time augmentation)."""
 
     def __init__(self, network: nn.Module, *, sigmoid: bool) -> None:
         super().__init__()
@@ -146,11 +140,7 @@ class Scorer:
     after_batch: Callable[[], None] = lambda: None
 
     def logits(self, source: Images, doing: str) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients.
-
-        Args:
-            doing: what this is, for the bar and for who waits for this rank.
-        """
+        """Yield this rank's batches that have images, each with its logits (B, K); call it without gradients."""
         config, world, wrapped, model = self.config, self.world, self.wrapped, self.wrapped.evaluated
         prepare, autocast = build.prepare(config, world.device, self.switches), build.autocast(config, world.device)
         was_training = model.training
@@ -313,15 +303,10 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
 
 
 class DamagedImages:
-    """The damaged images that a process meets: each is told once, and left out.
+    """The damaged images that a process meets, of which there may be `limit`: each is told once, and left out.
 
-    Args:
-        limit: how many there may be.
-        on_new: called on all ranks with a step, a name and a reason, once for each.
-
-    Attributes:
-        noted: those that this rank has met since the last report, and the reasons.
-        reported: those that any rank has met before, and the reasons.
+    `on_new` is called on all ranks with a step, a name and a reason, once for each. Reasons by name: `noted` are those
+    that this rank has met since the last report, `reported` those that any rank has met before.
     """
 
     def __init__(

@@ -96,14 +96,8 @@ def knn_votes(
 ) -> Iterator[Tensor]:
     """Yields the logarithm of each class's votes, (B, K), for 1,024 images at a time: those of all may not fit.
 
-    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images with
-    the highest cosine similarity `s` vote with `exp(s / temperature)`.
-
-    Args:
-        features_ND: features of the images to classify, of any norm.
-        memory_MD: features of the labelled images.
-        labels_M: int64.
-        k: at most M.
+    They have the features' format, and are minus infinity for a class without a neighbour. The `k` labelled images (at
+    most M) with the highest cosine similarity `s` vote with `exp(s / temperature)`.
     """
     memory_DM = F.normalize(memory_MD, dim=1).T
     for part_BD in F.normalize(features_ND, dim=1).split(_CHUNK):
@@ -123,13 +117,8 @@ def voted_places(votes: Iterable[Tensor], labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear classifier of features.
-
-    Attributes:
-        weight_KD, bias_K: float32.
-        penalty: of `PENALTIES`, the one with the highest held-out accuracy.
-        accuracy: that one, as a fraction; NaN if there are too few images to hold any out.
-    """
+    """A linear classifier of features, float32; of `PENALTIES`, the one with the highest held-out accuracy, and that
+    one, as a fraction; NaN if there are too few images to hold any out."""
 
     weight_KD: Tensor
     bias_K: Tensor
@@ -145,13 +134,9 @@ def fit_logistic(
     bias: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> Head:
-    """Multinomial logistic regression with the penalty that is best on held-out images.
+    """Multinomial logistic regression with the penalty that is best on held-out images, on the CPU.
 
-    Args:
-        features_ND: float32, on the CPU.
-        labels_N: int64; classes may be without images.
-        bias: without it, `bias_K` is zeros.
-        check: called before each fit; may raise.
+    Classes may be without images; without a `bias`, `bias_K` is zeros. `check` is called before each fit; it may raise.
     """
     labels = labels_N.numpy()
     mean_D = features_ND.mean(0) if bias else torch.zeros(features_ND.shape[1])
@@ -181,14 +166,8 @@ def fit_logistic(
 def fit_each(
     features_ND: Tensor, true_NK: Tensor, *, bias: bool = True, check: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Tensor]:
-    """A logistic regression for each class, for images with several labels; see `fit_logistic`.
-
-    Args:
-        true_NK: 1 where a class is true of an image, else 0.
-
-    Returns:
-        float32, weights (K, D) and biases (K,).
-    """
+    """A logistic regression for each class, for images with several labels (1 where a class is true, else 0): float32
+    weights (K, D) and biases (K,). See `fit_logistic`."""
     weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
     bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
     for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
@@ -198,10 +177,8 @@ def fit_each(
 
 
 def _rotated(features_ND: Tensor) -> tuple[np.ndarray, Tensor]:
-    """The features in a basis of as many directions as there are images, if these are fewer; and the basis.
-
-    The penalty is the same in it, and the products are smaller.
-    """
+    """The features in a basis (the second) of as many directions as there are images, if these are fewer: the penalty
+    is the same in it, and the products are smaller."""
     if len(features_ND) >= features_ND.shape[1]:
         return features_ND.numpy(), torch.eye(features_ND.shape[1], dtype=torch.float64)
     left, singular, basis = torch.linalg.svd(features_ND, full_matrices=False)
@@ -260,9 +237,8 @@ def _path(
 def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None]) -> None:
     """Fit the head to the training images' features and write it into the network; all ranks call this.
 
-    Args:
-        after_batch: called after each batch on every rank; may raise to stop.
-        check: the same, called by the main rank alone while it fits.
+    `after_batch` is called after each batch on every rank, `check` by the main rank alone while it fits; both may
+    raise.
     """
     parts, train = run.parts, run.parts.sources["train"]
     if len(train) > _MOST_IMAGES:

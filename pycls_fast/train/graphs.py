@@ -69,11 +69,8 @@ class CudaRecorder:
 
 
 def make_recordable(network: nn.Module, world: World) -> None:
-    """Let the network draw on the device: a replayed graph cannot draw on the host.
-
-    Raises:
-        UserError: there are several ranks.
-    """
+    """Let the network draw on the device, as a replayed graph cannot draw on the host; a `UserError` on several
+    ranks."""
     if world.size > 1:
         raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
     for module in network.modules():
@@ -85,10 +82,8 @@ def make_recordable(network: nn.Module, world: World) -> None:
 class GraphedStep(Step):
     """A `Step` that is replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
 
-    Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`.
-
-    Attributes:
-        fixed: the memory that the recorded step reads; empty before the first call.
+    Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`. `fixed` is
+    the memory that the recorded step reads.
     """
 
     recorder: CudaRecorder = field(kw_only=True)
@@ -111,11 +106,7 @@ class GraphedStep(Step):
         metrics.add_facts(self._facts())
 
     def _write(self, step: int, images_BCHW: Tensor, targets: Targets) -> None:
-        """Write a step's inputs where the graph reads them.
-
-        Raises:
-            ValueError: images of another shape than the first.
-        """
+        """Write a step's inputs where the graph reads them; a ValueError for images of another shape than the first."""
         inputs = {"images_BCHW": images_BCHW, "labels_B": targets.labels_B}
         if self.mixer is not None:
             # An unmixed batch has its labels in both places, with a share of 1 on the first.

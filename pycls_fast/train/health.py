@@ -31,10 +31,7 @@ class DivergenceCheck:
         self._loss, self._weights_changed = 0.0, run.saved_step is None
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
-        """Check an interval's numbers, which are the same on all ranks.
-
-        Args:
-            skipped: its steps whose gradients were not finite.
+        """Check an interval's numbers, which are the same on all ranks; in `skipped` steps gradients were not finite.
 
         Raises:
             UserError: they are not finite, or with loss scaling not at any scale that is allowed.
@@ -115,13 +112,8 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 @contextmanager
 def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "") -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError` of one line, which contains `OUT_OF_MEMORY`.
-
-    Args:
-        key: the key to change.
-        what: with what the device is out of memory, and the way out.
-        cpu: a key that chooses the CPU instead, if that is a way out, too.
-    """
+    """Turn torch's out-of-memory error into a `UserError` of one line: the key to change, with `what` the device is out
+    of memory and the way out; `cpu` is a key that chooses the CPU instead, if that is one, too."""
     try:
         yield
     except RuntimeError as error:

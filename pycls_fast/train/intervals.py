@@ -61,10 +61,8 @@ def draws(images: int, resamples: int) -> Iterator[np.ndarray]:
 
 
 def resampled(result: Evaluation, source: Images) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-    """A function from `draws` to the scores of the resamples, each (R,).
-
-    The plain computation scores each image as often as it was drawn. Here images have weights, and are ranked once.
-    """
+    """A function from `draws` to the scores of the resamples, each (R,): images have weights, and are ranked once,
+    where the plain computation scores each as often as it was drawn."""
     classes = len(source.classes)
     predictions, scores_NK = result.predictions, result.scores_NK
     several = source.label_sets is not None

@@ -112,10 +112,8 @@ class Clock:
         self.steps += 1
 
     def read(self, waited: float) -> dict[str, float]:
-        """Rates of the interval, in which the slowest rank `waited` for data; starts a new one.
-
-        Call it when the device has finished.
-        """
+        """Rates of the interval, in which the slowest rank `waited` for data, once the device has finished; starts
+        anew."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
         self.intervals.append((step_seconds, rate))
@@ -194,12 +192,8 @@ class StepMemory:
 
 
 class StepProfile:
-    """Profiles `STEPS` steps of one rank; they are slower than others.
-
-    Args:
-        folder: gets `step_N.json.gz`, a Chrome trace.
-        first: the first of the steps, counted from 1; None profiles nothing.
-    """
+    """Profiles `STEPS` steps of one rank from the `first` on (counted from 1; None: none), which are slower than
+    others, as a Chrome trace `step_N.json.gz` in a folder."""
 
     def __init__(self, folder: Path, first: int | None, *, cuda: bool, display: Display) -> None:
         self._first, self._cuda, self._display = first, cuda, display

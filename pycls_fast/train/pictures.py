@@ -91,9 +91,6 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
 
     Up to 25 classes get image counts in the cells, up to 80 get their names at the sides; with more than 25 the most
     frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
-
-    Args:
-        classes: K names, with any characters.
     """
     from matplotlib.figure import Figure
 
@@ -134,10 +131,8 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
 
 
 def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
-    """Confusion matrix with `size` classes per cell, each row divided by its number of images.
-
-    float64 (D, D), rows are true classes, D = classes / size rounded up; 0 in rows without images.
-    """
+    """The confusion matrix with `size` classes per cell, each row (true classes) divided by its images: float64 (D,
+    D)."""
     cells = -(-classes // size)
     images_DD = np.zeros((cells, cells))
     np.add.at(images_DD, (counts.right_C // size, counts.predicted_C // size), counts.images_C)
@@ -191,9 +186,7 @@ def write_report(
 ) -> None:
     """Write the page, which needs no other file, and `confusion.png` beside it, if images have one label each.
 
-    Args:
-        classes: the rows of `classes.json`.
-        convert: as the network's images are.
+    `classes` are the rows of `classes.json`; images are converted as for the network.
     """
     found, picture = result.predictions, None
     said: Iterable[tuple[Iterable[int], dict[int, float]]]
@@ -223,11 +216,8 @@ def write_report(
 def _tiles(
     source: Images, indices_M: np.ndarray, said: Iterable[tuple[Iterable[int], dict[int, float]]], convert: Conversion
 ) -> Iterator[dict[str, Any]]:
-    """What the page shows of each of the first images that can be read.
-
-    Args:
-        said: the labels of each, and the probabilities of the classes that it was taken for.
-    """
+    """What the page shows of each of the first images that can be read: labels, and probabilities of what was
+    guessed."""
     for index, (labels, guesses) in islice(zip(indices_M.tolist(), said, strict=True), _MOST_TILES):
         try:
             image = decode(source.read(index), convert)

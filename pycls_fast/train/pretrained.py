@@ -62,9 +62,9 @@ def load_weights(
     read completely by every rank, and adapted.
 
     Args:
-        classes: class names of the data, in the order of the outputs.
+        classes: of the data, in the order of the outputs.
         model: the section of the configuration that the network is built from; None: not compared with the weights'.
-        allow: names of tensors that need not fit; see `pretrained.fit`.
+        allow: see `pretrained.fit`.
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
@@ -235,17 +235,8 @@ def _named(classes: Sequence[str], place: int) -> str:
 
 
 def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
-    """Check that a network computes what saved weights were trained to compute.
-
-    Args:
-        model: the section `model` of the network's configuration.
-        trained: that of the configuration they were trained with; missing keys are not compared.
-        source: where the weights come from.
-        fresh_head: their head is not loaded.
-
-    Raises:
-        UserError: it does not; the same names and shapes of tensors may stand for another function.
-    """
+    """Refuse a network that does not compute what saved weights were trained to compute: the same names and shapes of
+    tensors may stand for another function. Both are sections `model`; missing keys are not compared."""
     with refusing(f"weights: {source}: the model it was trained as cannot be read", LookupError, TypeError, ValueError):
         before, now = (_computing(section, fresh_head=fresh_head) for section in (trained, model))
     if any(before[key] != now[key] for key in now.keys() & before.keys()):

@@ -41,12 +41,8 @@ class StopRequest:
         return self.name is not None
 
     def check(self, ranks: int = 1) -> None:
-        """For what takes long, or may never come: data.
-
-        Raises:
-            Stopped: a signal has asked for it.
-            UserError: the same, and other ranks wait for this one, which cannot finish the step.
-        """
+        """Raise `Stopped`, if a signal has asked for it, in what takes long or may never come (data); a `UserError` if
+        other ranks wait for this one, which cannot finish the step."""
         if self and ranks > 1:
             raise UserError(f"{self.name}: this rank waits for data and cannot finish the step; see why nothing comes")
         if self:
@@ -55,11 +51,8 @@ class StopRequest:
     def call_launcher(self) -> None:
         """Call the scheduler launcher's own signal handler, if we intercepted its signal.
 
-        In the first task it requeues the job and ends the process. In others it returns: they wait to be ended, because
-        Slurm may end the whole job when a task ends.
-
-        Raises:
-            UserError: it refuses, because the job has timed out too often.
+        In the first task it requeues the job and ends the process, or refuses (a `UserError`) as the job has timed out
+        too often. In others it returns: they wait to be ended, because Slurm may end the whole job when a task ends.
         """
         if self.launcher_handler is None:
             return

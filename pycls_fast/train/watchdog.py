@@ -15,12 +15,11 @@ from pycls_fast.parallel.fairscale import plain_name
 
 
 class Watchdog:
-    """Checks every module's output and its gradient; waits for the device once per microbatch.
+    """Checks every module's output and its gradient, but those inside a compiled part; waits for the device once per
+    microbatch.
 
-    Args:
-        network: gets hooks on all its modules; modules inside a compiled part are not seen.
-        scaled: the loss is scaled. Overflowing gradients then only lower the scale: they are remembered in `last`, and
-            only a non-finite forward pass stops the run.
+    If the loss is `scaled`, overflowing gradients only lower the scale: they are remembered in `last`, and only a
+    non-finite forward pass stops the run.
     """
 
     def __init__(self, network: nn.Module, *, scaled: bool) -> None:
@@ -35,11 +34,8 @@ class Watchdog:
             module.register_forward_hook(partial(self._watch, place))
 
     def check(self, step: int, loss: Tensor) -> None:
-        """Check the values of a microbatch of `step` (from 0), after its backward pass.
-
-        Raises:
-            UserError: names the first module whose output (or gradient, if the loss is not scaled) is not finite.
-        """
+        """Check the values of a microbatch of `step` (from 0), after its backward pass; a `UserError` names the first
+        module whose output (or gradient, if the loss is not scaled) is not finite."""
         self._note("forward", "the loss", loss)
         for name, parameter in self._network.named_parameters():
             if parameter.grad is not None:

@@ -28,13 +28,8 @@ _BLOWN_UP = 4.0
 
 @dataclass(frozen=True)
 class LrRange:
-    """The result of a sweep, in values of `optim.lr`; None for what it does not show.
-
-    Attributes:
-        suggested: the rate at which the smoothed loss falls fastest, per log of the rate.
-        lowest: the rate at which it is lowest.
-        diverges: the rate from which it is above its start again.
-    """
+    """The rates (`optim.lr`) at which the smoothed loss falls fastest, per log of the rate; is lowest; and is above its
+    start again. None for what a sweep does not show."""
 
     suggested: float | None
     lowest: float | None
@@ -51,11 +46,7 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
 
 
 def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
-    """Interpret a sweep.
-
-    Args:
-        losses: one per rate; the last one may be NaN or infinite.
-    """
+    """What losses, one per rate, say of the rates; the last one may be NaN or infinite."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return LrRange(None, None, float(rates[0]))

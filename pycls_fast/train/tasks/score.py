@@ -78,12 +78,8 @@ class Setup:
     damaged: DamagedImages
 
     def load(self, data: Images, *, for_training: bool = False) -> tuple[Network, Loaded]:
-        """The network with the weights, and their origin. From here on every value of `config` is a number.
-
-        Args:
-            data: the images that are scored.
-            for_training: a new head is no mistake.
-        """
+        """The network with the weights for some images (`for_training`: a new head is no mistake), and their origin.
+        From here on every value of `config` is a number."""
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
