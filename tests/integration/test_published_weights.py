@@ -172,20 +172,6 @@ def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Pat
 
 
 @pytest.mark.slow
-def test_a_preprocessing_that_is_not_here_can_be_replaced(tmp_path: Path, images: Path) -> None:
-    """The error names the way out."""
-    timm_folder(tmp_path / "larger", crop_pct=1.15)
-    config = load_config("deit_s16", [f"data.root={images}", f"weights={tmp_path / 'larger'}", *OURS, *MACHINE])
-    with pytest.raises(UserError, match=r"preprocessing=config"):
-        score(config, "val", None)
-    assert score(config, "val", None, preprocessing="config") == 0
-    neighbours: dict[str, Any] = {"k": 3, "temperature": 0.1, "split": "val", "output": None}
-    with pytest.raises(UserError, match=r"preprocessing=config"):
-        score_neighbours(config, **neighbours)
-    assert score_neighbours(config, **neighbours, preprocessing="config") == 0
-
-
-@pytest.mark.slow
 def test_a_further_set_goes_by_imagenets_ids_where_weights_name_none(
     tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

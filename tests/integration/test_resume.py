@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints
 from pycls_fast.train import train
-from pycls_fast.train.environment import environment_command
 from pycls_fast.train.loop import Loop, Stopped
 from tests.integration.runs import (
     TINY,
@@ -245,25 +243,6 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
         assert train(load_config("vit_digits", [*overrides, *more])) == 0
         assert [record["step"] for record in records(tmp_path / "new", "train")] == [4, 5, 6]
     assert len(list((tmp_path / "new" / "checkpoints").glob("set_aside*"))) == 2
-
-
-@pytest.mark.slow
-def test_the_command_that_goes_on_resumes_the_folder(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stop(loop: Loop) -> None:
-        raise Stopped
-
-    monkeypatch.setattr(Loop, "_stop_if_asked", stop)
-    overrides = [*TINY, f"data.root={digits}", "schedule.max_steps=1"]
-    assert train(load_config("vit_digits", [*overrides, f"run_dir={tmp_path / 'notebook'}"])) == 3
-    assert f"resume with: the same configuration, run_dir={tmp_path / 'notebook'} and" in capsys.readouterr().out
-    monkeypatch.setattr("pycls_fast.train.resume.is_command", lambda: True)
-    for setting, added in (("never", " resume=auto"), ("auto", "")):
-        run_dir = tmp_path / setting
-        assert train(load_config("vit_digits", [*overrides, f"run_dir={run_dir}", f"resume={setting}"])) == 3
-        (how,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume with: ")]
-        assert how.endswith(f"{environment_command(sys.orig_argv[0])}{added}")
 
 
 def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:

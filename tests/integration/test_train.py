@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import start, train
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
-from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
 from tests.integration.runs import TINY, assert_same_state, newest_checkpoint, records, run
@@ -184,16 +182,6 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path, digits: Pa
         # Without masters the weights have been rounded, once.
         expected = untouched["model"][key].half().float() if name == "fp16" else untouched["model"][key]
         assert torch.equal(value, expected), key
-
-
-@pytest.mark.slow
-def test_one_image_that_shrinks_to_one_pixel_is_too_few_for_batch_norm(tmp_path: Path, digits: Path) -> None:
-    small = ["data.global_batch_size=4", "optim.accumulation_steps=4", "speed=reference", "precision=fp32"]
-    config = load_config("resnet_digits", [*small, f"data.root={digits}", f"run_dir={tmp_path}"])
-    sweep = partial(lr_range_test, steps=10, lr_min=1e-6, lr_max=1e-3, output=str(tmp_path / "out"))
-    for use in (train, sweep):
-        with pytest.raises(UserError, match=r"^data\.global_batch_size: batch norm cannot train on one image"):
-            use(config)
 
 
 @pytest.mark.slow

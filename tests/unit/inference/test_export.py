@@ -341,12 +341,6 @@ def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, siz
             assert np.array_equal(run_onnx.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
 
 
-@pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])
-def test_weights_of_other_projects_are_not_exported(tmp_path: Path, source: str) -> None:
-    with pytest.raises(UserError, match=f"{source} names weights of another project; give a run folder"):
-        write(Path(source), tmp_path / "net.safetensors")
-
-
 def test_files_are_readable_by_others(drawn: Path, tmp_path: Path) -> None:
     write(drawn, tmp_path / "net.safetensors")
     (tmp_path / "plain").touch()

@@ -134,15 +134,6 @@ def test_the_table(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str])
     assert each.top[3].class_name not in line
 
 
-def test_the_sheet(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_tool("predict", run_dir, bad, "format=sheet", f"output={tmp_path / 'sheet.png'}") == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'sheet.png'}\n"
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    first = np.asarray(Image.open(bad / "0.png"))
-    # 8 pixels on 192, enlarged without smoothing, above the strip with the class.
-    assert np.array_equal(sheet[8:152:24, 8:200:24], first[:6])
-
-
 def test_each_picture_on_the_sheet_has_its_own_words(
     run_dir: Path, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

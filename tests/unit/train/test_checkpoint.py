@@ -71,12 +71,6 @@ def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
     assert torch.equal(loaded.dequantize(), moment.dequantize())
 
 
-def test_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (5, 10, 100, 95):
-        save_checkpoint(state(step), tmp_path, step, keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000000100", "step_000000095"]
-
-
 def test_best_outlives_its_turn_and_no_longer(tmp_path: Path) -> None:
     saving.keep_as_best(save_checkpoint(state(1), tmp_path, 1, keep=2))
     for step in (2, 3, 4):

@@ -27,14 +27,19 @@ def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tup
 
 
 @pytest.mark.parametrize("counts", [[30, 30], [20, 20, 20], [40, 5, 5], [300, 300, 500]])
-def test_it_classifies_what_it_has_not_seen(counts: list[int]) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_classifies_what_it_has_not_seen(counts: list[int], bias: bool) -> None:
+    """One without a bias is fitted as it will be used: the bias of another one is not left out."""
     features, labels = clusters(counts, 64, 0.7)
-    head = fit_logistic(features, labels, len(counts))
+    head = fit_logistic(features, labels, len(counts), bias=bias)
     others, other_labels = clusters(counts, 64, 0.7, seed=1)
     right = ((others @ head.weight_KD.T + head.bias_K).argmax(1) == other_labels).double().mean()
     assert right > 0.95
     assert head.accuracy == pytest.approx(float(right), abs=0.06)
     assert head.penalty in PENALTIES
+    assert head.bias_K.any() == bias
+    weight_KD, bias_K = fit_each(features, F.one_hot(labels), bias=bias)
+    assert ((others @ weight_KD.T + bias_K).argmax(1) == other_labels).double().mean() > 0.95
 
 
 def test_it_is_the_optimum_of_its_penalty() -> None:
@@ -49,18 +54,6 @@ def test_it_is_the_optimum_of_its_penalty() -> None:
     loss = loss + head.penalty / 2 * weight.square().sum()
     for gradient in torch.autograd.grad(loss, (weight, bias)):
         assert gradient.abs().max() < 2e-3
-
-
-@pytest.mark.parametrize("counts", [[40, 40], [30, 30, 30]])
-def test_a_head_without_a_bias(counts: list[int]) -> None:
-    """It is fitted as it will be used: the bias of another one is not left out."""
-    features, labels = clusters(counts, 64, 0.7)
-    head = fit_logistic(features, labels, len(counts), bias=False)
-    assert not head.bias_K.any()
-    others, other_labels = clusters(counts, 64, 0.7, seed=1)
-    assert ((others @ head.weight_KD.T).argmax(1) == other_labels).double().mean() > 0.95
-    each, _ = fit_each(features, F.one_hot(labels), bias=False)
-    assert ((others @ each.T).argmax(1) == other_labels).double().mean() > 0.95
 
 
 def test_classes_without_images_are_never_predicted() -> None:

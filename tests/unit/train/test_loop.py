@@ -77,6 +77,8 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
     names = ("step_seconds", "images_per_second", "data_wait_fraction")
     rates = [tuple(record[name] for name in names) for record in steps]
     assert rates == [pytest.approx((4.0, 16.0, 0.25))] * 6
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["step_seconds_p50"], summary["images_per_second"]) == pytest.approx((4.0, 16.0))
 
 
 @pytest.mark.slow
@@ -172,10 +174,9 @@ def _every_interval_has_an_image_that_overflows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(DivergenceCheck, "check", overflows)
 
 
-def evaluated_and_saved(tmp_path: Path, *overrides: str, status: int = 0) -> list[tuple[str, int]]:
+def evaluated_and_saved(tmp_path: Path, *overrides: str) -> list[tuple[str, int]]:
     """Kind and step of the evaluations and checkpoints."""
-    assert train(config_of(*SMALL, f"run_dir={tmp_path}", *overrides)) == status
-    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    records = run(tmp_path, *overrides)
     return [(record["kind"], record["step"]) for record in records if record["kind"] in ("eval", "checkpoint")]
 
 

@@ -1,4 +1,4 @@
-"""Numbers of training: read in every step or once an interval, they are the same; and their rates."""
+"""Numbers of training: read in every step or once an interval, they are the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.train.metrics import Clock, TrainMetrics
+from pycls_fast.train.metrics import TrainMetrics
 from tests.unit.train.test_step import batch
 from tests.unit.train.test_step import made_of_graphs as made
 
@@ -53,23 +53,3 @@ def test_the_rank_that_waited_longest_for_data_counts() -> None:
     assert numbers["waited"] == 2.0
     assert numbers["loss"] == 3.0
     assert metrics.read(ALONE, waited=0.5)["waited"] == 0.5
-
-
-def test_rates_are_those_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    clock = Clock()
-    # 3, 2 and 4 steps of 64 images in 3, 2 and 2 seconds.
-    clock.start()
-    for steps, seconds in ((3, 3.0), (2, 2.0), (4, 2.0)):
-        for _ in range(steps):
-            clock.waited += 0.125
-            clock.add_step(64)
-        now += seconds
-        assert clock.read(clock.waited) == {
-            "images_per_second": pytest.approx(64 * steps / seconds),
-            "step_seconds": pytest.approx(seconds / steps),
-            "data_wait_fraction": pytest.approx(0.125 * steps / seconds),
-        }
-    # The first interval warms up.
-    assert clock.medians() == pytest.approx((0.75, 96.0))

@@ -179,17 +179,19 @@ def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, r
 TYPED = "-u tools/train_net.py --config-name vit_digits"
 
 
-@pytest.mark.parametrize("python", ["python", ".venv/bin/python", "/opt/my python/bin/python3"])
+@pytest.mark.parametrize("python", ["python", "/opt/my python/bin/python3"])
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("given", "added"), [("auto", ""), ("never", " resume=auto")])
 def test_the_interpreter_stays_as_typed_and_torchrun_takes_its_place(
-    python: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+    python: str, ranks: int, given: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "is_command", lambda: True)
     monkeypatch.setattr("sys.orig_argv", [python, *TYPED.split()])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    run: Any = SimpleNamespace(
-        config=config_of(), folder=SimpleNamespace(path=Path("RUN")), world=SimpleNamespace(size=ranks)
-    )
+    folder, world = SimpleNamespace(path=Path("RUN")), SimpleNamespace(size=ranks)
+    run: Any = SimpleNamespace(config=config_of(f"resume={given}"), folder=folder, world=world)
     quoted = f"'{python}'" if " " in python else python
     launcher = f"{quoted} -u" if ranks == 1 else "torchrun --nproc_per_node 4"
-    assert notes_of(run) == [f"resume with: {launcher} {TYPED.removeprefix('-u ')} run_dir=RUN"]
+    assert notes_of(run) == [f"resume with: {launcher} {TYPED.removeprefix('-u ')} run_dir=RUN{added}"]
+    monkeypatch.setattr(resume, "is_command", lambda: False)
+    assert notes_of(run) == ["resume with: the same configuration, run_dir=RUN and resume=auto"]

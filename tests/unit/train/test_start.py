@@ -33,6 +33,15 @@ def race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "race", lambda config: Race("fp32", 1.0, None, 0.0))
 
 
+def noted(*overrides: str, size: int = 1) -> list[str]:
+    """The notes of a run of 100 steps on so many ranks."""
+    config = config_of(*overrides)
+    world = SimpleNamespace(size=size, data_size=1, device=torch.device("cpu"), is_main=True)
+    parts = SimpleNamespace(speed=build.switches(config, world.device), sources=SOURCES)
+    run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
+    return list(_notes(run))
+
+
 @pytest.mark.parametrize(
     ("precision", "ratio", "told"),
     [
@@ -46,11 +55,7 @@ def test_a_precision_that_is_slow_here(
     monkeypatch: pytest.MonkeyPatch, precision: str, ratio: float, told: str | None
 ) -> None:
     monkeypatch.setattr(start, "race", lambda config: Race("fp32", ratio, None, 0.0))
-    config = config_of(f"precision={precision}", "speed.compile=off")
-    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
-    switches = build.switches(config, world.device)
-    run: Any = SimpleNamespace(config=config, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES))
-    notes = list(_notes(run))
+    notes = noted(f"precision={precision}", "speed.compile=off")
     assert notes == [] if told is None else notes[0].startswith(told)
 
 
@@ -71,24 +76,14 @@ def test_a_precision_that_is_slow_here(
     ],
 )
 def test_notes(overrides: list[str], told: list[str]) -> None:
-    config = config_of(*overrides)
-    switches = build.switches(config, torch.device("cpu"))
-    world = SimpleNamespace(size=1, data_size=1, device=torch.device("cpu"), is_main=True)
-    run: Any = SimpleNamespace(
-        config=config, total_steps=100, world=world, parts=SimpleNamespace(speed=switches, sources=SOURCES)
-    )
-    for note, begins in zip(_notes(run), told, strict=True):
+    for note, begins in zip(noted(*overrides), told, strict=True):
         assert note.startswith(begins)
 
 
 @pytest.mark.parametrize(("degree", "memory", "told"), [("tensor", "1GB", 1), ("pipeline", "0.1MB", 0)])
 def test_a_degree_that_is_not_needed(degree: str, memory: str, told: int) -> None:
     ranks = [f"parallel.{degree}_degree=2", "optim.accumulation_steps=2", f"runtime.device_memory={memory}"]
-    config = config_of("precision=fp32", "speed.compile=off", *ranks)
-    world = SimpleNamespace(size=2, data_size=1, device=torch.device("cpu"), is_main=True)
-    parts = SimpleNamespace(speed=build.switches(config, world.device), sources=SOURCES)
-    run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
-    notes = list(_notes(run))
+    notes = noted("precision=fp32", "speed.compile=off", *ranks, size=2)
     assert len(notes) == told
     assert all(f"a step fits with parallel.{degree}_degree=1," in note for note in notes)
 

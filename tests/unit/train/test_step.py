@@ -145,18 +145,11 @@ def made(name: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
     nudge(network)
     network = place_model(network, ALONE, memory_format=switches.memory_format)
     step = make_step(config, network, ALONE, switches, 10)
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        Batch(
-            images_BHWC=torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8, generator=generator),
-            labels_B=torch.randint(0, 10, (4,), generator=generator),
-            indices_B=torch.arange(4),
-            erase_B4=None,
-            damaged=(),
-        )
-        for _ in range(MICROBATCHES)
-    ]
-    return step, network, batches
+    return (
+        step,
+        network,
+        [synthetic_batch(4, 16, 10, erase_probability=0.0, seed=n, device=CPU) for n in range(MICROBATCHES)],
+    )
 
 
 SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")

@@ -50,7 +50,7 @@ class Service:
         self.package = package
         self.runs: dict[str, Seen] = {}
         self.experiments: list[str] = []
-        self.on_start = self.on_settings = self.on_values = self.on_end = lambda: None
+        self.on_start = self.on_values = self.on_end = lambda: None
 
     def modules(self) -> dict[str, ModuleType]:
         """The package's modules."""
@@ -130,8 +130,6 @@ class Client:
                 self.service.on_values()
             except ConnectionError as error:
                 failure.append(error)
-        if params:
-            self.service.on_settings()
         assert len(params) <= 100
         for param in params:
             # As MLflow, which refuses another value.
