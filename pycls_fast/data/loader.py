@@ -115,8 +115,15 @@ class ImageLoader(DataLoader[Any]):
             # Each worker would make its own folder for sockets, and a killed one leave it.
             util.get_temp_dir()
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
+        before = set(multiprocessing.active_children())
         with _as_chosen(), refusing("data workers cannot be started", use=way_out):
-            iterator = super().__iter__()
+            try:
+                iterator = super().__iter__()
+            except OSError:
+                # Those that were started before the one that could not be would be waited for at exit.
+                for worker in set(multiprocessing.active_children()) - before:
+                    worker.kill()
+                raise
         limit: AbstractContextManager[None] = nullcontext()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             _running.add(iterator)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,24 @@ def test_a_worker_that_cannot_send_its_batch_is_an_error_at_once(capfd: pytest.C
     with pytest.raises(UserError, match=r"^data workers: Too many open files; raise the limit \(ulimit -n\)"):
         list(train_loader(HookedImages(20, no_more_files), 1))
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be waited for at the process's exit, without end."""
+    started: list[BaseProcess] = []
+
+    def start(process: BaseProcess) -> None:
+        if started:
+            raise OSError(errno.EMFILE, "Too many open files")
+        started.append(process)
+        original(process)
+
+    original = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", start)
+    with pytest.raises(UserError, match=r"^data workers cannot be started \(Too many open files\); raise the limit"):
+        list(train_loader(HookedImages(20, lambda index: None), 2))
+    started[0].join(60)
+    assert started[0].exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("training", [True, False])
