@@ -50,12 +50,29 @@ class _Flag:
 _CONTEXT = copy.copy(multiprocessing.get_context())
 vars(_CONTEXT)["Event"] = _Flag
 
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """torch's iterator; if it cannot start all its workers, those that it has started end."""
+
+    # Until it has some. Else the destructor of one that could not be made would print a traceback.
+    _shutdown = True
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        try:
+            super().__init__(loader)
+        except BaseException:
+            for worker in getattr(self, "_workers", []):
+                worker.kill()
+            self._shutdown = True
+            raise
+
+
 # Iterators whose workers may still run.
-_running: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
+_running: weakref.WeakSet[_Workers] = weakref.WeakSet()
 
 
 def _stop_workers(iterator: object) -> None:
-    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+    if not isinstance(iterator, _Workers):
         return
     iterator._shutdown_workers()
     for worker in iterator._workers:
@@ -92,10 +109,6 @@ def _as_chosen() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-# Else the destructor of one that could not be made would print a traceback.
-_MultiProcessingDataLoaderIter._shutdown = True
-
-
 class ImageLoader(DataLoader[Any]):
     """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
 
@@ -110,22 +123,18 @@ class ImageLoader(DataLoader[Any]):
         with fetch_ahead(source, sampler) as count_batch:
             yield from self._batches(count_batch)
 
+    def _get_iterator(self) -> Any:
+        return _Workers(self) if self.num_workers else super()._get_iterator()
+
     def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:
         if self.num_workers:
             # Each worker would make its own folder for sockets, and a killed one leave it.
             util.get_temp_dir()
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
-        before = set(multiprocessing.active_children())
         with _as_chosen(), refusing("data workers cannot be started", use=way_out):
-            try:
-                iterator = super().__iter__()
-            except OSError:
-                # Those that were started before the one that could not be would be waited for at exit.
-                for worker in set(multiprocessing.active_children()) - before:
-                    worker.kill()
-                raise
+            iterator = super().__iter__()
         limit: AbstractContextManager[None] = nullcontext()
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        if isinstance(iterator, _Workers):
             _running.add(iterator)
             limit = _limited_waiting(iterator, self.timeout_seconds, self.while_waiting)
         try:
