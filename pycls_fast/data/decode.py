@@ -95,18 +95,6 @@ def decode(data: bytes | np.ndarray | Image.Image, convert: Conversion = AS_STOR
         return converted if turn is None else converted.transpose(turn)
 
 
-def decode_as_stored(data: bytes, *, on_white: bool = False) -> tuple[Image.Image, int]:
-    """Decode one file to mode "RGB" without turning it; with its EXIF orientation, 1 to 8.
-
-    Raises:
-        DamagedImage: see `decode`.
-    """
-    with _named_damage():
-        image = _open(data)
-        image.load()
-        return _to_rgb(image, on_white=on_white), orientation(image)
-
-
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
     """An image that a source has already decoded; a ValueError if it is not uint8 (height, width, 3)."""
     if image_HWC.dtype != np.uint8 or image_HWC.ndim != 3 or image_HWC.shape[2] != 3:
@@ -204,7 +192,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-_SCAN, _APP1, _FILL = b"\xff\xda", b"\xff\xe1", b"\xff\xff"
+JPEG, _SCAN, _APP1, _FILL = b"\xff\xd8", b"\xff\xda", b"\xff\xe1", b"\xff\xff"
 
 
 def orientation(image: Image.Image) -> int:
@@ -221,14 +209,14 @@ def orientation(image: Image.Image) -> int:
     return found if isinstance(found, int) and found in _TURNS else 1
 
 
-def jpeg_orientation(data: bytes) -> int:
-    """The same of a JPEG file, from its header; 1 for a file that Pillow cannot open."""
-    if not _may_have_exif(data):
+def orientation_of(data: bytes) -> int:
+    """The same of a file, of a JPEG from its header; 1 for a TIFF and for a file that Pillow cannot open."""
+    if data.startswith(JPEG) and not _may_have_exif(data):
         return 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = Image.open(io.BytesIO(data), formats=("JPEG",))
+            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
         except Exception:  # noqa: BLE001  # it is reported when the file is decoded
             return 1
     return orientation(image)

@@ -26,9 +26,8 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import AS_STORED, MAX_PIXELS, Conversion, Crop, checked_array, decode, jpeg_orientation
+from pycls_fast.data.decode import AS_STORED, JPEG, MAX_PIXELS, Conversion, Crop, checked_array, decode, orientation_of
 
-_JPEG = b"\xff\xd8"
 PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
@@ -151,7 +150,7 @@ class Decoder:
         """
         if isinstance(data, np.ndarray):
             return self.hold(checked_array(data))
-        as_stored = data.startswith(_JPEG) and not (self.convert.upright and jpeg_orientation(data) != 1)
+        as_stored = data.startswith(JPEG) and not (self.convert.upright and orientation_of(data) != 1)
         picture = self.open_jpeg(data) if as_stored else None
         return self.hold(decode(data, self.convert)) if picture is None else picture
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from PIL import ExifTags, Image
 
-from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, decode_as_stored, why
+from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, orientation_of, why
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
@@ -184,17 +184,16 @@ def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, in
         # Arrays had no loss before, and are small.
         _shrink(decode(data), settings).save(buffer, "PNG")
         return buffer.getvalue(), 0, 0
-    image, orientation = decode_as_stored(data, on_white=settings.convert.on_white)
+    image = decode(data, settings.convert._replace(upright=False))
     small = _shrink(image, settings)
     if small is image:
         # Encoding it again would only lose quality.
         return data, 0, 0
-    options: dict[str, Any] = {}
-    if orientation != 1:
+    exif = Image.Exif()
+    if (orientation := orientation_of(data)) != 1:
         # Whether it is followed is the choice of the run that reads the image.
-        options["exif"] = Image.Exif()
-        options["exif"][ExifTags.Base.Orientation] = orientation
-    small.save(buffer, "JPEG", quality=settings.quality, optimize=False, **options)
+        exif[ExifTags.Base.Orientation] = orientation
+    small.save(buffer, "JPEG", quality=settings.quality, exif=exif or b"")
     return buffer.getvalue(), 0, 0
 
 

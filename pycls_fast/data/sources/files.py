@@ -34,6 +34,8 @@ SPLIT_OF = {
     "testing": "test",
 }
 """The splits by the words that stand for them, the more usual word first."""
+NO_LABEL = ("", None, "-1", -1)
+"""How a missing label is written."""
 ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that Windows adds."""
 # Created by file systems, network storage (thumbnails in `@eaDir`) and archive programs.
@@ -266,7 +268,7 @@ def name_classes(
     if separator is not None:
         return _several(labels, names, where, separator)
     labels = [label.strip() if isinstance(label, str) else label for label in labels]
-    lacking = [row for row, label in enumerate(labels, 1) if label is None or label in ("", "-1", -1)]
+    lacking = [row for row, label in enumerate(labels, 1) if label in NO_LABEL]
     if len(lacking) == len(labels):
         return Labels(tuple(names or ()), np.full(len(labels), -1, dtype=np.int32))
     if lacking:

@@ -18,6 +18,7 @@ from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import (
     ENCODING,
+    NO_LABEL,
     SPLIT_OF,
     FileImages,
     find_files,
@@ -32,7 +33,6 @@ from pycls_fast.reading import TABLE_BYTES, open_file
 EXTENSIONS = (".csv", ".tsv", ".parquet")
 _SPLIT_COLUMN = "split"
 _SPLITS = ("train", "val", "test")
-_NO_LABEL = ("", None, "-1", -1)
 
 
 def open_manifest(
@@ -91,7 +91,7 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column = stamp["columns"]
     separator = stamp.get("separator")
-    if is_test and all(label in _NO_LABEL for label in table.get(label_column, ())):
+    if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}
     if separator is not None and label_column not in table:
@@ -104,7 +104,7 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     if _SPLIT_COLUMN in table:
         splits = _split_numbers(path, table[_SPLIT_COLUMN])
         kept = splits != _SPLITS.index("test")
-        if all(label in _NO_LABEL for label in compress(labels, ~kept)):
+        if all(label in NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
     classes, numbers, sets = name_classes(labels, names=names, where=str(path), separator=separator)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.decode import Conversion, DamagedImage, decode, decode_as_stored
+from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from tests.unit.data.conftest import LimitPixels, encode
 
 
@@ -82,7 +82,6 @@ def test_white_shows_through_where_it_is_asked_for() -> None:
         data = encode(Image.fromarray(RGBA), kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
         found = np.asarray(decode(data, Conversion(on_white=True)))
         assert np.abs(found - wanted_HWC).max() <= 1
-        assert np.array_equal(np.asarray(decode_as_stored(data, on_white=True)[0]), found)
     palette = np.asarray(
         decode(encode(with_palette(INDICES, COLOURS), "PNG", transparency=3), Conversion(on_white=True))
     )

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.data import native
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decode import Conversion, Crop, DamagedImage, decode, jpeg_orientation
+from pycls_fast.data.decode import Conversion, Crop, DamagedImage, decode, orientation_of
 from pycls_fast.data.decoders import (
     DECODERS,
     Picture,
@@ -322,7 +322,7 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     )
     tags = [encode(photo, number) for number in (0, 9, 65535)]
     for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
-        assert jpeg_orientation(data) == 1
+        assert orientation_of(data) == 1
         picture = replace(decoder, convert=Conversion(upright=True))(data)
         assert type(picture) is type(decoder(data))
         np.testing.assert_array_equal(transform(picture, 0).image_HWC, transform(decoder(data), 0).image_HWC)
@@ -338,19 +338,19 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
     plain, tagged = encode(photo), encode(photo, 6)
-    assert jpeg_orientation(plain) == 1
-    assert jpeg_orientation(tagged) == 6
+    assert orientation_of(plain) == 1
+    assert orientation_of(tagged) == 6
     # A profile that looks like the start of the pixels and like EXIF; fill bytes; an end in the middle of the header.
     profile = segment(0xE2, b"ICC_PROFILE\0\x01\x01" + b"\xff\xda\xff\xe1" * 10_000)
-    assert jpeg_orientation(plain[:2] + profile + plain[2:]) == 1
+    assert orientation_of(plain[:2] + profile + plain[2:]) == 1
     for before in (profile, segment(0xFE, b"a comment"), b"\xff\xff"):
-        assert jpeg_orientation(tagged[:2] + before + tagged[2:]) == 6
+        assert orientation_of(tagged[:2] + before + tagged[2:]) == 6
     for end in range(2, 300):
-        assert jpeg_orientation(plain[:end]) == 1
+        assert orientation_of(plain[:end]) == 1
     # Editors write XMP next to EXIF.
     xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
-    assert jpeg_orientation(tagged[:2] + xmp + tagged[2:]) == 6
-    assert jpeg_orientation(plain[:2] + xmp + plain[2:]) == 1
+    assert orientation_of(tagged[:2] + xmp + tagged[2:]) == 6
+    assert orientation_of(plain[:2] + xmp + plain[2:]) == 1
 
 
 def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str) -> list[bytes | np.ndarray]:
@@ -368,7 +368,7 @@ def packed(photo: Image.Image, tmp_path: Path, settings: PackSettings, kind: str
 def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Image, tmp_path: Path, kind: str) -> None:
     for orientation, data in zip(EIGHT, packed(photo, tmp_path, PackSettings(64), kind), strict=True):
         assert isinstance(data, bytes)
-        assert jpeg_orientation(data) == (1 if kind == "TIFF" else orientation)
+        assert orientation_of(data) == (1 if kind == "TIFF" else orientation)
         seen = decode(data, Conversion(upright=True))
         wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
         assert min(seen.size) == 64
