@@ -72,15 +72,13 @@ def expected_position(row: int, column: int, width: int) -> list[float]:
     return [function(angle) for axis in angles for function in (math.sin, math.cos) for angle in axis]
 
 
-@pytest.mark.parametrize("class_token", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 5, 8), (4, 4, 24), (2, 3, 4)])
-def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, class_token: bool) -> None:
-    module = SinCos2dPositions(rows, columns, width, extra_tokens=int(class_token)).double()
+@pytest.mark.parametrize(("rows", "columns", "width", "extra"), [(3, 5, 8, 0), (4, 4, 24, 2), (2, 3, 4, 1)])
+def test_sincos2d_is_the_formula(rows: int, columns: int, width: int, extra: int) -> None:
+    module = SinCos2dPositions(rows, columns, width, extra_tokens=extra).double()
     module.reset_parameters()
     expected = [expected_position(row, column, width) for row in range(rows) for column in range(columns)]
-    if class_token:
-        expected.insert(0, [0.0] * width)
+    expected = [[0.0] * width] * extra + expected
     torch.testing.assert_close(module.value, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13)
-    features = torch.randn(2, rows * columns + class_token, width, dtype=torch.float64)
+    features = torch.randn(2, rows * columns + extra, width, dtype=torch.float64)
     assert torch.equal(module(features), features + module.value)
     assert not list(module.parameters())

@@ -386,24 +386,18 @@ def test_it_rounds_no_more_than_torch_s(dtype: torch.dtype, size: float) -> None
         assert (other - right).norm() <= 1.5 * own
 
 
-def test_code_that_is_not_compiled_has_torch_s() -> None:
+def test_only_compiled_code_has_the_polynomials() -> None:
+    """And no error function; the layer's results are the twin's within what the polynomials are off by."""
     x = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     for mine, right in zip(value_and_slope(polynomial_gelu, x), value_and_slope(F.gelu, x), strict=True):
         assert torch.equal(mine, right)
-
-
-def test_compiled_code_has_the_polynomials() -> None:
-    """And no error function; the layer's results are the twin's within what the polynomials are off by."""
     graphs: list[str] = []
 
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(graph.print_readable(print_output=False))
         return graph.forward
 
-    twins: dict[str, Any] = {
-        name: Mlp(6, 12, Compute(gelu=name))  # type: ignore[arg-type]  # a Literal
-        for name in ("torch", "polynomial")
-    }
+    twins: dict[str, Any] = {name: Mlp(6, 12, Compute(gelu=name)) for name in ("torch", "polynomial")}
     randomise(twins["torch"])
     twins["polynomial"].load_state_dict(twins["torch"].state_dict())
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.models.layers import Mlp
 from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
 from pycls_fast.models.pretrained import fit, read_weights
 from pycls_fast.optim.groups import freeze
@@ -149,45 +148,36 @@ def test_an_exported_program_computes_the_same() -> None:
     torch.testing.assert_close(program.module()(more), mlp(more), rtol=1e-12, atol=1e-12)
 
 
-def test_one_expert_is_a_dense_mlp() -> None:
-    mlp, dense = layer(count=1, per_token=1), Mlp(WIDTH, HIDDEN).double()
-    state = {name: value[0] for name, value in mlp.state_dict().items() if not name.startswith("router")}
-    dense.load_state_dict(state)
-    torch.testing.assert_close(mlp.train()(tokens()), dense(tokens()), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(mlp.eval()(tokens()), dense(tokens()), rtol=1e-13, atol=1e-13)
-
-
 def test_a_network_with_one_expert_is_the_dense_network() -> None:
-    """Outputs and gradients of a step."""
+    """Outputs and gradients of a step, and evaluation."""
     dense, sparse = small_vit(depth=4), small_vit(depth=4, experts=Experts(1, per_token=1))
     state = dense.state_dict()
     routers = {name: value for name, value in sparse.state_dict().items() if "router" in name}
     experts = {name for name, value in sparse.state_dict().items() if name in state and value.ndim > state[name].ndim}
     sparse.load_state_dict({**routers, **{name: v[None] if name in experts else v for name, v in state.items()}})
     assert len(experts) == 8
-    images = torch.randn(3, 3, 32, 32)
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     ends = []
-    for network in (dense, sparse):
+    for network in (dense.double(), sparse.double()):
+        evaluated = network.eval()(images)
         logits = network.train()(images)
         own = {name: parameter for name, parameter in network.named_parameters() if name in state}
         gradients = torch.autograd.grad(logits.square().sum(), list(own.values()))
-        ends.append([logits, *(each.reshape(state[name].shape) for name, each in zip(own, gradients, strict=True))])
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+        whole = (each.reshape(state[name].shape) for name, each in zip(own, gradients, strict=True))
+        ends.append([evaluated, logits, *whole])
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_losses_are_those_of_the_papers() -> None:
-    mlp = layer(per_token=1, balance_loss=1.0, z_loss=0.0).train()
-    mlp(tokens())
-    probabilities = mlp.router(tokens().flatten(0, 1)).softmax(1)
-    first = probabilities.argmax(1)
-    balance = 4 * sum((first == x).double().mean() * probabilities[:, x].mean() for x in range(4))
-    assert mlp.loss is not None
-    torch.testing.assert_close(mlp.loss, balance)
-
-    mlp = layer(per_token=1, balance_loss=0.0, z_loss=1.0).train()
-    mlp(tokens())
-    assert mlp.loss is not None
-    torch.testing.assert_close(mlp.loss, mlp.router(tokens().flatten(0, 1)).exp().sum(1).log().square().mean())
+    for weights in ((1.0, 0.0), (0.0, 1.0)):
+        mlp = layer(per_token=1, balance_loss=weights[0], z_loss=weights[1]).train()
+        mlp(tokens())
+        logits = mlp.router(tokens().flatten(0, 1))
+        probabilities = logits.softmax(1)
+        first = probabilities.argmax(1)
+        balance = 4 * sum((first == x).double().mean() * probabilities[:, x].mean() for x in range(4))
+        z = logits.exp().sum(1).log().square().mean()
+        torch.testing.assert_close(mlp.loss, weights[0] * balance + weights[1] * z)
 
 
 def test_the_router_stays_in_float32() -> None:

@@ -17,13 +17,12 @@ from pycls_fast.network import Network
 from pycls_fast.optim.choices import AdamW
 from pycls_fast.optim.groups import freeze, parameter_groups
 from pycls_fast.parallel.world import floating_buffers
+from tests.factories import small_vit
 
 
 def vit() -> VisionTransformer:
     torch.manual_seed(0)
-    model = VisionTransformer(
-        image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp_width=16, num_classes=3, drop_path=0.9
-    )
+    model = small_vit(image_size=8, patch_size=4, num_classes=3, drop_path=0.9)
     nn.init.normal_(model.head.weight)
     return model
 
@@ -49,19 +48,25 @@ def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
 
 
-@pytest.mark.parametrize("make", [vit, resnet])
+def timms() -> TimmNetwork:
+    return TimmNetwork(name="resnet18", num_classes=3, image_size=32, drop_path=0.9)
+
+
+@pytest.mark.parametrize("make", [vit, resnet, timms])
 def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) -> None:
     """Drop-path of 0.9 and batch norm's own statistics would show; a pass through evaluation changes nothing."""
     model = make()
     freeze(model, ["head"])
-    images = torch.randn(6, 3, 8, 8)
+    trained = [f"{model.head_name}.weight", f"{model.head_name}.bias"]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    images = torch.randn(6, 3, *getattr(model, "image_size", (8, 8)))
     model.eval()
     model.train()
-    trained = model(images)
-    assert trained.requires_grad
-    assert torch.equal(trained, model.eval()(images))
-    assert model.head.training is False
-    assert model.train().head.training is True
+    logits = model(images)
+    assert logits.requires_grad
+    assert torch.equal(logits, model.eval()(images))
+    assert model.last_layer().training is False
+    assert model.train().last_layer().training is True
 
 
 def test_units_by_pattern_and_single_parameters() -> None:
@@ -88,12 +93,6 @@ def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
     own = [b for b in model.stages[3][1].buffers() if b.is_floating_point()]
     assert [id(b) for b in floating_buffers(model)] == [id(b) for b in own]
     assert 0 < len(own) < every
-
-
-def test_a_model_of_timm() -> None:
-    model = TimmNetwork(name="resnet18", num_classes=3, image_size=32)
-    freeze(model, ["head"])
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"network.fc.weight", "network.fc.bias"}
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from pycls_fast.optim.optimizers import HostOptimizer, load_named_state, named_state, set_lr
 from tests.factories import make_optimizer
 
-MAKERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
-    "adamw": lambda groups: make_optimizer(
-        "adamw", groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, implementation="fused"
-    ),
-    "sgd": lambda groups: make_optimizer("sgd", groups, lr=0.1, momentum=0.9, nesterov=True, implementation="foreach"),
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+MAKERS: dict[str, Make] = {
+    "adamw": partial(make_optimizer, "adamw", lr=0.1, betas=(0.9, 0.99), implementation="fused"),
+    "sgd": partial(make_optimizer, "sgd", lr=0.1, momentum=0.9, implementation="foreach"),
 }
 by_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -47,7 +46,7 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None
 
 
 @by_maker
-def test_twenty_steps_are_those_of_the_plain_one(make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+def test_twenty_steps_are_those_of_the_plain_one(make: Make) -> None:
     plain, offloaded = network(), network()
     plain_optimizer, host = make(groups(plain)), HostOptimizer(groups(offloaded), make)
     steps(plain, plain_optimizer, 0, 20)
@@ -63,7 +62,7 @@ def test_twenty_steps_are_those_of_the_plain_one(make: Callable[[list[dict[str, 
 
 
 @by_maker
-def test_goes_on_from_its_own_and_from_a_plain_checkpoint(make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+def test_goes_on_from_its_own_and_from_a_plain_checkpoint(make: Make) -> None:
     straight = network()
     steps(straight, HostOptimizer(groups(straight), make), 0, 10)
     for kind in (make, lambda chosen: HostOptimizer(chosen, make)):

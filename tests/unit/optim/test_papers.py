@@ -108,10 +108,9 @@ def make_adafactor(threshold: float | None, momentum_dtype: str = "float32") -> 
     )  # fmt: skip
 
 
-def make_muon(groups: Groups) -> Optimizer:
-    return make_optimizer(
-        "muon", groups, lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5, betas=(0.8, 0.95), eps=1e-3
-    )
+def make_muon(groups: Groups, eps: float = 1e-3) -> Optimizer:
+    keys: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "betas": (0.8, 0.95)}
+    return make_optimizer("muon", groups, lr=9.0, eps=eps, **keys)
 
 
 def errors(
@@ -187,10 +186,7 @@ def test_the_eps_of_adamw_does_not_reach_the_matrices() -> None:
     gradient, ended = 1e-3 * torch.randn(6, 4), []
     for eps in (1e-8, 1.0):
         matrix = nn.Parameter(torch.zeros(6, 4))
-        optimizer = make_optimizer(
-            "muon", [{"params": [matrix], "hidden": True}], lr=9.0, momentum=0.95, nesterov=True, newton_schulz_steps=5,
-            betas=(0.8, 0.95), eps=eps,
-        )  # fmt: skip
+        optimizer = make_muon([{"params": [matrix], "hidden": True}], eps)
         matrix.grad = gradient.clone()
         optimizer.step()
         ended.append(matrix.detach())
