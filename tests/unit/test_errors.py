@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from pycls_fast.errors import UserError, first_line, one_of, print_lines, refuse, refusing, reporting
+from pycls_fast.errors import UserError, first_line, one_of, print_lines, refusing, reporting
 
 
-@pytest.mark.parametrize("lines", [("one",), ("one", "two"), ("a\nb", "c")])
-def test_it_survives_a_pickle(lines: tuple[str, ...]) -> None:
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        back = pickle.loads(pickle.dumps(UserError(*lines), protocol))
-        assert type(back) is UserError
-        assert back.lines == lines
-        assert str(back) == "\n".join(lines)
-    assert copy.copy(UserError(*lines)).lines == lines
+def test_it_survives_a_pickle() -> None:
+    back = pickle.loads(pickle.dumps(UserError("a\nb", "c")))
+    assert (type(back), back.lines, str(back)) == (UserError, ("a\nb", "c"), "a\nb\nc")
 
 
 def test_one_of_the_names_that_there_are() -> None:
@@ -29,9 +24,9 @@ def test_one_of_the_names_that_there_are() -> None:
         one_of("depth", 20, {18: "a", 50: "b"})
 
 
-@pytest.mark.parametrize(("text", "line"), [("a\nb", "a"), ("\n  \nb", "b"), ("", "OSError"), ("\n", "OSError")])
-def test_the_first_line_of_any_error(text: str, line: str) -> None:
-    assert first_line(OSError(text)) == line
+def test_the_first_line_of_any_error() -> None:
+    texts = ("a\nb", "\n  \nb", "", "\n")
+    assert [first_line(OSError(text)) for text in texts] == ["a", "b", "OSError", "OSError"]
 
 
 @pytest.mark.parametrize(
@@ -60,14 +55,18 @@ def test_variables_of_launchers_are_checked_first(
     assert line.startswith(f"error: {key}: ")
 
 
+def failing(error: BaseException) -> Callable[[], int]:
+    def fail() -> int:
+        raise error
+
+    return fail
+
+
 def test_a_device_without_memory_is_one_line_of_each_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Memory may be full on one GPU alone."""
-
-    def full() -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total")
-
+    full = failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total"))
     variables = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -77,46 +76,26 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("fail", "line"),
     [
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory", "/tmp"),
-        ImportError("_C.so: failed to map segment from shared object"),
+        (failing(MemoryError()), "out of host memory"),
+        (failing(OSError(errno.ENOMEM, "Cannot allocate memory", "/tmp")), "out of host memory"),
+        (failing(ImportError("_C.so: failed to map segment from shared object")), "out of host memory"),
+        (lambda: len(torch.empty(2**60)), "the device is out of memory (can't allocate memory"),
+        (failing(RuntimeError("could not create a primitive")), "the device is out of memory (could not create a pr"),
+        (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
     ],
 )
-def test_a_host_without_memory_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-    def full() -> int:
-        raise error
-
-    assert reporting(full) == 2
-    assert capsys.readouterr().err.startswith("error: out of host memory")
-
-
-def test_a_cpu_without_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reporting(lambda: len(torch.empty(2**60))) == 2
-    assert capsys.readouterr().err.startswith("error: the device is out of memory (can't allocate memory")
-
-    def full() -> int:
-        raise RuntimeError("could not create a primitive")
-
-    assert reporting(full) == 2
-    assert "out of memory (could not create a primitive)" in capsys.readouterr().err
-
-
-def test_a_system_without_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def full() -> int:
-        raise RuntimeError("can't start new thread")
-
-    assert reporting(full) == 2
-    assert capsys.readouterr().err.startswith("error: the system gives no more threads (ulimit -u)")
+def test_a_machine_without_what_is_asked_of_it_is_one_line(
+    fail: Callable[[], int], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reporting(fail) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("Error building `literal`:\n  KeyboardInterrupt: ")])
 def test_ctrl_c_is_one_line_wherever_it_comes(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped() -> int:
-        raise error
-
-    assert reporting(stopped) == 130
+    assert reporting(failing(error)) == 130
     assert capsys.readouterr().err == "interrupted: Ctrl-C ended this at once\n"
 
 
@@ -133,13 +112,6 @@ def test_an_error_within_a_block_is_a_line() -> None:
     assert line(UserError("it"), Exception) == "it"
     with pytest.raises(ZeroDivisionError), refusing("file: /a cannot be read"):
         raise ZeroDivisionError
-
-
-def test_lines_are_refused_if_there_are_any() -> None:
-    refuse(())
-    with pytest.raises(UserError) as caught:
-        refuse(line for line in ("a: 1", "b: 2"))
-    assert caught.value.lines == ("a: 1", "b: 2")
 
 
 def test_on_a_terminal_lines_are_wrapped_between_words(

@@ -180,13 +180,10 @@ class TestFused:
         assert found[0].dtype == torch.float32
         assert found[1].dtype == dtype
         for right, own, new in zip(exact, reference, found, strict=True):
-            allowed = 4 * float((own.double() - right).norm()) + 4 * torch.finfo(torch.float32).eps * float(
-                right.norm()
-            )
-            assert float((new.double() - right).norm()) <= allowed
+            allowed = 4 * (own.double() - right).norm() + 4 * torch.finfo(torch.float32).eps * right.norm()
+            assert (new.double() - right).norm() <= allowed
 
 
-CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
 LOGITS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -211,11 +208,10 @@ def test_every_image_counts_as_its_class_weighs(smoothing: float) -> None:
 
 @pytest.mark.parametrize("plain", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
 def test_equal_weights_are_the_plain_loss(plain: CrossEntropy) -> None:
-    ones = torch.ones(3, dtype=torch.float64)
+    twos = torch.full((3,), 2.0, dtype=torch.float64)
     for targets in (Targets(LABELS), Targets(LABELS, LABELS.flip(0), 0.3)):
-        expected = plain(LOGITS, targets).item()
-        assert ClassWeighted(plain, ones)(LOGITS, targets).item() == pytest.approx(expected, rel=1e-12)
-        assert ClassWeighted(plain, 2 * ones)(LOGITS, targets).item() == pytest.approx(2 * expected, rel=1e-12)
+        expected = 2 * plain(LOGITS, targets).item()
+        assert ClassWeighted(plain, twos)(LOGITS, targets).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_both_classes_of_a_mixed_image_weigh_in() -> None:
@@ -228,13 +224,10 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 
 
 def test_the_configuration_weighs() -> None:
-    switches = Speed()
-    config = config_of("loss.class_weights=auto")
-    made = build.loss(config, switches, CPU, 5, np.array([5, 2, 1]))
+    made = build.loss(config_of("loss.class_weights=auto"), Speed(), torch.device("cpu"), 5, np.array([5, 2, 1]))
     assert isinstance(made, ClassWeighted)
     assert made.plain == CrossEntropy(0.1)
     assert made.weights_K.tolist() == pytest.approx([8 / 15, 8 / 6, 8 / 3, 1.0, 1.0])
-    assert build.loss(config_of(), switches, CPU, 3, np.array([5, 2, 1])) == CrossEntropy(0.1)
 
 
 SETS_BK = (torch.arange(BATCH * CLASSES) % 7 % 3 == 0).double().reshape(BATCH, CLASSES)

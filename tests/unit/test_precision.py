@@ -98,13 +98,6 @@ class TestLossScale:
             load_config("vit_digits", [f"precision.loss_scale={value}"])
 
 
-class TestRefused:
-    def test_fp8_off_cuda(self) -> None:
-        config = config_of("precision=fp8")
-        with pytest.raises(UserError, match=r"^precision: fp8 needs CUDA .*amp_bf16"):
-            build.apply_precision(config, build.model(config, 10, build.switches(load_config("vit_digits"), CPU)), CPU)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tf32_rounds_products() -> None:
@@ -228,8 +221,18 @@ class TestFloat8:
         found = {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
         assert {name.split(".")[0] for name in found} == {"blocks"}
 
-    def test_no_layer_that_fits(self) -> None:
-        config = config_of("precision=fp8", "precision.fp8_emulate=true", "precision.fp8_skip=['*']")
+    @pytest.mark.parametrize(
+        ("overrides", "line"),
+        [
+            ([], r"^precision: fp8 needs CUDA .*amp_bf16"),
+            (
+                ["precision.fp8_emulate=true", "precision.fp8_skip=['*']"],
+                r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$",
+            ),
+        ],
+    )
+    def test_what_has_no_float8(self, overrides: list[str], line: str) -> None:
+        config = config_of("precision=fp8", "speed=reference", *overrides)
         network = build.model(config, 10, build.switches(config, CPU))
-        with pytest.raises(UserError, match=r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$"):
+        with pytest.raises(UserError, match=line):
             build.apply_precision(config, network, CPU)

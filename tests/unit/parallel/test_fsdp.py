@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pycls_fast import build
 from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
@@ -31,19 +30,15 @@ from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
-from tests.factories import config_of
+from tests.factories import config_of, small_vit
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
 
 
 def test_filling_needs_one_module_at_a_time() -> None:
-    def make() -> VisionTransformer:
-        sizes: dict[str, Any] = {"width": 64, "depth": 6, "heads": 2, "mlp_width": 256}
-        return VisionTransformer(image_size=16, patch_size=4, num_classes=10, **sizes)
-
     with torch.device("meta"):
-        network = make()
+        network = small_vit(width=64, depth=6, heads=2, mlp_width=256)
     whole = sum(p.numel() for p in network.parameters()) * 4
     block = sum(p.numel() for p in network.blocks[0].parameters()) * 4
     with LiveMemory() as memory:
@@ -82,12 +77,7 @@ def make_timm() -> TimmNetwork:
 
 
 def test_every_initialiser_is_of_one_module_and_all_values_have_one() -> None:
-    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
-    for model in (
-        VisionTransformer(image_size=8, patch_size=4, num_classes=3, **sizes),
-        ResNet(depth=18, num_classes=3),
-        make_timm(),
-    ):
+    for model in (small_vit(), ResNet(depth=18, num_classes=3), make_timm()):
         covered = [id(t) for module, _ in model.initialisers() for t in (*module.parameters(), *module.buffers())]
         assert sorted(covered) == sorted(id(t) for t in (*model.parameters(), *model.buffers()))
 

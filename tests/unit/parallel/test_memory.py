@@ -130,13 +130,9 @@ def test_a_storage_that_was_changed_in_place_is_kept_again() -> None:
     hook = _Hook((), in_8_bits=False, on_host=True)
     features = torch.randn(2 * SMALLEST)
     before = features.clone()
-    first = hook.pack(features)
-    features.add_(1.0)
-    second = hook.pack(features)
-    assert isinstance(first, View)
-    assert isinstance(second, View)
-    assert torch.equal(first.restore(), before)
-    assert torch.equal(second.restore(), before + 1.0)
+    kept: list[Any] = [hook.pack(features), hook.pack(features.add_(1.0))]
+    for view, expected in zip(kept, (before, before + 1.0), strict=True):
+        assert torch.equal(view.restore(), expected)
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
@@ -258,22 +254,14 @@ def test_the_error_is_at_most_half_a_step_of_the_group(count: int, dtype: torch.
     assert kept == groups * (GROUP + 2 * packed.low_G1.element_size())
 
 
-def test_ends_of_a_range_and_equal_numbers_are_exact() -> None:
-    flat = torch.cat([torch.linspace(-3, 5, GROUP), torch.full((GROUP,), 0.1), torch.zeros(GROUP)])
-    back = decompress(compress(flat), len(flat), flat.dtype)
-    assert back[0] == -3
-    assert back[GROUP - 1] == pytest.approx(5, rel=1e-6)
-    assert torch.equal(back[GROUP:], flat[GROUP:])
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(bad: float) -> None:
-    flat = torch.randn(3 * GROUP)
+def test_equal_numbers_are_exact_and_what_is_not_finite_stays_visible(bad: float) -> None:
+    flat = torch.cat([torch.full((GROUP,), 0.1), torch.randn(GROUP), torch.zeros(GROUP)])
     flat[GROUP + 5] = bad
     back = decompress(compress(flat), len(flat), flat.dtype)
     assert not torch.isfinite(back[GROUP + 5])
-    assert torch.isfinite(back[:GROUP]).all()
-    assert torch.isfinite(back[2 * GROUP :]).all()
+    assert torch.equal(back[:GROUP], flat[:GROUP])
+    assert torch.equal(back[2 * GROUP :], flat[2 * GROUP :])
 
 
 def relu_inputs() -> list[Tensor]:
@@ -304,15 +292,7 @@ def test_one_bit_relu_is_torchs_to_the_bit(inplace: bool) -> None:
 
 
 def test_every_spelling_of_relu_is_caught() -> None:
-    for relu in (
-        F.relu,
-        torch.relu,
-        torch.relu_,
-        Tensor.relu,
-        Tensor.relu_,
-        torch.nn.ReLU(),
-        torch.nn.ReLU(inplace=True),
-    ):
+    for relu in (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, nn.ReLU(), nn.ReLU(inplace=True)):
         features = torch.randn(4, requires_grad=True) * 1.0
         with BitReLUs():
             assert type(relu(features).grad_fn).__name__ == "BitReLUBackward"

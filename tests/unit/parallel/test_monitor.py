@@ -45,7 +45,7 @@ def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[
             assert rank.ended.wait(20)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
-    assert lines[0] == ("error: parallel.timeout_seconds: ranks have waited for others for 0.6 s; where each is:")
+    assert lines[0].startswith("error: parallel.timeout_seconds: ranks have waited for others for 0.6 s")
     assert "rank 0: for " in lines[1]
     assert ": computing step 7, in " in lines[1]
     assert ": waiting for the data of step 7, in " in lines[2]
@@ -53,14 +53,16 @@ def test_ranks_at_different_places_are_named_once(capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_ranks_that_get_on_and_ranks_that_all_compute_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with ranks(2, timeout=1.5) as both:
-        for step in range(20):
+    """Also if the monitor is stopped while it listens, for four beats, again and again."""
+    with ranks(2, timeout=0.6) as both:
+        for step in range(10):
             for rank in both:
                 rank.monitor.at(f"computing step {step}")
             time.sleep(0.1)
         # All at the same place for longer than the timeout: compiling, perhaps.
-        time.sleep(2.0)
+        time.sleep(1.5)
         assert not any(rank.ended.is_set() for rank in both)
+    assert not any(rank.ended.is_set() for rank in both)
     assert capsys.readouterr().err == ""
 
 
@@ -94,17 +96,6 @@ def test_ranks_wait_for_a_slow_one_that_makes_progress(capsys: pytest.CaptureFix
             time.sleep(0.1)
         assert not first.ended.is_set()
         assert not second.ended.is_set()
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_a_monitor_that_is_stopped_while_it_listens_accuses_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    with ranks(2, timeout=0.4) as both:
-        for rank in both:
-            rank.monitor.at("computing step 0")
-        # Both have been there for longer than the timeout, and listen for four beats, again and again.
-        time.sleep(1.0)
-    assert not any(rank.ended.is_set() for rank in both)
     assert capsys.readouterr().err == ""
 
 

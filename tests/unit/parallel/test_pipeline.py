@@ -41,19 +41,14 @@ def stages(rank: int, schedule: ScheduleName) -> tuple[VisionTransformer, Pipeli
     return whole, cut(whole, world, schedule, [1] * 10, averages=True)
 
 
-@pytest.mark.parametrize(("schedule", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
-def test_the_bubble_is_that_of_the_paper(
-    fake_ranks: None, schedule: ScheduleName, turns: int, microbatches: int
-) -> None:
-    """Narayanan et al., PTD-P, 2021, section 2.2: (p-1)/m and (p-1)/(v m)."""
-    _, pipeline = stages(0, schedule)
-    assert pipeline.bubble(microbatches) == pytest.approx((RANKS - 1) / (turns * microbatches))
-
-
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
-def test_halved_backward_passes_fill_it(fake_ranks: None, schedule: ScheduleName) -> None:
-    assert stages(0, schedule)[1].bubble(8) < stages(0, "interleaved_1f1b")[1].bubble(8) / 2
+def test_the_bubble_is_that_of_the_paper(fake_ranks: None, microbatches: int) -> None:
+    """Narayanan et al., PTD-P, 2021, section 2.2: (p-1)/m and (p-1)/(v m); halved backward passes fill it."""
+    for schedule, turns in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        found = stages(0, schedule)[1].bubble(microbatches)
+        assert found == pytest.approx((RANKS - 1) / (turns * microbatches))
+    for schedule in ("interleaved_zero_bubble", "zbv") if microbatches == 8 else ():
+        assert stages(0, schedule)[1].bubble(8) < found / 2
 
 
 def test_there_and_back() -> None:
