@@ -29,7 +29,6 @@ from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights
 from pycls_fast.parallel import memory
 from pycls_fast.parallel import pipeline as stages
-from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Pipeline
 from pycls_fast.parallel.precision import use_float8
@@ -186,7 +185,7 @@ def wrap(
     network: Network,
     world: World,
     chosen: Speed,
-    initialise: Callable[[FlatShards | None], None] | None = None,
+    initialise: Callable[[OwnedWeights | None], None] | None = None,
     pipeline: Pipeline | None = None,
 ) -> ParallelModel:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device gets its initial

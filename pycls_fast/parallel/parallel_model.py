@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.optim.groups import Group
-from pycls_fast.optim.weights import local
-from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.optim.weights import OwnedWeights, local
 from pycls_fast.parallel.pipeline import Pipeline
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel
@@ -66,7 +65,7 @@ class ParallelModel:
             ranks may have too; None if it counts all.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
             changes of the shards take effect.
-        weights: what the optimizer owns and checkpoints hold, if not the network's own parameters.
+        weights, groups: what the optimizer owns and checkpoints hold, if not the network's own parameters.
         optimizer: the optimizer, if it is a part of the strategy.
         pipeline: runs all microbatches of a step in place of `forward`, if the network is cut into stages.
     """
@@ -80,7 +79,8 @@ class ParallelModel:
     shard_groups: Sequence[dist.ProcessGroup] = ()
     counted: Sequence[bool] | None = None
     free_gathered: Callable[[], None] = nothing
-    weights: FlatShards | None = None
+    weights: OwnedWeights | None = None
+    groups: list[Group] | None = None
     optimizer: Optimizer | None = None
     pipeline: Pipeline | None = None
 

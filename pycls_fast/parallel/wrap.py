@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from pycls_fast.network import Network
+from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import ddp, fairscale, fsdp
 from pycls_fast.parallel.compile import compile_model
 from pycls_fast.parallel.ddp import synchronise
-from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.fsdp import is_empty, materialise
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
@@ -48,7 +48,7 @@ def wrap_model(
     model: Network,
     world: World,
     settings: StrategySettings,
-    initialise: Callable[[FlatShards | None], None] | None = None,
+    initialise: Callable[[OwnedWeights | None], None] | None = None,
 ) -> ParallelModel:
     """Compile a model, shard or replicate it, and initialise it if it was on the meta device; in place.
 

@@ -23,7 +23,6 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import LocalShards, OwnedWeights, local
-from pycls_fast.parallel.flat import FlatShards
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.race import compile_if_it_pays
@@ -65,7 +64,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     # A module of the user's own rarely has a head for these classes.
     new_head = config.model.kind == "given"
 
-    def load(flat: FlatShards | None = None) -> None:
+    def load(flat: OwnedWeights | None = None) -> None:
         nonlocal new_head
         if config.weights is not None and resumed_from is None:
             # A network that was flattened no longer has its names and shapes.
@@ -96,7 +95,7 @@ def _load_initial(
     world: World,
     display: Display,
     *,
-    into: FlatShards | None,
+    into: OwnedWeights | None,
 ) -> bool:
     """Load what `weights` names, and report what was done to make it fit; returns whether the head is new."""
     assert config.weights is not None
@@ -142,7 +141,7 @@ def make_step(
     world: World,
     switches: Speed,
     steps_per_epoch: int,
-    initialise: Callable[[FlatShards | None], None] | None = None,
+    initialise: Callable[[OwnedWeights | None], None] | None = None,
     *,
     recorder: CudaRecorder | None = None,
     class_counts: np.ndarray | None = None,
@@ -183,7 +182,7 @@ def make_step(
         switches,
         owner or shards,
         sharded=sharded and flat is None,
-        groups=None if flat is None else flat.groups,
+        groups=wrapped.groups,
     )
     return kind(
         network=network,

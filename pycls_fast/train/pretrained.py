@@ -21,8 +21,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
 from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
-from pycls_fast.optim.weights import assign
-from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.optim.weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
@@ -54,7 +53,7 @@ def load_weights(
     for_training: bool = True,
     new_head: Literal["zero", "small"] = "small",
     world: World = ALONE,
-    into: FlatShards | None = None,
+    into: OwnedWeights | None = None,
 ) -> Loaded:
     """Load weights into the network, the average (EMA) if there is one; all ranks call this.
 

@@ -19,7 +19,7 @@ from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import fairscale
-from pycls_fast.parallel.flat import FlatShards
+from pycls_fast.parallel.fairscale import FlatShards
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.monitor import report_seconds
 from pycls_fast.parallel.parallel_model import StrategySettings
