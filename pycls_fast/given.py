@@ -17,11 +17,7 @@ def give(thing: Any) -> str:
 
 
 def given(key: str, name: str, way_out: str) -> Any:
-    """The object that a key's value names.
-
-    Raises:
-        UserError: no such object was given in this process.
-    """
+    """The object that a key's value names; a `UserError` if no such object was given in this process."""
     if name not in _OBJECTS:
         raise UserError(f"{key}: {name} is an object of a Python program, not given in this one; {way_out}")
     return _OBJECTS[name]

@@ -83,14 +83,19 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     from safetensors.torch import save_file
 
     architecture, arguments, state = timm_form(model)
+    if isinstance(model, TimmNetwork):
+        classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
+    elif isinstance(model, VisionTransformer):
+        classifier, first = "head", "patch_embed.proj"
+    else:
+        classifier, first = "fc", "conv1.0" if "conv1.0.weight" in state else "conv1"
     folder.mkdir(parents=True, exist_ok=True)
     # A file with our configuration has tensors in our names.
     texts = {key: text for key, text in about.texts.items() if key != "config"}
     # safetensors takes contiguous tensors that share no memory.
     saved = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     save_file(saved, folder / "model.safetensors", {**texts, "format": "pt"})
-    head = model.get_submodule(model.head_name)
-    assert isinstance(head, nn.Linear)
+    head = model.last_layer()
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
     config = {
         "architecture": architecture,
@@ -98,7 +103,9 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": head.out_features,
-            **_ends(model),
+            # By these timm knows what to drop and what to adapt.
+            "classifier": classifier,
+            "first_conv": first,
             "input_size": [3, *about.size],
             "mean": list(about.mean),
             "std": list(about.std),
@@ -110,18 +117,6 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "label_names": names,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _ends(model: Network) -> dict[str, Any]:
-    """timm's names of a model's last and first layers, by which timm knows what to drop and what to adapt."""
-    if isinstance(model, TimmNetwork):
-        classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
-    elif isinstance(model, VisionTransformer):
-        classifier, first = "head", "patch_embed.proj"
-    else:
-        assert isinstance(model, ResNet)
-        classifier, first = "fc", "conv1.0" if len(model.stem.deep) else "conv1"
-    return {"classifier": classifier, "first_conv": first}
 
 
 def timm_form(model: Network) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

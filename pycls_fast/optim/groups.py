@@ -37,13 +37,17 @@ def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
     }
     last = _last_layer(units, settings.layer_decay_groups)
     layer_of = {} if settings.layer_decay is None else layers(network, units, settings.layer_decay_groups)
-    inside = _between_image_and_head(network, units) if settings.needs_units else set()
+    # What Muon is for: between the image and the head.
+    inside = {p for _, unit in units for p in unit.parameters()}
+    for name, module in network.named_modules() if network.first_conv_name is not None else ():
+        if isinstance(module, nn.Conv2d) and name != network.first_conv_name:
+            inside.update(module.parameters())
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for kind, parameter in _parameters(network):
         # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise; the
         # experts' matrices (X, out, in) are several.
         is_matrix = parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
-        hidden = kind == "weight" and is_matrix and parameter in inside
+        hidden = settings.needs_units and kind == "weight" and is_matrix and parameter in inside
         key = (layer_of.get(parameter, last), not hidden, not decays[kind])
         found.setdefault(key, []).append(parameter)
     groups: list[Group] = []
@@ -61,15 +65,6 @@ def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
             name = f"layer {layer}, {name}"
         groups.append({"name": name, **group})
     return groups
-
-
-def _between_image_and_head(network: Network, units: Units) -> set[nn.Parameter]:
-    inside = {p for _, unit in units for p in unit.parameters()}
-    first = network.first_conv_name
-    if first is None:
-        return inside
-    convs = (module for name, module in network.named_modules() if isinstance(module, nn.Conv2d) and name != first)
-    return inside.union(*(conv.parameters() for conv in convs))
 
 
 def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:

@@ -37,15 +37,6 @@ class StrategySettings:
     make_optimizer: Callable[[list[Group]], Optimizer] | None = None
 
 
-def at_once(is_last: bool) -> AbstractContextManager[None]:
-    """The `exchange` of one rank, which has nothing to exchange."""
-    return nullcontext()
-
-
-def nothing() -> None:
-    """The `free_gathered` of strategies that gather nothing."""
-
-
 @dataclass(frozen=True)
 class ParallelModel:
     """A model under a strategy.
@@ -73,12 +64,12 @@ class ParallelModel:
     forward: nn.Module
     evaluated: nn.Module
     device: torch.device
-    exchange: Callable[[bool], AbstractContextManager[None]] = at_once
+    exchange: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
     taken_every_microbatch: bool = True
     forward_is_collective: bool = False
     shard_groups: Sequence[dist.ProcessGroup] = ()
     counted: Sequence[bool] | None = None
-    free_gathered: Callable[[], None] = nothing
+    free_gathered: Callable[[], None] = lambda: None
     weights: OwnedWeights | None = None
     groups: list[Group] | None = None
     optimizer: Optimizer | None = None
@@ -100,17 +91,11 @@ class ParallelModel:
             for group in self.shard_groups:
                 dist.all_reduce(square, group=group)
             norm = square.sqrt_()
-        if max_norm is not None:
-            _scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach=foreach)
+        if max_norm is not None and gradients:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradients[0].device)
+            if foreach:
+                torch._foreach_mul_(gradients, factor)
+            else:
+                for gradient in gradients:
+                    gradient.mul_(factor)
         return norm
-
-
-def _scale(gradients: list[Tensor], factor: Tensor, *, foreach: bool) -> None:
-    if not gradients:
-        return
-    factor = factor.to(gradients[0].device)
-    if foreach:
-        torch._foreach_mul_(gradients, factor)
-    else:
-        for gradient in gradients:
-            gradient.mul_(factor)

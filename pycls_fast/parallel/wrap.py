@@ -30,12 +30,8 @@ def place_model(model: Network, world: World, *, memory_format: str) -> Network:
     return model.to(memory_format=formats[memory_format])
 
 
-def _alone(network: Network, world: World, settings: StrategySettings) -> ParallelModel:
-    return ParallelModel(forward=network, evaluated=network, device=world.device)
-
-
 IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], ParallelModel]] = {
-    "single": _alone,
+    "single": lambda network, world, settings: ParallelModel(network, network, world.device),
     "ddp": ddp.replicate,
     "fsdp": fsdp.shard,
     "hsdp": fsdp.shard,

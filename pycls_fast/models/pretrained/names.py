@@ -8,7 +8,7 @@ are renamed, reshaped, split or joined, never computed with; they may share memo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -112,11 +112,17 @@ def _all_of(found: tuple[dict[str, Tensor], list[str]]) -> dict[str, Tensor]:
 def _translate(
     state: State, table: Sequence[Row], what: str, spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of `state` that are in the table, in our names, and the names of the rest."""
+    """The tensors of `state` that are in the table, in our names, and the names of the rest.
+
+    `spellings` are regular expressions and what replaces them, in this order.
+    """
     rows = [(_pattern(theirs), ours) for theirs, *ours in table]
     found: dict[str, Tensor] = {}
     rest = []
-    for name, spelled in zip(state, _spelled(state, spellings), strict=True):
+    for name in state:
+        spelled = name
+        for spelling, replacement in spellings:
+            spelled = re.sub(spelling, replacement, spelled)
         match, ours = next(((m, ours) for pattern, ours in rows if (m := pattern.fullmatch(spelled))), (None, []))
         if match is None:
             rest.append(name)
@@ -158,14 +164,6 @@ def _translate_back(state: State, table: Sequence[Row]) -> tuple[dict[str, Tenso
 
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)") + _KINDS)
-
-
-def _spelled(state: State, spellings: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The names with each of the regular expressions replaced, in this order."""
-    for name in state:
-        for pattern, replacement in spellings:
-            name = re.sub(pattern, replacement, name)
-        yield name
 
 
 def _joined(theirs: str, ours: str, parts: Sequence[str] = ("query", "key", "value")) -> Row:
