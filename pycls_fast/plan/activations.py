@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -227,6 +228,9 @@ class _Passes:
     kinds: dict[Any, tuple[BlockMemory, Callable[[], Tensor]]] = field(default_factory=dict)
     blocks: list[BlockMemory] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
+    between: list[weakref.ref[Any]] = field(default_factory=list)
+    """The storages of the blocks' inputs, and of the last one's output."""
+    left: int = 0
 
     def run(
         self,
@@ -237,31 +241,23 @@ class _Passes:
         inners: dict[str, Callable[[Tensor], Tensor]] = {}
         for _, unit in self.network.units():
             structure = _structure(unit)
-            inner = inners.setdefault(structure, unit.forward)
-            unit.forward = _StandIn(self, structure, inner)
+            unit.forward = partial(self.stand_in, structure, inners.setdefault(structure, unit.forward))
         input_BCHW = images()
         with autocast():
             logits_BK = self.network(input_BCHW)
         total = loss(logits_BK)
         # The step keeps its input and its loss, not the logits.
         del logits_BK
-        done = len(self.blocks)
+        # Of so many blocks the backward pass has not run; frozen ones at the beginning have none.
+        self.left = len(self.blocks)
         outside = tuple(reference() is not None for reference in self.between)
         forward, ends = self.work.taken(), self.memory.live
         if total.requires_grad:
-            self.note(done, backward=False)
+            self.note(self.left, backward=False)
             total.backward()
-        self.note(self.left(done), backward=total.requires_grad)
+        self.note(self.left, backward=total.requires_grad)
         around = (forward, self.work.taken())
         return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside, around, ends)
-
-    between: list[weakref.ref[Any]] = field(default_factory=list)
-    """The storages of the blocks' inputs, and of the last one's output."""
-    _left: int | None = None
-
-    def left(self, done: int) -> int:
-        """The number of blocks whose backward pass has not run: frozen ones at the beginning have none."""
-        return done if self._left is None else self._left
 
     def note(self, done: int, *, backward: bool, begins: int | None = None) -> None:
         """Record the most since the last note and, if a block begins, what is alive now."""
@@ -284,9 +280,8 @@ class _Passes:
         return result
 
     def began_backward(self, index: int) -> None:
-        """Record that a stand-in got the gradient of its output."""
         self.note(index + 1, backward=True, begins=index)
-        self._left = index
+        self.left = index
 
     def _alone(
         self, unit: nn.Module, inner: Callable[[Tensor], Tensor], like: Tensor
@@ -306,7 +301,7 @@ class _Passes:
         forward_kernels = self.work.taken()
         del features
         output_bytes, output_ref = out.untyped_storage().nbytes(), weakref.ref(out.untyped_storage())
-        shape, strides, dtype = out.shape, out.stride(), out.dtype
+        output = _emptied(out)
         keeps_input = input_ref() is not None
         held, backward, keeps_output = memory.live - base - output_bytes, 0, False
         if out.requires_grad:
@@ -337,7 +332,7 @@ class _Passes:
             (forward_kernels, self.work.taken()),
         )  # fmt: skip
         self.work.found += before
-        return block, lambda: torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        return block, output
 
 
 def _settings(owner: Any) -> Any:
@@ -357,14 +352,9 @@ def _structure(unit: nn.Module) -> str:
     return repr((modules, tensors, wrapper))
 
 
-class _StandIn:
-    """A block's `forward` while everything around the blocks is measured."""
-
-    def __init__(self, passes: _Passes, structure: str, inner: Callable[[Tensor], Tensor]) -> None:
-        self.passes, self.structure, self.inner = passes, structure, inner
-
-    def __call__(self, features: Tensor) -> Tensor:
-        return self.passes.stand_in(self.structure, self.inner, features)
+def _emptied(like: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors like this one, which is not kept."""
+    return partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device="cpu")
 
 
 class _Instead(torch.autograd.Function):
@@ -373,17 +363,14 @@ class _Instead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, anything: Tensor, passes: _Passes, index: int, output: Any) -> Tensor:
         ctx.passes, ctx.index = passes, index
-        ctx.like = (features.shape, features.stride(), features.dtype) if features.requires_grad else None
+        ctx.gradient = _emptied(features) if features.requires_grad else lambda: None
         made: Tensor = output()
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.passes.began_backward(ctx.index)
-        if ctx.like is None:
-            return None, None, None, None, None
-        shape, strides, dtype = ctx.like
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu"), None, None, None, None
+        return ctx.gradient(), None, None, None, None
 
 
 class _Source(torch.autograd.Function):
@@ -391,7 +378,7 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, two: Tensor, like: Tensor) -> Tensor:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        return _emptied(like)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -403,10 +390,9 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.like = (out.shape, out.stride(), out.dtype)
+        ctx.gradient = _emptied(out)
         return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        shape, strides, dtype = ctx.like
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        return ctx.gradient()

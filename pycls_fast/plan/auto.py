@@ -35,11 +35,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     - `runtime.eval_every_epochs`: at most 20 evaluations in all.
     - `optim.accumulation_steps`: see `with_accumulation`.
 
-    Args:
-        config: the run's configuration, with a precision.
-        images: number of images in the training split.
-        world: the ranks.
-        classes: number of classes in the data, if it is known.
+    `images` are those of the training split, `classes` those in the data, if they are known.
 
     Raises:
         UserError: the warm-up is longer than the training, or no microbatch fits into memory.

@@ -24,7 +24,6 @@ class Copies:
     """Which copies of weights and gradients a rank holds, in which formats.
 
     Attributes:
-        strategy: a name of `STRATEGIES`.
         degree: number of ranks that share one copy.
         reshard_after_forward: weights are gathered block by block (ZeRO-3), not kept (ZeRO-2).
         compute_bytes: bytes of a gathered weight or, if none is gathered, of a weight of the network: below 4, weights
@@ -66,14 +65,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A network in numbers of elements.
-
-    Attributes:
-        parameters, trained: all, and those with gradients and state.
-        largest_unit: parameters of the largest block.
-        largest_tensor: elements of the largest trained tensor.
-        buffer_bytes: buffers, in bytes.
-    """
+    """A network in numbers of elements: all, those with gradients and state, those of the largest block, those of the
+    largest trained tensor; and the bytes of its buffers."""
 
     parameters: int
     trained: int
@@ -198,8 +191,6 @@ def peak(
 
     Args:
         activations: of one microbatch, measured with `copies.gradients_exist`.
-        sizes: the network's.
-        copies: what the rank holds.
         inputs: bytes of batches on the device, in addition to the network's input.
         update: see `update_transient`.
     """
@@ -307,12 +298,8 @@ def passes(
 def gathered(
     activations: Activations, sizes: Sizes, copies: Copies, backward: bool, index: int | None, done: int
 ) -> float:
-    """Bytes of whole weights and gradients on a rank that owns a share of each, at one moment.
-
-    Args:
-        index: the block that runs; None between blocks.
-        done: the number of blocks whose forward pass is done.
-    """
+    """Bytes of whole weights and gradients on a rank that owns a share of each, when the block `index` runs (None:
+    between blocks) and the forward pass of so many is done."""
     if copies.shards != "weights":
         return 0.0
     blocks = activations.blocks

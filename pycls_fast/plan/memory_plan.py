@@ -373,10 +373,7 @@ def device_memory(config: RunConfig, world: World) -> float | None:
 def with_accumulation(config: RunConfig, world: World, classes: int | None = None) -> RunConfig:
     """The configuration with the fewest accumulation steps that fit in place of `auto`: 1 if no memory is known.
 
-    Args:
-        config: with a precision and a global batch that the ranks can divide.
-        world: the ranks, which all call this.
-        classes: the number of classes in the data, if it is known.
+    All ranks call this, with a precision and a global batch that they can divide.
 
     Raises:
         UserError: not even the smallest microbatch fits, the network cannot be measured, or a switch needs one

@@ -27,41 +27,55 @@ class Report:
     cluster: Cluster
     price: float | None = None
 
-    def hours(self, outcome: Outcome) -> float:
-        """The schedule's hours, without evaluation and checkpoints."""
-        return outcome.step * self.steps / 3600.0
-
-    def cost(self, outcome: Outcome) -> float | None:
-        """The price of all ranks for these hours, None without a price."""
-        return None if self.price is None else self.hours(outcome) * self.cluster.ranks * self.price
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The least and the most of measured over predicted seconds on such devices."""
-        return interval("seconds" if self.cluster.accelerator.device == "cuda" else "cpu_seconds")
+    def entry(self, each: Outcome) -> dict[str, Any]:
+        """What is predicted of a layout, and the intervals of 90% of the cases; hours are the schedule's, without
+        evaluation and checkpoints, and the cost is that of all ranks."""
+        low, high = interval("seconds" if self.cluster.accelerator.device == "cuda" else "cpu_seconds")
+        least, most = interval("memory")
+        hours = each.step * self.steps / 3600.0
+        cost = None if self.price is None else hours * self.cluster.ranks * self.price
+        return {
+            "overrides": each.layout.overrides,
+            "fits": each.fits,
+            "memory_bytes": each.memory,
+            "memory_interval": [least * each.memory, most * each.memory],
+            "memory_parts": vars(each.peak),
+            "state_bytes": each.state,
+            "images_per_second": each.images_per_second,
+            "images_per_second_interval": [each.images_per_second / high, each.images_per_second / low],
+            "step_seconds": each.step,
+            "seconds": {name: getattr(each, name) for name in ("compute", "bubble", "update", "exchange")},
+            "share_of_peak": each.share_of_peak,
+            "hours": hours,
+            "hours_interval": [low * hours, high * hours],
+            "cost": cost,
+            "cost_interval": None if cost is None else [low * cost, high * cost],
+            "loses_by": each.loses(self.outcomes[0]),
+        }
 
     def rows(self, top: int) -> list[dict[str, str]]:
         """The first layouts as a table's rows, with the interval of 90% of the cases compared with measurements."""
-        (low, high), rows = self.interval, []
         tries_precisions = len({each.layout.precision for each in self.outcomes}) > 1
-        for each in self.outcomes[:top]:
-            layout, speed, hours, cost = each.layout, each.images_per_second, self.hours(each), self.cost(each)
-            cells = {
+
+        def row(each: Outcome) -> dict[str, str]:
+            layout, speed, found = each.layout, each.images_per_second, self.entry(each)
+            return {
                 "layout": str(layout),
                 "micro x images": f"{layout.accumulation} x {each.images // (layout.data * layout.accumulation)}",
                 "recompute": layout.recompute,
                 **({"precision": layout.precision} if tries_precisions else {}),
                 "GB (state)": f"{each.memory / 1e9:.1f} ({each.state / 1e9:.1f})",
-                "images/s (90%)": f"{speed:,.0f} ({speed / high:,.0f}-{speed / low:,.0f})",
-                "hours (90%)": f"{hours:.3g} ({hours * low:.3g}-{hours * high:.3g})",
+                "images/s (90%)": "{:,.0f} ({:,.0f}-{:,.0f})".format(speed, *found["images_per_second_interval"]),
+                "hours (90%)": "{:.3g} ({:.3g}-{:.3g})".format(found["hours"], *found["hours_interval"]),
                 "of peak": f"{each.share_of_peak:.1%}",
                 "exchange": f"{each.exchange / each.step:.1%}",
                 "bubble": f"{each.bubble / each.step:.1%}",
-            }
-            if cost is not None:
-                cells["cost (90%)"] = f"{cost:,.0f} ({cost * low:,.0f}-{cost * high:,.0f})"
-            rows.append({**cells, "loses by": each.loses(self.outcomes[0])})
-        return rows
+                **({"cost (90%)": "{:,.0f} ({:,.0f}-{:,.0f})".format(found["cost"], *found["cost_interval"])}
+                   if self.price is not None else {}),
+                "loses by": found["loses_by"],
+            }  # fmt: skip
+
+        return [row(each) for each in self.outcomes[:top]]
 
     def notes(self) -> list[str]:
         """What the table does not say."""
@@ -80,30 +94,7 @@ class Report:
 
     def write(self, file: Path) -> None:
         """Write all layouts as JSON."""
-        (low, high), (least, most) = self.interval, interval("memory")
-
-        def entry(each: Outcome) -> dict[str, Any]:
-            hours, cost = self.hours(each), self.cost(each)
-            return {
-                "overrides": each.layout.overrides,
-                "fits": each.fits,
-                "memory_bytes": each.memory,
-                "memory_interval": [least * each.memory, most * each.memory],
-                "memory_parts": vars(each.peak),
-                "state_bytes": each.state,
-                "images_per_second": each.images_per_second,
-                "images_per_second_interval": [each.images_per_second / high, each.images_per_second / low],
-                "step_seconds": each.step,
-                "seconds": {name: getattr(each, name) for name in ("compute", "bubble", "update", "exchange")},
-                "share_of_peak": each.share_of_peak,
-                "hours": hours,
-                "hours_interval": [low * hours, high * hours],
-                "cost": cost,
-                "cost_interval": None if cost is None else [low * cost, high * cost],
-                "loses_by": each.loses(self.outcomes[0]),
-            }
-
-        file.write_text(json.dumps([entry(each) for each in self.outcomes], indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps([self.entry(each) for each in self.outcomes], indent=2) + "\n", encoding="utf-8")
 
     def frontier(self) -> list[Outcome]:
         """The layouts that no other one beats in both memory and speed, the fastest first."""

@@ -204,7 +204,6 @@ class Search:
 
     Args:
         config: with a global batch; the layout's own settings are replaced.
-        cluster: where it would run.
         classes: outputs, if `model.num_classes` does not say.
         precisions: to be tried; without any the configuration's own.
     """
