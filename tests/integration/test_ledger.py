@@ -168,21 +168,6 @@ def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None
     assert line in said
 
 
-def test_an_experiment_that_was_changed_is_another(
-    ladder: Path, digits: Path, tmp_path: Path, started: Started
-) -> None:
-    experiment, folder = tmp_path / "mine" / "mine.yaml", tmp_path / "report"
-    experiment.parent.mkdir()
-    experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.001}\n")
-    more = ("--config-dir", str(experiment.parent), f"data.root={digits}", f"ladder={ladder}", *SHORT)
-    arguments = command(*more, f"output={folder}", tool="ledger", config_name="mine")
-    process = started(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _kill_when_there_is(folder, "plan.json", process)
-    experiment.write_text("defaults: [vit_digits, _self_]\noptim: {lr: 0.002}\n")
-    said = run_process(arguments, cwd=tmp_path, expect=2).stderr
-    assert f"error: output: {folder} holds a ledger with different optim.lr; choose" in said
-
-
 def _kill_when_there_is(folder: Path, file: str, process: subprocess.Popen[bytes]) -> Path:
     """End a ledger as with kill -9 once it has made a file."""
     found = _wait_for(folder, file, process)

@@ -267,17 +267,13 @@ def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
     """
     if not seconds:
         return steps
-    turn = slowest(part.turn(1), world)
-    warm = turn.total
+    count, warm = 1, 0.0
     while warm < seconds / 2:
-        turn = slowest(part.turn(_steps_within(seconds / 2 - warm, turn)), world)
+        turn = slowest(part.turn(count), world)
         warm += turn.total
-    return max(steps, _steps_within(seconds, turn))
-
-
-def _steps_within(seconds: float, turn: Turn) -> int:
-    """Number of steps, as long as the turn's, that take at least `seconds`."""
-    return max(math.ceil(seconds * len(turn.seconds) / max(turn.total, 1e-9)), 1)
+        pace = max(turn.total, 1e-9) / count
+        count = max(math.ceil((seconds / 2 - warm) / pace), 1)
+    return max(steps, math.ceil(seconds / pace))
 
 
 # Operations of a step, in forward passes: the backward pass has two products for each one of the forward pass

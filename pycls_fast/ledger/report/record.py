@@ -82,12 +82,9 @@ class PlannedFamily(_Part):
 
 
 class OverallFit(_Part):
-    """What the fit of the first family says besides effects, in points of top-1.
-
-    `deviation` is that of a run within its pair, `floor` what it would be if images erred independently,
-    `variance_ratio` the quotient of their squares, and `resolution` the smallest difference that all planned trainings
-    decide with 90% chance. Ledgers of before they were kept have no `floor`.
-    """
+    """What the fit of the first family says besides effects, in points of top-1: the deviation of a run within its
+    pair, what it would be if images erred independently (None in the first ledgers), the quotient of their squares,
+    and the smallest difference that all planned trainings decide with 90% chance."""
 
     deviation: float
     floor: float | None
@@ -98,10 +95,9 @@ class OverallFit(_Part):
 
 
 class Accuracy(_Part):
-    """What crossed trainings say.
+    """What crossed trainings say: also those of screening, and of designs with a variant that was then left out.
 
-    `effects` have words if every training of a look has ended. `looks` has each group's looks, `broken` what makes
-    trainings fail. `runs` has also those of screening, and of designs with a variant that was then left out.
+    `effects` have words if every training of a look has ended; `broken` makes trainings fail.
     """
 
     runs: list[TrainedRun]

@@ -29,16 +29,9 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Summarise samples of any unit.
-
-    Raises:
-        ValueError: no samples, or one that is not finite.
-    """
-    values = np.asarray(samples, dtype=np.float64)
-    if values.size == 0 or not np.isfinite(values).all():
-        raise ValueError(f"need finite samples; got {list(samples)}")
-    p10, p50, p90 = (float(np.quantile(values, q)) for q in (0.1, 0.5, 0.9))
-    return Spread(p10, p50, p90, float(values.mean()), values.size)
+    """Summarise one or more samples of any unit."""
+    p10, p50, p90 = np.quantile(samples, (0.1, 0.5, 0.9)).tolist()
+    return Spread(p10, p50, p90, float(np.mean(samples)), len(samples))
 
 
 def t_quantile(freedom: float) -> float:
@@ -56,13 +49,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """A rate over the reference's, from rounds (or pairs of turns) in which both were measured.
-
-    Attributes:
-        ratio: the geometric mean.
-        low, high: its 95% interval (Student's t of the logarithms over the rounds), or None below two rounds.
-        rounds: number of rounds.
-    """
+    """A rate over the reference's, from rounds (or pairs of turns) in which both were measured: the geometric mean and
+    its 95% interval (Student's t of the logarithms over the rounds; None below two rounds)."""
 
     ratio: float
     low: float | None
@@ -82,9 +70,6 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedu
 
     The ratio is taken within each pair, before any averaging: a drift of the machine's speed, which is far larger than
     most differences of interest, affects both halves of a pair and cancels.
-
-    Raises:
-        ValueError: different numbers of samples.
     """
     return geometric_mean([new / old for old, new in zip(reference, variant, strict=True)])
 
@@ -117,13 +102,7 @@ class ImagePair:
 def pair_images(
     labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray, *, resamples: int = 10_000
 ) -> ImagePair:
-    """Compare two runs image by image, from the true classes and those that each predicted.
-
-    Raises:
-        ValueError: no images, or arrays of different lengths.
-    """
-    if not len(labels_N) or not len(labels_N) == len(first_N) == len(second_N):
-        raise ValueError(f"need the same images: {len(labels_N)}, {len(first_N)}, {len(second_N)}")
+    """Compare two runs image by image, from the true classes and those that each predicted."""
     images = len(labels_N)
     right_first, right_second = first_N == labels_N, second_N == labels_N
     lost, won = int((right_first & ~right_second).sum()), int((~right_first & right_second).sum())
@@ -176,8 +155,6 @@ def p_slower(before: Speedup, now: Speedup) -> float | None:
 
 def _moments(values: Speedup) -> tuple[float, float, int]:
     """Mean and standard deviation of the rounds' logarithms, recovered from their interval, and number of rounds."""
-    assert values.low is not None
-    assert values.high is not None
-    half = math.log(values.high / values.low) / 2
+    half = math.log((values.high or 1.0) / (values.low or 1.0)) / 2
     deviation = half * math.sqrt(values.rounds) / t_quantile(values.rounds - 1)
     return math.log(values.ratio), deviation, values.rounds

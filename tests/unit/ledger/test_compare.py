@@ -15,8 +15,6 @@ import yaml
 from pycls_fast import build
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import compare_runs, comparison, read_run_files
-from pycls_fast.ledger.report.comparison import verdict
-from pycls_fast.ledger.runs import read_run
 from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -142,14 +140,6 @@ def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
 
 
-@pytest.mark.slow
-def test_a_difference_that_is_one(a: Path, tmp_path: Path, digits: Path) -> None:
-    worse = make_run(tmp_path / "worse", digits, dict.fromkeys(range(0, 60, 2), (5, 2.0)))
-    record = comparison(read_run_files(str(worse)), read_run_files(str(a)), 24)
-    assert verdict(record).startswith("B is right more often on these 359 images: +")
-    assert len(record["images"]["only_b"]) == 24
-
-
 def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(b)
     for step, changed in ((6, {"optim.lr": [1, 2]}), (4, {"optim.lr": [0.002, 0.001], "loss.threshold": [None, 0.5]})):
@@ -163,19 +153,6 @@ def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.Capt
     page = Page()
     page.feed((b / "out" / "index.html").read_text())
     assert line in page.text
-
-
-def test_the_best_evaluation_is_that_of_the_list_of_runs(tmp_path: Path, digits: Path) -> None:
-    """The last that is nearly as good as the highest, and the run's rate without its warm-up."""
-    path = make_run(tmp_path, digits, WRONG_A, "schedule.best_tolerance=1", finished=False)
-    folder = RunFolder(path)
-    for step, top1 in ((9, 99.5), (10, 99.4)):
-        numbers = {"top1": top1, "top5": 100.0, "loss": 0.2, "count": IMAGES}
-        folder.add_record("eval", step, step / 2, split="val", weights="model", **numbers)
-    folder.add_record("train", 11, 5.5, **TRAINED)
-    found = comparison(read_run_files(str(path)), read_run_files(str(path)), 0)["a"]
-    assert (found["best_top1"], found["images_per_second"]) == (99.4, 1e3)
-    assert read_run(path).numbers["best_top1"] == 99.4
 
 
 def reason(a: Path, b: Path) -> str:

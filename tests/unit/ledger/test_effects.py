@@ -206,16 +206,6 @@ def test_an_independent_implementation_finds_the_same_words() -> None:
     assert seen == {"costs", "costs a little", "free", "gains", "undecided"}
 
 
-def test_a_verdict_stays_and_a_small_loss_is_called_small() -> None:
-    early, late = pairs([-0.12] + [0.0] * 7, 0.05, runs=32), pairs([0.0] * 8, 0.05, runs=64)
-    fits = [fit(early, NAMES), fit(late, NAMES)]
-    assert fits[0] is not None
-    assert fits[1] is not None
-    looks = decide([(0, 32, [(NAMES, fits[0])]), (1, 48, [(NAMES, fits[1])])], 0.25)
-    assert [look.effects[0].word for look in looks] == ["costs a little"] * 2
-    assert {effect.word for effect in looks[1].effects[1:]} == {"free"}
-
-
 @pytest.mark.parametrize(
     ("truth", "accused", "false_free", "found", "free"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +14,8 @@ from pycls_fast.config import load_config
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
-from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions, default_folder
-from pycls_fast.ledger.ladder.run import collect
+from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions
 from pycls_fast.ledger.ladder.work import Ledger
-from pycls_fast.ledger.report.text import facts
-from pycls_fast.train.folder import RunFolder
 from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet
 
@@ -73,16 +69,6 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
     assert opened("b", accept=True, rounds=2) == ["a", "b"]
 
 
-def test_code_that_changes_while_it_runs_is_in_the_report(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    place = LedgerFolder(tmp_path, say=quiet, code=lambda: "old" if len(fake.started) < 3 else "new")
-    ledger = Ledger(LADDER, LadderSettings(**SETTINGS), [], [], "cpu", place, say=quiet)
-    with ledger.folder.opened(ledger.plan()):
-        ledger.run()
-    record = collect(ledger, "x")
-    assert record.code == ["old", "new"]
-    assert "measured with 2 states of the code" in facts(record)
-
-
 def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, configs = tmp_path / "pycls_fast", tmp_path / "configs"
     monkeypatch.setattr(module, "__file__", str(package / "ledger" / "ladder" / "folder.py"))
@@ -101,24 +87,6 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
     # A lock of an editor: a link to nothing.
     (package / ".#a.py").symlink_to("nobody@nowhere")
     assert code_digest([configs]) == found[-1]
-
-
-def test_the_default_folder_depends_on_what_was_picked() -> None:
-    folders = [
-        default_folder("vit_digits", "switches", "crossed", picked)
-        for picked in ((), ("speed.optimizer", "bf16"), ("bf16", "speed.optimizer"))
-    ]
-    every = "ledgers/vit_digits-switches-crossed"
-    assert list(map(str, folders)) == [every, *2 * [f"{every}-bf16_speed_optimizer"]]
-
-
-def test_one_ledger_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LedgerFolder(tmp_path).opened({}):
-        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
-        monkeypatch.setattr(RunFolder, "_try_lock", lambda folder: "process 9 on here")
-        second = LedgerFolder(tmp_path).opened({})
-        with pytest.raises(UserError, match=f"^output: {tmp_path} is in use by process 9 on here"), second:
-            pass
 
 
 def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
-"""Rounding errors: nothing for float64's own twin, the size of the format for the others."""
+"""What formats lose: rounding errors, nothing for float64 itself; counts of gradients on values whose fate is known.
+
+And short trainings, which begin and end as any training; so do timings.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from pycls_fast import build
-from pycls_fast.ledger.measure import numerics
-from pycls_fast.ledger.measure.numerics import errors, measure_numerics, random_head, relative_error
+from pycls_fast.config import RunConfig, load_config
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.measure import numerics as module
+from pycls_fast.ledger.measure.numerics import (
+    LayerCounts,
+    Watch,
+    count_gradients,
+    errors,
+    measure_numerics,
+    random_head,
+)
+from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
+from pycls_fast.train.tasks.lr_range import lr_range_test
 from tests.factories import config_of, randomise
+from tests.integration.runs import TINY
 
 SMALL = (
     "model.width=32", "model.depth=2", "model.mlp_width=32", "data.global_batch_size=32", "runtime.threads=1",
@@ -136,16 +153,160 @@ def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monke
     exact.double().register_forward_pre_hook(lambda _, images: seen.append(len(images[0])))
     found = []
     for chunk in (100, 4):
-        monkeypatch.setattr(numerics, "CHUNK", chunk)
+        monkeypatch.setattr(module, "CHUNK", chunk)
         found.append(errors(step, network, exact, probe))
     assert seen == [10, 4, 4, 2]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0]["gradient_error"] < 1e-4
 
 
-def test_relative_error() -> None:
-    exact = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
-    assert relative_error([torch.tensor([3.0, 0.3]), torch.tensor([4.4])], exact) == pytest.approx(0.1)
-    assert relative_error(exact, exact) == 0
-    assert relative_error(exact, [torch.zeros(2), torch.zeros(1)]) is None
-    assert relative_error([torch.tensor([float("nan"), 0.0]), exact[1]], exact) == float("inf")
+CPU = torch.device("cpu")
+
+
+def counted(*values: float, scale: float = 1024.0) -> dict[str, object]:
+    counts = LayerCounts.empty(scale, CPU)
+    for value in values:
+        counts.add_gradient(torch.tensor([value]))
+    return counts.record()
+
+
+def test_gradients_around_float16s_limits() -> None:
+    """2^-24 is its smallest number, 2^-25 rounds to even: to zero; 2^-14 is its smallest normal one."""
+    record = counted(0.0, 2.0**-24, -(2.0**-25), 2.0**-34, 2.0**-36, 2.0**-14, -(2.0**-15), 2.0**6)
+    assert (record["gradients"], record["zero"]) == (8, 1)
+    assert record["exponents"] == {"-36": 1, "-34": 1, "-25": 1, "-24": 1, "-15": 1, "-14": 1, "6": 1}
+    assert record["below_subnormal"] == pytest.approx(3 / 7)
+    # Times 2^10.
+    assert record["below_subnormal_scaled"] == pytest.approx(1 / 7)
+    assert record["below_normal"] == pytest.approx(5 / 7)
+    assert record["below_normal_scaled"] == pytest.approx(3 / 7)
+    assert record["overflow_scaled"] == pytest.approx(1 / 7)
+
+
+def test_ends_of_the_histogram() -> None:
+    assert counted(2.0**-100, 1.9 * 2.0**-60, 3.0 * 2.0**30, 1.5)["exponents"] == {"-60": 2, "0": 1, "16": 1}
+
+
+def test_updates_around_half_a_unit_in_the_last_place() -> None:
+    """Between 1 and 2 float16 numbers are 2^-10 apart and bfloat16 numbers 2^-7."""
+    counts = LayerCounts.empty(1.0, CPU)
+    before = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
+    counts.add_update(before, before + torch.tensor([0.0, 2.0**-12, 1.5 * 2.0**-11, 1.5 * 2.0**-8, 0.1]))
+    record = counts.record()
+    assert record["updates"] == 4
+    assert record["updates_lost_float16"] == 1 / 4
+    assert record["updates_lost_bfloat16"] == 2 / 4
+
+
+def test_layers_and_their_sum() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    watch = Watch(network, 1.0)
+    before = network[0].weight.detach().clone()
+    for _ in range(2):
+        with watch.around(optimizer):
+            network(torch.randn(5, 4)).sum().backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1e-30)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(watch.layers()) == ["0", "1"]
+    assert watch.layers()["0"]["gradients"] == 2 * 15
+    total = watch.total().record()
+    assert total["gradients"] == 2 * (15 + 8)
+    # Counted before they were clipped to nothing, and only inside.
+    assert total["below_subnormal"] == 0
+    assert total["updates"] == 0
+    assert torch.equal(network[0].weight, before)
+    network(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    assert watch.total().record()["gradients"] == 46
+
+
+def test_a_short_training(tmp_path: Path, digits: Path) -> None:
+    output = tmp_path / "g.json"
+    overrides = [*TINY, f"data.root={digits}", "data.num_workers=0"]
+    config = config_of(*overrides)
+    assert count_gradients(config, steps=2, warmup_steps=2, loss_scale=4096, output=str(output)) == 0
+    record = json.loads(output.read_text())
+    parameters = record["parameters"]
+    assert record["total"]["gradients"] == 2 * parameters
+    assert sum(layer["gradients"] for layer in record["layers"].values()) == 2 * parameters
+    assert record["total"]["below_subnormal_scaled"] < record["total"]["below_subnormal"] < 0.5
+    assert 0 < record["total"]["updates_lost_float16"] < record["total"]["updates_lost_bfloat16"] < 1
+    assert sum(record["total"]["exponents"].values()) == 2 * parameters - record["total"]["zero"]
+    with pytest.raises(UserError, match=r"^precision: fp16_master rounds gradients before they are counted; use"):
+        count_gradients(
+            load_config("vit_digits", [*overrides, "precision=fp16_master"]),
+            steps=1, warmup_steps=0, loss_scale=1, output=str(output),
+        )  # fmt: skip
+
+
+Measure = Callable[[RunConfig, Path], int]
+
+
+def gradients(config: RunConfig, folder: Path) -> int:
+    return count_gradients(config, steps=1, warmup_steps=0, loss_scale=1.0, output=str(folder / "g.json"))
+
+
+def numerics(config: RunConfig, folder: Path) -> int:
+    return measure_numerics(config, steps=1, output=str(folder / "n.json"))
+
+
+def learning_rate(config: RunConfig, folder: Path) -> int:
+    return lr_range_test(config, steps=2, lr_min=1e-4, lr_max=1e-3, output=str(folder))
+
+
+def configured(digits: Path, *overrides: str) -> RunConfig:
+    return config_of(*TINY, f"data.root={digits}", "data.num_workers=0", *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [gradients, numerics, learning_rate])
+def test_damaged_images_are_named(
+    measure: Measure, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(digits, tmp_path / "images")
+    bad = [str(file) for file in sorted(root.rglob("*.png"))[::3]]
+    for name in bad:
+        Path(name).write_bytes(b"no picture")
+    assert measure(configured(root), tmp_path) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    named = [line.removeprefix("warning: ").partition(": ")[0] for line in found]
+    assert named
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(bad)
+    assert all(line.endswith("; left out") for line in found)
+    with pytest.raises(UserError, match=r"^data\.max_damaged: \d+ images cannot be read, more than 0:"):
+        measure(configured(root, "data.max_damaged=0"), tmp_path)
+
+
+@pytest.mark.parametrize("measure", [gradients, numerics])
+def test_classes_weigh_as_in_a_training(
+    measure: Measure, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Built(Exception):
+        pass
+
+    def loss(config: RunConfig, switches: Any, device: Any, classes: int, class_counts: np.ndarray | None) -> None:
+        del config, switches, device, classes
+        raise Built(class_counts)
+
+    monkeypatch.setattr(build, "loss", loss)
+    with pytest.raises(Built) as caught:
+        measure(configured(digits, "loss.class_weights=auto"), tmp_path)
+    (counts,) = caught.value.args
+    assert len(counts) == 10
+    assert min(counts) > 50
+
+
+def test_operations_of_a_frozen_network_are_left_out(tmp_path: Path, digits: Path) -> None:
+    """Three forward passes would be more than it computes."""
+    variants = [("all", configured(digits)), ("head", configured(digits, "optim.trainable=[head]"))]
+    file = tmp_path / "t.json"
+    status = time_variants(variants, mode="model", steps=1, warmup_steps=0, repeats=1, matmul_size=16, output=str(file))
+    assert status == 0
+    whole, frozen = json.loads(file.read_text())["variants"]
+    assert {"flops_per_second", "share_of_matmul"} <= set(whole["train"])
+    assert not {"flops_per_second", "share_of_matmul"} & set(frozen["train"])
+    assert "flops_per_second" in frozen["inference"]

@@ -12,7 +12,6 @@ from pycls_fast.commands import measure
 from pycls_fast.commands.measure import LedgerVerb
 from pycls_fast.config import launch
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
 from tests.factories import config_of
@@ -43,24 +42,6 @@ def test_a_ladder_may_bring_its_mode(
     monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
     assert LedgerVerb(ladder=ladder, **given)(config_of()) == 0
     assert asked == [expected or given["mode"]]
-
-
-def test_each_key_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(run, "run_ladder", lambda *arguments, **named: asked.append((*arguments[1:], named)) or 0)
-    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
-    values: dict[str, Any] = {
-        "mode": "crossed", "first_seed": 4, "rounds": 6, "steps": 7, "warmup_steps": 8, "seconds": 10.0,
-        "numerics_steps": 9, "jobs": 11, "ranks": 12, "margin": 0.5, "gradients": False, "runs_at_most": 16,
-        "strict": True,
-    }  # fmt: skip
-    assert set(values) == set(LadderSettings.model_fields)
-    more: dict[str, Any] = {"ladder": "modern", "switches": ("sdpa",), "dry_run": True, "output": str(tmp_path)}
-    assert LedgerVerb(**values, **more)(config_of()) == 0
-    ((picked, settings, named),) = asked
-    assert settings == LadderSettings(**values)
-    assert ([v.name for v in picked.variants], named["dry_run"], named["folder"]) == (["sdpa"], True, tmp_path)
 
 
 @pytest.mark.parametrize(("runs", "refused"), [(32, ["model.init"]), (0, [])])

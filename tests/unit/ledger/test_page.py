@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.lines import Line2D
 
 from pycls_fast.config.ladder import LadderSettings
-from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import more_runs
-from pycls_fast.ledger.report.page import Chart, charts, ledger_page, redraw, write_page
-from pycls_fast.ledger.report.record import Record, Unfinished, compare_speed, read_record
+from pycls_fast.ledger.report.page import Chart, charts, redraw, write_page
+from pycls_fast.ledger.report.record import Record, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
-from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, title, verdicts
+from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, verdicts
 from pycls_fast.values import Size
 from tests.unit.ledger.stand_ins import LADDER, accuracy, effect, record_of, timing, variant
 
@@ -106,37 +104,6 @@ def test_the_page(record: Record, tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     write_page(record, tmp_path / "again")
     assert (tmp_path / "again" / "index.html").read_text() == text
-
-
-def html(record: Record) -> str:
-    return ledger_page(record, [])
-
-
-@pytest.mark.slow
-def test_the_page_says_what_is_missing(record: Record) -> None:
-    record.unfinished = Unfinished(done=1, of=9)
-    record.unmeasured = {"lean: rounding": "killed by signal 9 <(>"}
-    shown = html(record)
-    for words in (
-        "unfinished: 1 of 9 measurements",
-        "killed by signal 9 &lt;(&gt;",
-    ):
-        assert words in shown
-    assert title(record) == "vit <digits> (vit, 1.00 k parameters, 224 pixels) on P, 2 cores"
-    record.device = "NVIDIA H200"
-    # A variant that cannot run here is no evidence of more devices.
-    record.variants[3].ranks = 64
-    assert title(record).endswith("on up to 2 x NVIDIA H200")
-
-
-def test_the_table(record: Record) -> None:
-    made = {row["variant"]: row for row in rows(record)}
-    assert list(made) == ["plain", "quick", "two (2 ranks)", "far"]
-    assert made["quick"]["speed-up (95%)"] == "1.87x (1.68 to 2.06)"
-    assert made["quick"]["accuracy"] == "costs 0.52 points (0.32 to 0.72)"
-    assert made["quick"]["gradient error"] == "2.0e-06 / 2.0e-06"
-    assert made["quick"]["memory"] == "1,500 MB (-500 MB)"
-    assert made["far"]["accuracy"] == "needs CUDA"
 
 
 def test_what_was_not_measured_has_no_column_and_no_chart(record: Record) -> None:
@@ -257,20 +224,6 @@ def test_the_picture_of_the_decision(record: Record) -> None:
     assert [-0.25, -0.25] in [list(line.get_ydata()) for line in axes.lines]
 
 
-def test_every_sign_of_the_rounding_is_explained(record: Record) -> None:
-    def look(line: Line2D) -> tuple[object, object]:
-        return line.get_marker(), line.get_markerfacecolor()
-
-    assert record.variants[0].numerics is not None
-    record.variants[0].numerics *= 2
-    figure = drawn(record, "errors").figure
-    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 2 * 3 + 3
-    (legend,) = figure.legends
-    explained = {look(line): text.get_text() for line, text in zip(legend.get_lines(), legend.get_texts(), strict=True)}
-    assert explained["^", "white"] == "logits, after training steps"
-    assert {look(line) for line in figure.axes[0].lines} <= set(explained)
-
-
 def test_what_float16_rounds_up_is_kept(record: Record) -> None:
     """From 2^-25 on, half of its smallest number."""
     record.gradients.total["exponents"] = {"-25": 10, "-26": 5}
@@ -281,11 +234,6 @@ def test_what_float16_rounds_up_is_kept(record: Record) -> None:
     assert bars == pytest.approx({"zero in float16": 100 * 5 / 15, "kept": 100 * 10 / 15})
     record.gradients.total["exponents"] = {}
     assert drawn(record, "gradients")
-
-
-def test_a_speedup_names_its_ranks(record: Record) -> None:
-    ends = [text.get_text() for text in drawn(record, "throughput").figure.axes[0].texts]
-    assert ends == ["1.00x", "1.87x", "1.50x (2 ranks)", "needs CUDA"]
 
 
 def test_rates_agree_with_the_speedups() -> None:
@@ -314,12 +262,3 @@ def test_committed_reports_can_be_drawn(path: Path, tmp_path: Path, capsys: pyte
     (_, first), *others = read_record(path).timed
     for _, each in others:
         assert each.speedup.ratio == pytest.approx(each.images_per_second / first.images_per_second)
-
-
-def test_a_report_that_cannot_be_drawn(record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("good").write_text(record.model_dump_json())
-    with pytest.raises(UserError, match=r"^nowhere.json: cannot be read as a ledger.json \(No such"):
-        redraw("nowhere.json", None)
-    with pytest.raises(UserError, match=r"^output: good cannot be written \(File exists\); choose another folder"):
-        redraw("good", "good")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from pycls_fast import build
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.ladder import Ladder, Mode, Variant, for_experiment, ladder_of, read_ladder
+from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.plan import merged, pick, plan, slug
+from pycls_fast.ledger.ladder.plan import merged, pick, plan
 from pycls_fast.models.choices import ViTModel
 from tests.factories import config_of
 
@@ -125,23 +123,6 @@ def test_a_batch_is_scaled_from_the_experiments() -> None:
     config = config_of("data.root=/x", "data.global_batch_size=auto", name="vit_s16")
     with pytest.raises(UserError, match=r"^data.global_batch_size: auto cannot be scaled .* 'both'\); give a number$"):
         for_experiment(ladder, config)
-
-
-# The variants of `switches` are alternatives, of several kinds of models and devices (test_ladder.py).
-TOGETHER = sorted(file for file in (CONFIGS / "ladders").glob("*.yaml") if file.stem != "switches")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cumulative", "crossed"])
-@pytest.mark.parametrize("file", TOGETHER, ids=lambda file: file.stem)
-def test_ladders_that_ship_compose(file: Path, mode: Mode) -> None:
-    """Every variant makes a configuration of a ViT, whose switches go together where all variants are meant to run."""
-    ladder = read_ladder(file.stem, [CONFIGS])
-    made = plan(for_experiment(ladder, config_of()), mode)
-    for variant in made:
-        device = torch.device("cpu" if file.stem == "cpu" else "cuda")
-        build.switches(config_of(*variant.overrides), device)
-    assert len({slug(variant) for variant in made}) == len(ladder.variants) + 1
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,6 @@ def test_spread_of_known_samples() -> None:
     assert spread([1.0, 2.0]).p90 == pytest.approx(1.9)
 
 
-@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")]])
-def test_spread_refuses_what_has_no_median(samples: list[float]) -> None:
-    with pytest.raises(ValueError, match="finite samples"):
-        spread(samples)
-
-
 def test_ratio_is_taken_within_pairs() -> None:
     # The machine halves its speed midway; the variant is 1.25 times as fast all the time.
     reference = [100.0, 100.0, 100.0, 50.0, 50.0, 50.0]
@@ -90,12 +84,6 @@ def test_the_bootstrap_covers_like_the_normal_interval() -> None:
     half = stats.norm.ppf(0.975) * pair.standard_error
     assert pair.low == pytest.approx(pair.difference - half, abs=0.1 * half)
     assert pair.high == pytest.approx(pair.difference + half, abs=0.1 * half)
-
-
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (3, 3, 2), (3, 2, 3)])
-def test_other_images_cannot_be_paired(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="same images"):
-        pair_images(*(np.zeros(size, dtype=int) for size in sizes))
 
 
 def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:

@@ -243,14 +243,6 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
     assert made[0] - len(taken) >= ahead
 
 
-def test_each_stage_of_the_pipeline_is_timed() -> None:
-    config = config_of(*SMALL)
-    source, chosen = build.sources(config, ALONE)["train"], build.switches(config, CPU)
-    found = timing.measure_stages(config, source, ALONE, chosen, start=0, repeats=2)
-    assert (found["images"], set(found["stages"])) == (16, set(timing.STAGES))
-    assert all(found["stages"][stage]["seconds_per_image"] > 0 for stage in ("read", "decode", "collate"))
-
-
 def test_workers_beyond_the_cores_only_read() -> None:
     samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
     found = [timing._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]

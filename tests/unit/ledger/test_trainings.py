@@ -13,10 +13,9 @@ import torch
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import processes as module
-from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, reached, trainings
-from pycls_fast.train.folder import RunFolder
+from pycls_fast.ledger.ladder.processes import ProcessResult, TrainingRun, trainings
 from tests.factories import TRAINED
-from tests.unit.ledger.stand_ins import made, work
+from tests.unit.ledger.stand_ins import work
 
 OOM = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
 
@@ -81,12 +80,6 @@ def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
     assert scene.done == ["a", "b", "c", "d"]
 
 
-def test_without_gpus_to_divide_each_run_sees_what_this_process_sees(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
-    scene.advance()
-    assert scene.started == [("a", ()), ("b", ())]
-
-
 @pytest.mark.parametrize(("status", "said"), [(2, OOM), (-9, "")])
 def test_lack_of_memory_beside_others_is_not_the_variants_fault(status: int, said: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
@@ -137,20 +130,3 @@ def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.Monke
 def line(step: int, loss: float | None) -> str:
     record = {"kind": "train", "step": step, "epoch": step / 10, **TRAINED, "loss": loss}
     return json.dumps(record) + "\n"
-
-
-def test_the_newest_step_is_found_whatever_is_around_it(tmp_path: Path) -> None:
-    evaluation = json.dumps({"kind": "eval", "step": 9, "epoch": 0.9, "loss": 1.0}) + "\n"
-    # A kill left half a line, and the next process wrote after it.
-    text = line(7, 2.0) + line(8, None) + evaluation + '{"kind": "tr' + evaluation + '{"kind": "train", "st'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert reached(RunFolder(tmp_path)) == "epoch 0.80, step 8, loss not finite"
-
-
-def test_no_time_is_named_that_is_not_known(tmp_path: Path) -> None:
-    ledger = made(tmp_path, jobs=2)
-    said = []
-    for training, seconds, others, runs in ((False, 50.0, 1, 4), (False, 50.0, 0, 4), (True, 600.0, 0, 3)):
-        ledger._took[training].append(seconds)
-        said.append(ledger._left({"timings": others, "training": runs}))
-    assert said == ["about 50 s left before the training", "the training comes next", "about 15 min left"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -66,35 +64,6 @@ def test_a_variant_that_still_fails_leaves_the_rounds_of_an_earlier_start(
     start(tmp_path, rounds=3)
     # B alone, twice.
     assert len(fake.started) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_what_is_done(
-    number: signal.Signals, tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    finished = fake.finished
-
-    def interrupted(process: FakeProcess) -> ProcessResult:
-        if len(fake.started) == 2:
-            os.kill(os.getpid(), number)
-        return finished(process)
-
-    before = signal.getsignal(number)
-    monkeypatch.setattr(fake, "finished", interrupted)
-    monkeypatch.setattr(fake, "stop", lambda processes: None)
-    assert work(tmp_path) == 3
-    assert signal.getsignal(number) == before
-    assert "the same command resumes" in capsys.readouterr().out
-    record = read_record(tmp_path / "ledger.json")
-    assert record.timed[0][1].rounds == [80.0]
-    assert (record.unfinished.done, record.unfinished.of) == (2, 6)
-    assert "unfinished: 2 of 6 measurements" in (tmp_path / "index.html").read_text()
-    monkeypatch.setattr(fake, "finished", finished)
-    assert work(tmp_path) == 0
-    assert "unfinished" not in (tmp_path / "index.html").read_text()
 
 
 def test_a_reference_that_fails_leaves_a_page(tmp_path: Path, fake: type[FakeProcess]) -> None:

@@ -95,19 +95,6 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     assert all(tuple(product.layer.weight.shape) in shapes for product in seen)
 
 
-def test_the_pass_that_prepares_kernels_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 5.0, 5.0, 6.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    assert module._seconds(module._Product(torch.nn.Linear(3, 2), (4, 3), 1), "amp_bf16") == 1.0
-
-
-@pytest.mark.parametrize(("batch", "images"), [(8, 8), (256, 16), ("auto", 16)])
-def test_a_race_has_the_runs_images(batch: int | str, images: int) -> None:
-    """Few images would only measure the cast of the weights."""
-    config = config_of("data.root=/nowhere", "data.image_size=32", f"data.global_batch_size={batch}", name="vit_s16")
-    assert module._products(config)[1] == images
-
-
 def test_a_real_race_ends() -> None:
     found = race(config_of())
     assert found.ratio > 0
