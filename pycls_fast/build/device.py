@@ -78,11 +78,8 @@ def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
 
 
 def set_backend(config: RunConfig, device: torch.device, chosen: Speed) -> None:
-    """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured.
-
-    Raises:
-        UserError: TF32 or determinism is not possible in this process.
-    """
+    """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured. A
+    `UserError` for TF32 or determinism that is not possible in this process."""
     # Compiling for a CPU prints it where CUDA's compiler is installed.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
     _set_threads(config.runtime.threads, updates_on_host=chosen.param_offload == "cpu")
@@ -159,11 +156,8 @@ _GPU_SMALL_STEP = 2e12
 
 
 def switches(config: RunConfig, device: torch.device) -> Speed:
-    """The value of every performance switch.
-
-    Raises:
-        UserError: this device cannot run a switch's value, or the value conflicts with another setting.
-    """
+    """The value of every performance switch; a `UserError` for one that this device cannot run, or that conflicts with
+    another setting."""
     kind = device_kind(device)
     resolved = speed.resolve(config.speed, kind, config.optim, in_16_bits=level(config).in_16_bits)
     resolved = _give_way(config, resolved)

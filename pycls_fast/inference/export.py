@@ -45,12 +45,10 @@ def export(
     format: str | None = None,  # noqa: A002  # the key that the user types
     images: Sequence[str] = (),
 ) -> int:
-    """Write a checkpoint in another format and print what was written; for the arguments see `ExportVerb`.
+    """Write a checkpoint in another format, unless it does not compute what the network does, and print what was
+    written; for the arguments see `ExportVerb`.
 
     Peak memory: for "safetensors" the exported tensors and one tensor as saved; for others the model three times.
-
-    Raises:
-        UserError: wrong arguments, the file cannot be written, or it does not compute what the network does.
     """
     path, by_suffix = user_path(output), {suffix: name for name, suffix in SUFFIXES.items() if suffix}
     kind = format or by_suffix.get(path.suffix, "safetensors")

@@ -36,11 +36,7 @@ class Frame(NamedTuple):
     """The time of the frame from which it is decoded."""
 
     def read(self) -> np.ndarray:
-        """uint8 (H, W, 3), turned as the file says.
-
-        Raises:
-            OSError: there is no such frame, or it is damaged.
-        """
+        """uint8 (H, W, 3), turned as the file says; an OSError if there is no such frame, or it is damaged."""
         import av
 
         try:
@@ -53,11 +49,7 @@ class Frame(NamedTuple):
 
 
 def find_frames(path: Path | str, every: float) -> list[Frame]:
-    """The first frame in each `every` seconds of a video, and, where it is damaged, one that cannot be read.
-
-    Raises:
-        UserError: PyAV is not installed.
-    """
+    """The first frame in each `every` seconds of a video, and, where it is damaged, one that cannot be read."""
     with refusing(f"images: {path}: videos need PyAV", ImportError, use="pip install 'pycls_fast[video]'"):
         import av
     found: list[Frame] = []

@@ -229,11 +229,8 @@ class ShortTraining:
 def short_training(
     config: RunConfig, *, steps: int, output: str | Path, several_ranks: bool = False
 ) -> Iterator[ShortTraining]:
-    """The microbatches of so many steps, and what takes them; damaged images are reported at the end.
-
-    Raises:
-        UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
-    """
+    """The microbatches of so many steps, and what takes them, by one rank unless `several_ranks`; damaged images are
+    reported at the end."""
     with build.world(config) as world:
         if world.size > 1 and not several_ranks:
             raise UserError("WORLD_SIZE: a short training is looked at in one process; start without torchrun")

@@ -27,11 +27,8 @@ class Confusion(NamedTuple):
 
 
 def confusion(predictions: Predictions, classes: int) -> Confusion:
-    """Count images by true class and predicted class.
-
-    Images without a true class or with scores that are not finite are left out; so are predictions of outputs without a
-    class.
-    """
+    """Count images by true and predicted class, but for those without a true class or with scores that are not finite,
+    and predictions of outputs without a class."""
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
     cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)

@@ -186,11 +186,9 @@ class Checkpoint:
             raise UserError(f"{self.path}: does not fit this run: {wrong} here")
 
     def like(self, model: Tensors, *, host_optimizer: bool = False) -> Tensors:
-        """Empty tensors, by path, for the optimizer's state.
-
-        A tensor of the parameter's shape gets the parameter's placement, except on the CPU if the optimizer keeps its
-        state there (`host_optimizer`); any other is unsharded, on the CPU.
-        """
+        """Empty tensors, by path, for the optimizer's state: one of the parameter's shape gets the parameter's
+        placement, except on the CPU if the optimizer keeps its state there (`host_optimizer`); any other is unsharded,
+        on the CPU."""
         found: Tensors = {}
         for path, spec in self.specs.items():
             part, name, *_ = path.split("/")
@@ -225,11 +223,8 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> Checkpoint | None:
-    """The newest intact checkpoint, or None if there are none; `warn` reports damaged ones. All ranks call this.
-
-    Raises:
-        UserError: all are damaged: `retire` would keep them and remove the new ones of a run started in that folder.
-    """
+    """The newest intact checkpoint, or None if there are none; `warn` reports damaged ones. A `UserError` if all are
+    damaged: `retire` would keep them and remove the new ones of a run started in that folder. All ranks call this."""
     damaged: list[str] = []
     for path in world.from_main(list(checkpoints(folder)) if world.is_main else []):
         try:

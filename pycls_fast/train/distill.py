@@ -65,11 +65,7 @@ class Distillation:
 
 
 def distillation(config: RunConfig, data: Images, world: World, switches: Speed) -> Distillation | None:
-    """What `distill` asks for, in the run's precision; None without a teacher.
-
-    Raises:
-        UserError: no such weights, or weights that do not fit the images' size or classes.
-    """
+    """What `distill` asks for, in the run's precision; None without a teacher."""
     settings = config.distill
     if settings.teacher is None:
         return None

@@ -122,14 +122,9 @@ class FlipAveraged(nn.Module):
 
 @dataclass(frozen=True)
 class Scorer:
-    """What scores images: a network, where and how it runs, and what is told meanwhile.
-
-    Who uses it reports the damaged images.
-
-    Attributes:
-        wrapped: its `evaluated` is called, because ranks may have different numbers of batches.
-        after_batch: called after each batch on every rank; may raise to stop.
-    """
+    """What scores images: a network, where and how it runs, and what is told meanwhile; who uses it reports the damaged
+    images. `wrapped.evaluated` is called, because ranks may have different numbers of batches, and `after_batch` after
+    each batch on every rank; it may raise to stop."""
 
     config: RunConfig
     wrapped: ParallelModel
@@ -173,10 +168,8 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
 
     The mean of the run's own loss is reported. Outputs that do not count are ignored. Of several true classes the one
     with the highest score counts; images without any are left out. If images have several labels, each class is judged
-    by its sigmoid, all scores are kept, and the first is right if it is one of the image's.
-
-    Args:
-        keep_scores: keep those of all classes, 4 bytes for each image and class on every rank.
+    by its sigmoid, all scores are kept (4 bytes for each image and class on every rank), and the first is right if it
+    is one of the image's.
     """
     world, criterion = scorer.world, scorer.config.loss.criterion()
     sets_LK = build.label_sets(scorer.config, scored.source, world.device)
@@ -228,10 +221,9 @@ def _score(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Compare float64 logits with each image's true classes, padded with -1; nothing here waits for the device.
 
-    Returns:
-        What `Predictions` keeps of each image, besides its index: the true class with the highest score (-1 without
-        one), the predicted one, the loss and the probability. And float64 sums: images with the true class first, with
-        it among the first five, loss, images that count.
+    Returns what `Predictions` keeps of each image, besides its index: the true class with the highest score (-1 without
+    one), the predicted one, the loss and the probability. And float64 sums: images with the true class first, with it
+    among the first five, loss, images that count.
     """
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
@@ -332,11 +324,8 @@ class DamagedImages:
                 yield batch
 
     def report(self, step: int = 0) -> None:
-        """Warn of those that any rank has noted since the last call; all ranks call this.
-
-        Raises:
-            UserError: there are too many; names all.
-        """
+        """Warn of those that any rank has noted since the last call, or raise a `UserError` that names all if there are
+        too many; all ranks call this."""
         noted, self.noted = self.noted, {}
         found = {name: reason for part in self._world.gather(noted) for name, reason in sorted(part.items())}
         new = {name: reason for name, reason in found.items() if name not in self.reported}

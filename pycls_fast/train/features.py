@@ -58,14 +58,9 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def collect_features(scorer: Scorer, network: Network, source: Images, split: str) -> tuple[Tensor, Tensor]:
-    """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks.
-
-    All ranks call this.
-
-    Raises:
-        UserError: more damaged images than `data.max_damaged`, or no other; or the head gets several vectors of an
-            image.
-    """
+    """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks,
+    which call this. A `UserError` if no image can be read, too many are damaged, or the head gets several vectors of
+    one."""
     world = scorer.world
     features: list[Tensor] = []
     labels: list[Tensor] = []

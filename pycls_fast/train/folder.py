@@ -112,13 +112,10 @@ class RunFolder:
     def occupy(
         self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None, *, key: str = "run_dir"
     ) -> None:
-        """Make the folder, and lock it until the context ends.
+        """Make the folder (`key`), and lock it until the context ends.
 
         The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
-        run that is about to end, saving its last step; `on_wait` gets a line that says so. `key` names the folder.
-
-        Raises:
-            UserError: another process still holds it, or the folder cannot be written to.
+        run that is about to end, saving its last step; `on_wait` gets a line that says so.
         """
         with writing(self.path):
             self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]

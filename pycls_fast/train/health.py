@@ -31,11 +31,8 @@ class DivergenceCheck:
         self._loss, self._weights_changed = 0.0, run.saved_step is None
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
-        """Check an interval's numbers, which are the same on all ranks; in `skipped` steps gradients were not finite.
-
-        Raises:
-            UserError: they are not finite, or with loss scaling not at any scale that is allowed.
-        """
+        """Refuse numbers of an interval (the same on all ranks) that are not finite, or with loss scaling not at any
+        scale that is allowed; in `skipped` steps gradients were not finite."""
         precision, scaler = self._run.config.precision, self._run.parts.step.scaler
         self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
@@ -60,21 +57,16 @@ class DivergenceCheck:
     def not_worth_saving(self, *, evaluated: bool = False) -> str | None:
         """Why the state after the interval checked last should not replace older checkpoints; None if it may.
 
-        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged.
-
-        Args:
-            evaluated: the state has been evaluated with a finite loss, so it has not diverged: an image overflowed.
+        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged, unless
+        it has been `evaluated` with a finite loss: then an image overflowed.
         """
         if not (evaluated or math.isfinite(self._loss)):
             return "the loss is not finite"
         return None if self._weights_changed else "every step since the last checkpoint was skipped"
 
     def check_weights(self, done: int) -> None:
-        """Check the weights and buffers that are about to be saved after `done` steps; all ranks call this.
-
-        Raises:
-            UserError: one is not finite, so that no later step can be better: batch norm's statistics stay so, too.
-        """
+        """Refuse to save weights and buffers that are not finite after `done` steps: no later step can be better, as
+        batch norm's statistics stay so, too. All ranks call this."""
         if not all(self._run.world.gather(all(map(_is_finite, self._run.values())))):
             raise self._error(
                 f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "

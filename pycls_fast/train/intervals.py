@@ -19,7 +19,8 @@ _CHUNK = 2**20
 
 
 def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) -> dict[str, list[float]]:
-    """The ends of the intervals of `top1`, `top5` and `scores`, by name; the same each time.
+    """The ends of the intervals of `top1`, `top5` and `scores` (`auc` and those of `class_scores`, or of `set_scores`,
+    or none), by name; the same each time.
 
     `top1` and `top5` are proportions and have Wilson's interval. The others have the bootstrap's (Efron, Bootstrap
     Methods: Another Look at the Jackknife, 1979): from the N images N are drawn with replacement, 1,000 times, and 2.5%
@@ -27,9 +28,6 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     as what was drawn too often in a bin counts like what was drawn too seldom; so its ends are mirrored at the score
     (the basic bootstrap). Scores that are the same in all resamples or unknown in one have no interval, nor have `auc`
     and `map`, for which all classes' scores are ranked, above 1 million images x classes.
-
-    Args:
-        scores: `auc` and the values of `class_scores`, those of `set_scores`, or nothing.
     """
     # It takes half a second to import.
     from scipy import stats

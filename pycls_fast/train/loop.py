@@ -292,11 +292,8 @@ class Loop:
     def _finish_saving(self, done: int) -> None:
         """Wait for the checkpoint that is being written, and link it if it is the best.
 
-        If it cannot be written, this step is saved instead: one write that fails on one of many ranks, for example
-        while a file server is restarted, does not end the run.
-
-        Raises:
-            UserError: that failed, too; the same on all ranks.
+        If it cannot be written, this step is saved instead (a `UserError` on all ranks if that fails, too): one write
+        that fails on one of many ranks, for example while a file server is restarted, does not end the run.
         """
         run = self.run
         try:

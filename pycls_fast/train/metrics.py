@@ -60,10 +60,8 @@ class TrainMetrics:
     def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, Any]:
         """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
 
-        Args:
-            damaged: how many damaged images this rank has to report; the sum over the ranks is in the result.
-            waited: seconds that this rank waited for data; the largest of the ranks' is in the result, because the
-                others wait for that rank when gradients are exchanged.
+        Of the damaged images that ranks have to report the sum is in the result, of the seconds that they waited for
+        data the largest: the others wait for that rank when gradients are exchanged.
         """
         self._damaged += damaged
         # A place for each rank, so that the sum over the ranks keeps them apart.
@@ -154,9 +152,8 @@ _OPERATORS = 15
 
 
 class StepMemory:
-    """The memory of a training step on a CPU: the tensors that are alive, not the process with its libraries.
-
-    It is the peak of the process's first two steps, the second of which has the optimizer's state.
+    """The memory of a training step on a CPU: the tensors that are alive, not the process with its libraries, at the
+    peak of the process's first two steps, the second of which has the optimizer's state.
 
     Counting takes time in every operation. On CUDA the allocator counts, and where operations cannot be seen (compiled
     code) it is the peak of the process, as far as the system knows it.

@@ -81,7 +81,6 @@ def _line(axes: Axes, records: Iterable[Mapping[str, Any]], key: str, label: str
 
 _WITH_NUMBERS = 25
 _WITH_NAMES = 80
-_PAIRS = 20
 # Rows and columns; about the number of pixels that they are drawn with.
 _MOST_CELLS = 1500
 
@@ -89,21 +88,16 @@ _MOST_CELLS = 1500
 def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
     """Draw the share of each true class (row) that was predicted as each class (column).
 
-    Up to 25 classes get image counts in the cells, up to 80 get their names at the sides; with more than 25 the most
-    frequent confusions are listed by name beside the picture. Above 1,500, neighbouring classes share a cell.
+    Up to 25 classes get image counts in the cells, up to 80 their names at the sides. Above 1,500, neighbouring classes
+    share a cell.
     """
     from matplotlib.figure import Figure
 
     count = len(classes)
     named = min(count, _WITH_NAMES)
     side = 4.0 + 0.33 * min(named, _WITH_NUMBERS) + 0.1 * max(named - _WITH_NUMBERS, 0)
-    lists = count > _WITH_NUMBERS
-    figure = Figure(figsize=(side + (4.5 if lists else 0.0), side), layout="constrained")
-    if lists:
-        axes, beside = figure.subplots(1, 2, width_ratios=(side, 4.5))
-        _list_pairs(beside, counts, classes)
-    else:
-        axes = figure.subplots()
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
     size = -(-count // _MOST_CELLS)
     share_DD = _shares(counts, count, size)
     # With one class per cell these are imshow's own defaults.
@@ -154,21 +148,6 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     families = font_families()
     axes.set_xticks(places, names, rotation=90, fontsize=size, family=families, parse_math=False)
     axes.set_yticks(places, names, fontsize=size, family=families, parse_math=False)
-
-
-def _list_pairs(axes: Axes, counts: Confusion, classes: Sequence[str]) -> None:
-    """List the largest off-diagonal cells: images, true class, predicted class."""
-    from pycls_fast.train.contact_sheet import font_families
-
-    axes.axis("off")
-    mistakes = np.flatnonzero(counts.right_C != counts.predicted_C)
-    largest = mistakes[np.argsort(-counts.images_C[mistakes], kind="stable")[:_PAIRS]]
-    lines = [
-        f"{images:>5} x  {one_line(classes[a])} ({a}) → {one_line(classes[b])} ({b})"
-        for a, b, images in zip(*(values_C[largest] for values_C in counts), strict=True)
-    ]
-    text = "\n".join(["most frequent mistakes", *(lines or ["none"])])
-    axes.text(0, 1, text, va="top", fontsize=8, family=font_families(), transform=axes.transAxes, parse_math=False)
 
 
 _MOST_TILES, _TILE_SIDE = 200, 160

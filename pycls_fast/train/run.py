@@ -158,11 +158,8 @@ class Run:
         self.saved_step = step
 
     def finish_saving(self) -> bool:
-        """Wait for the checkpoint that is being written and record it; returns whether there was one.
-
-        Raises:
-            UserError: it could not be written; the same on all ranks.
-        """
+        """Wait for the checkpoint that is being written and record it; returns whether there was one. A `UserError` on
+        all ranks if it could not be written."""
         saved = self.saver.finish()
         if saved is not None and self.world.is_main:
             self.add_record(

@@ -34,16 +34,9 @@ _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
 
 
 def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
-    """Write `step_N`, then remove the oldest beyond `keep`; all ranks call this and wait for one another.
-
-    Args:
-        found: this rank's share of the tensors, by path.
-        plain: everything else, which rank 0 writes.
-        world: its `host_group` carries the ranks' messages.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written to; earlier checkpoints are unchanged.
-    """
+    """Write `step_N` (this rank's share of the tensors, by path; rank 0 what is plain), then remove the oldest beyond
+    `keep`; all ranks call this and wait for one another, by messages of `world.host_group`. A `UserError` if the disk
+    is full or the folder cannot be written to; earlier checkpoints are unchanged."""
     path = folder / f"step_{step:09d}"
 
     def together(action: Callable[[], Any]) -> Any:
@@ -142,11 +135,7 @@ def set_aside(folder: Path, after_step: int) -> list[Path]:
 
 
 def keep_as_best(path: Path) -> None:
-    """Make `best` a link to this checkpoint, atomically.
-
-    Raises:
-        OSError: for example, the file system has no links.
-    """
+    """Make `best` a link to this checkpoint, atomically; an `OSError` where the file system has no links."""
     temporary = path.with_name(f".{BEST}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name, target_is_directory=True)
@@ -219,11 +208,7 @@ class Saver:
         threading.Thread(target=self._write, args=arguments, daemon=True, name="saving").start()
 
     def finish(self) -> CheckpointSave | None:
-        """Wait for the save in progress, if any.
-
-        Raises:
-            UserError: it could not be written; the same on all ranks.
-        """
+        """Wait for the save in progress, if any; a `UserError` on all ranks if it could not be written."""
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
 

@@ -28,11 +28,8 @@ from pycls_fast.train.saving import Saver
 
 @contextmanager
 def started(config: RunConfig, world: World, display: Display, command: str | None = None) -> Iterator[Run]:
-    """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder.
-
-    The folder is locked until the context ends. If it is new, it is then removed, unless training began
-    (`RunFolder.keep`).
-    """
+    """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder; this is
+    locked until the end, and then removed if it is new, unless training began (`RunFolder.keep`)."""
     check_same_settings(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = choose_run_dir(config, world)

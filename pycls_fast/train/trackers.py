@@ -109,11 +109,8 @@ def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def open_board(run: Run) -> Iterator[Board]:
-    """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this.
-
-    Raises:
-        UserError: a remote tracker cannot start the run. A resumed run continues without it.
-    """
+    """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this. A
+    `UserError` if a remote tracker cannot start the run; a resumed run continues without it."""
     if any(tracker.remote for tracker in run.config.trackers):
         run.world.at("starting the tracker")
     # Each run has its own: they may remember something.

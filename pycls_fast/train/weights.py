@@ -100,14 +100,8 @@ def opened(found: Path | str, world: World = ALONE) -> Weights | None:
 
 
 def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) -> Weights:
-    """Open a checkpoint's folder or a `.safetensors` file, without reading its tensors; all ranks call this.
-
-    Args:
-        kind: "model", "ema", or "auto": the average if there is one.
-
-    Raises:
-        UserError: a file that cannot be read, or without weights of this kind; weights of another project.
-    """
+    """Open a checkpoint's folder or a `.safetensors` file, without reading its tensors; all ranks call this. A
+    `UserError` if it has no weights of this kind ("auto": the average if there is one), or another project's."""
     if isinstance(path, str):
         raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
     if path.suffix in EXPORTED:
@@ -155,11 +149,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
 
 
 def open_program(path: Path) -> Weights:
-    """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`."""
     run, texts = open_exported(path)
     own = pretrained.own_metadata(texts)
     origin = Origin(path, texts.get("weights", "model"), own.step)

@@ -25,12 +25,8 @@ _RANGE = (-4.0, 4.0)
 
 
 def likelihood_loss(scores_NK: Tensor, targets: Tensor, temperature: float) -> float:
-    """Mean negative log-likelihood of the labels by `scores_NK / temperature`, nats.
-
-    Args:
-        targets: int64 (N,), labels, whose probabilities are a softmax; or zeros and ones (N, K), where each class has
-            a probability of its own.
-    """
+    """Mean negative log-likelihood by `scores_NK / temperature`, nats, of labels (N,), whose probabilities are a
+    softmax, or zeros and ones (N, K), where each class has a probability of its own."""
     logits_NK = scores_NK.double() / temperature
     if targets.ndim == 1:
         return cross_entropy(logits_NK, targets).item()
@@ -39,11 +35,8 @@ def likelihood_loss(scores_NK: Tensor, targets: Tensor, temperature: float) -> f
 
 def best_temperature(scores_NK: Tensor, targets: Tensor) -> float:
     """The temperature of the lowest `likelihood_loss` (Guo et al., On Calibration of Modern Neural Networks, 2017,
-    section 4.2).
-
-    Raises:
-        UserError: the lower it is the better, because all labels have the highest score, or the other way round.
-    """
+    section 4.2); a `UserError` if the lower it is the better, because all labels have the highest score, or the other
+    way round."""
     found = optimize.minimize_scalar(
         lambda log: likelihood_loss(scores_NK, targets, math.exp(log)),
         bounds=_RANGE,
@@ -62,10 +55,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     """Write `config.weights` with the last layer divided by the temperature that suits every second image of a split.
 
     Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
-    of the other images.
-
-    Raises:
-        UserError: see `best_temperature`, `score` and `export`; or the scores are not those of the last layer.
+    of the other images. A `UserError` if the scores are not those of the last layer.
     """
     path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
     with set_up(config) as setup:

@@ -160,14 +160,8 @@ def set_up(
 
 
 def scored_split(setup: Setup, split: str) -> EvalSet:
-    """The split, or the set that `data.eval_set` names; notes a random split that is not the weights' own.
-
-    Args:
-        split: "train", "val", or "test" if the data has one; "all" for data that has only one split.
-
-    Raises:
-        UserError: no such split or set, or a class that the weights were not trained on.
-    """
+    """The split ("all" for data that has only one), or the set that `data.eval_set` names; notes a random split that is
+    not the weights' own."""
     config, data, world, ours = setup.config, setup.config.data, setup.world, setup.ours
     if data.eval_set is not None:
         if split != "val":
@@ -240,13 +234,8 @@ def score(
     tta: str = "none",
     preprocessing: Literal["weights", "config"] = "weights",
 ) -> int:
-    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores. For
-    the arguments see `TestVerb`.
-
-    Raises:
-        UserError: weights or split do not exist or do not fit, images cannot be read (`data.max_damaged`), a file
-            cannot be written, or out of memory.
-    """
+    """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores. For the
+    arguments see `TestVerb`."""
     with set_up(config, preprocessing=preprocessing, programs=True) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
@@ -343,13 +332,8 @@ def score_neighbours(
     output: str | None,
     preprocessing: Literal["weights", "config"] = "weights",
 ) -> int:
-    """Classify a split by its nearest neighbours in the training split, on the head's input; print the scores. For
-    the arguments see `KnnVerb`. Both splits are preprocessed as for evaluation.
-
-    Raises:
-        UserError: weights or split do not exist, images cannot be read (`data.max_damaged`), `output` cannot be
-            written, or out of memory.
-    """
+    """Classify a split by its nearest neighbours in the training split, on the head's input, both preprocessed as for
+    evaluation; print the scores. For the arguments see `KnnVerb`."""
     with set_up(config, preprocessing=preprocessing) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
