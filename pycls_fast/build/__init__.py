@@ -27,7 +27,6 @@ from pycls_fast.build.device import (
     compute_dtype,
     cores,
     cores_per_rank,
-    cuda_precision,
     has_compiler,
     has_decoder,
     level,

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -44,11 +43,6 @@ def world(config: RunConfig) -> Iterator[World]:
 def device_kind(device: torch.device) -> Device:
     """The kind of device by which presets choose: everything except CUDA counts as a CPU."""
     return "cuda" if device.type == "cuda" else "cpu"
-
-
-def cuda_precision(device: torch.device) -> Literal["amp_bf16", "amp_fp16"]:
-    """The fastest precision with float32 weights: tensor cores compute bfloat16 from Ampere on, float16 before it."""
-    return "amp_bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "amp_fp16"
 
 
 def level(config: RunConfig) -> precision.Level:

@@ -171,7 +171,8 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
                 here = [path]
             else:
                 matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
-                here = sorted(match for match in matches if match.is_file() and _is_image(match.name))
+                of_images = (each for each in matches if each.name.lower().endswith((*EXTENSIONS, *VIDEOS)))
+                here = sorted(each for each in of_images if each.is_file() and not each.name.startswith("."))
         except OSError as error:
             here, problem = [], f"{problem} ({error.strerror})"
         found += frames_of(here, every)
@@ -190,7 +191,3 @@ def frames_of(files: Iterable[Path | Address], every: float) -> Iterator[Path | 
             yield from find_frames(file, every)
         else:
             yield file
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith((*EXTENSIONS, *VIDEOS)) and not name.startswith(".")

@@ -66,7 +66,9 @@ def predict(
         else:
             found += predictions
     if format == "sheet" and path is not None:
-        _write_sheets(path, source, found, classifier.config.data.conversion)
+        cells = [_cell(source, each, classifier.config.data.conversion) for each in found]
+        for file in write_sheets(cells, path) if cells else ():
+            print(file)
     elif format != "csv":
         with _opened(path) as stream:
             if format == "json":
@@ -173,11 +175,6 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
 def percent(probability: float) -> str:
     """A probability in percent, with two decimals near 0 and 1 and one elsewhere."""
     return f"{100 * probability:.2f}" if probability < 0.001 or probability > 0.999 else f"{100 * probability:.1f}"
-
-
-def _write_sheets(path: Path, source: GivenImages, found: Sequence[Prediction], convert: Conversion) -> None:
-    for file in write_sheets([_cell(source, each, convert) for each in found], path) if found else ():
-        print(file)
 
 
 def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models import pretrained
@@ -74,7 +76,9 @@ def with_precision(config: RunConfig, world: World) -> RunConfig:
     precision: Any = config.precision.name
     threads = config.runtime.threads
     if world.device.type == "cuda":
-        precision = build.cuda_precision(world.device) if precision == "auto" else precision
+        # The fastest one with float32 weights: tensor cores compute bfloat16 from Ampere on, float16 before it.
+        fastest = "amp_bf16" if torch.cuda.get_device_capability(world.device) >= (8, 0) else "amp_fp16"
+        precision = fastest if precision == "auto" else precision
     elif precision == "auto" or threads is None:
         found = shared_race(config, world)
         precision, threads = found.format if precision == "auto" else precision, threads or found.threads

@@ -24,7 +24,6 @@ from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.pretrained import load_weights
-from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import class_folders, load_run_config
 from tests.integration.runs import command, newest_checkpoint, records, run_process, scored, under_torchrun
@@ -252,24 +251,6 @@ def test_a_head_that_is_not_fitted(images: Path, weights: Path, tmp_path: Path, 
              "runtime.log_every_steps=1", "loss.label_smoothing=0")  # fmt: skip
     assert records(tmp_path, "train")[0]["loss"] == pytest.approx(math.log(3), abs=1e-5 if head == "zero" else 0.3)
     assert not [record for record in averaged(tmp_path) if record["step"] == 0]
-
-
-@pytest.mark.slow
-def test_neighbours_and_the_learning_rate_without_a_run(images: Path, weights: Path, tmp_path: Path) -> None:
-    given = [f"data.root={images}", f"weights={weights}", *TINY]
-    found = run_process(command(*given, "k=5", "output=knn.json", tool="knn_net", config_name=None), cwd=tmp_path)
-    assert "5 nearest neighbours among 48 training images" in found.stdout
-    scores: dict[str, Any] = json.loads((tmp_path / "knn.json").read_text())
-    assert scores["count"] == 12
-    assert scores["top1"] > 60
-    assert scores["features"] == 16
-    config = load_config("finetune", [f"data.root='{images}'", f"weights={weights}", *TINY])
-    assert lr_range_test(config, steps=40, lr_min=1e-7, lr_max=10.0, output=str(tmp_path / "sweep")) == 0
-    sweep = json.loads((tmp_path / "sweep" / "lr_find.json").read_text())
-    assert sweep["lr"][0] == pytest.approx(1e-7)
-    assert 1e-6 < sweep["suggested"] < sweep["lowest"] <= sweep["lr"][-1] <= 10
-    assert (tmp_path / "sweep" / "lr_find.png").stat().st_size > 5000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["knn.json", "sweep"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Two processes and one: the same training at the same global batch, also with gradients as low-rank matrices."""
+"""Two processes and one: the same training at the same global batch. Ranks that differ, or leave while others wait."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.train import train
-from tests.integration.runs import TINY, command, newest_checkpoint, records, run_process, under_torchrun
+from tests.factories import class_folders
+from tests.integration.runs import ROOT, TINY, command, newest_checkpoint, records, run_process, under_torchrun
 
 COMMON = (*TINY, "schedule.max_steps=20", "schedule.epochs=1", "schedule.warmup_epochs=0.5", "optim.clip_norm=1.0")
 SAME = (*COMMON, "optim.ema_decay=0.9", "optim.accumulation_steps=2")
@@ -117,3 +119,94 @@ def test_scoring_may_take_longer_than_the_timeout(tmp_path: Path, digits: Path) 
     scoring = command(f"weights={run}", *settings, tool="test_net", config_name=None)
     run_process(under_torchrun([scoring[0], str(tmp_path / "slow.py"), *scoring[1:]], 2), cwd=tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["count"] == 359
+
+
+# gloo's groups are destroyed at once. NCCL's wait for ranks that are in a collective, as this stand-in does.
+LEAVING = """
+import time
+import torch.distributed as dist
+from pycls_fast.config import Verb, command_line
+from pycls_fast.errors import UserError
+
+destroy = dist.destroy_process_group
+def destroy_like_nccl():
+    print("destroyed", flush=True)
+    time.sleep({wait})
+    destroy()
+dist.destroy_process_group = destroy_like_nccl
+
+class Own(Verb):
+    def __call__(self, config):
+        from pycls_fast import build
+        with build.world(config) as world:
+            world.barrier()
+            if world.rank >= {first}:
+                raise {error}
+            world.barrier()
+        return 0
+
+command_line(Own)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        ('ValueError("broken")', ("ValueError: broken", "(rank 1 of 2)")),
+        ('UserError("the disk: full")', ("error: rank 1: the disk: full",)),
+    ],
+)
+def test_a_rank_that_leaves_with_an_error_prints_it_and_ends(
+    tmp_path: Path, error: str, lines: tuple[str, ...]
+) -> None:
+    script = tmp_path / "tool.py"
+    script.write_text(LEAVING.format(wait=300, first=1, error=error))
+    done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1)
+    printed = done.stderr.splitlines()
+    for line in lines:
+        assert printed.count(line) == 1, done.stderr
+    assert "destroyed" not in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_together_destroy_their_group(tmp_path: Path) -> None:
+    """Although the nodes' agents count restarts differently."""
+    script = tmp_path / "tool.py"
+    count = 'import os\nos.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]\n'
+    script.write_text(count + LEAVING.format(wait=0, first=0, error='UserError("the disk: full")'))
+    done = run_process(under_torchrun([sys.executable, str(script)], 2), cwd=tmp_path, expect=1)
+    assert done.stdout.count("destroyed") == 2
+    assert done.stderr.count("the disk: full") == 1
+
+
+# Each rank in a folder of its own.
+APART = """
+import os, runpy, sys
+os.chdir(["first", "second"][int(os.environ["RANK"])])
+sys.argv = [{tool!r}, *sys.argv[1:]]
+runpy.run_path({tool!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "run_dir", "error"),
+    [
+        # As many images, but one of them in the other class.
+        ({"a": 31, "b": 39}, "../run", "data.root: train: "),
+        ({"a": 30, "b": 40}, "run", "run_dir: run on rank 1 "),
+    ],
+)
+def test_ranks_that_differ_end_with_one_line(tmp_path: Path, second: dict[str, int], run_dir: str, error: str) -> None:
+    class_folders(tmp_path / "first" / "images", a=30, b=40)
+    class_folders(tmp_path / "second" / "images", **second)
+    script = tmp_path / "tool.py"
+    script.write_text(APART.format(tool=str(ROOT / "tools" / "train_net.py")))
+    common = ("data=folder", *TINY, "data.global_batch_size=8", "data.num_workers=0", "schedule.max_steps=1")
+    chosen = ("data.root=images", f"run_dir={run_dir}")
+    done = run_process(under_torchrun([sys.executable, str(script), *common, *chosen], 2), cwd=tmp_path, expect=1)
+    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {error}")
+    assert not list(tmp_path.glob("**/metrics.jsonl"))
