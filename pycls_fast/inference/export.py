@@ -19,10 +19,9 @@ from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.models.exported import compared, drawn_images, quantize
 from pycls_fast.train.display import human
-from pycls_fast.train.export import about_weights, checked, preprocessing, publish
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.tasks.score import SCORES
-from pycls_fast.train.weights import Weights, find_weights, open_weights
+from pycls_fast.train.weights import Weights, about_weights, checked, find_weights, open_weights, preprocessing, publish
 
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24

@@ -143,7 +143,6 @@ def make_step(
     steps_per_epoch: int,
     initialise: Callable[[OwnedWeights | None], None] | None = None,
     *,
-    recorder: CudaRecorder | None = None,
     class_counts: np.ndarray | None = None,
 ) -> Step:
     """The training step around a network that is on its device, and that is changed in place.
@@ -155,17 +154,14 @@ def make_step(
     `initialise`; for these it seeds torch's generator, on which no later number depends: each microbatch seeds it
     again. Optimizer, average and watchdog come last, because sharding replaces parameters and modules, and because the
     average and an optimizer on the host copy the values.
-
-    `recorder` replaces the CUDA graph recorder; `class_counts` are for `build.loss`.
     """
-    kind: Callable[..., Step] = Step
-    if switches.cuda_graphs == "on":
-        make_recordable(network, world)
-        kind = partial(GraphedStep, recorder=recorder or CudaRecorder(world.device))
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
     adapted = build.freeze(config, network)
     pipeline = build.cut(config, network, world)
-    kind = kind if pipeline is None else PipelinedStep
+    kind: Callable[..., Step] = Step if pipeline is None else PipelinedStep
+    if switches.cuda_graphs == "on":
+        make_recordable(network, world)
+        kind = partial(GraphedStep, recorder=CudaRecorder(world.device))
     sharded = config.parallel.facts.shards_weights
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     build.save_activation_memory(config, network, switches)
@@ -174,15 +170,11 @@ def make_step(
     owner = masters or build.low_rank(config, network, adapted, world)
     # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.
     flat = wrapped.weights
-    shards = LocalShards(network) if sharded and flat is None and config.optim.elementwise else None
+    in_place = sharded and flat is None
+    shards = LocalShards(network) if in_place and config.optim.elementwise else None
     weights = flat or owner or shards or OwnedWeights(network)
     optimizer = wrapped.optimizer or build.optimizer(
-        config,
-        network,
-        switches,
-        owner or shards,
-        sharded=sharded and flat is None,
-        groups=wrapped.groups,
+        config, network, switches, owner or shards, sharded=in_place, groups=wrapped.groups
     )
     return kind(
         network=network,

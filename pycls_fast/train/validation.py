@@ -16,13 +16,12 @@ from pycls_fast.train.by_class import class_scores, confusion, mean_errors, set_
 from pycls_fast.train.display import epochs, told
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
-from pycls_fast.train.export import write_weights
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
-from pycls_fast.train.weights import open_weights
+from pycls_fast.train.weights import open_weights, write_weights
 
 
 def primary_records(run: Run) -> list[dict[str, Any]]:

@@ -16,9 +16,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
-from pycls_fast.train.export import checked, write_weights
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
-from pycls_fast.train.weights import Weights, find_weights, open_weights
+from pycls_fast.train.weights import Weights, checked, find_weights, open_weights, write_weights
 
 # Natural logarithms of the lowest and the highest temperature.
 _RANGE = (-4.0, 4.0)

@@ -18,6 +18,7 @@ from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import SWITCHES
+from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep
 from pycls_fast.train.metrics import TrainMetrics
@@ -251,7 +252,9 @@ def made_of_graphs(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.M
     nudge(network)
     network = place_model(network, ALONE, memory_format=switches.memory_format).train()
     tape = OperatorTape()
-    return make_step(config, network, ALONE, switches, steps_per_epoch=2, recorder=tape), network, tape
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "CudaRecorder", lambda device: tape)
+        return make_step(config, network, ALONE, switches, steps_per_epoch=2), network, tape
 
 
 def batch(step: int) -> Any:
@@ -335,7 +338,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     switches = build.switches(config, CPU).replace(cuda_graphs="on")
     two = World(rank=0, size=2, device=CPU)
     with pytest.raises(UserError, match=r"^speed\.cuda_graphs: .* not for 2; use speed\.cuda_graphs=off"):
-        make_step(config, build.model(config, 10, switches), two, switches, 4, recorder=OperatorTape())
+        make_step(config, build.model(config, 10, switches), two, switches, 4)
 
 
 @pytest.mark.slow
