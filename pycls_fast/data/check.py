@@ -13,7 +13,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from pycls_fast.data.decode import DamagedImage, decode, why
-from pycls_fast.data.pack import Damaged, in_processes, shards_of
+from pycls_fast.data.loader import in_processes
+from pycls_fast.data.pack import Damaged, shards_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
 from pycls_fast.data.sources.packed import PackedImages

@@ -15,19 +15,20 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import connection, queues, util
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
+from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.remote import fetch_ahead
 from pycls_fast.errors import UserError, first_line, refusing
 
@@ -51,13 +52,19 @@ _CONTEXT = copy.copy(multiprocessing.get_context())
 vars(_CONTEXT)["Event"] = _Flag
 
 
+# An attempt of torch's to get a batch ends after 5 s. After so long, a worker has stopped while it hands one over.
+_HANDED_OVER_SECONDS = 10.0
+
+
 class _Workers(_MultiProcessingDataLoaderIter):
-    """torch's iterator; if it cannot start all its workers, those that it has started end."""
+    """torch's iterator, which raises when no batch has come for too long, and leaves no worker behind."""
 
     # Until it has some. Else the destructor of one that could not be made would print a traceback.
     _shutdown = True
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
+        self._seconds, self._while_waiting = loader.timeout_seconds, loader.while_waiting
+        self._waited, self._asked, self._over = 0.0, math.inf, threading.Event()
         try:
             super().__init__(loader)
         except BaseException:
@@ -65,20 +72,58 @@ class _Workers(_MultiProcessingDataLoaderIter):
                 worker.kill()
             self._shutdown = True
             raise
+        _running.add(self)
+        threading.Thread(target=self._unblock, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the workers."""
+        self._over.set()
+        self._shutdown_workers()
+        for worker in self._workers:
+            # Still reading after torch's timeout; it ignores torch's SIGTERM.
+            if worker.is_alive():
+                worker.kill()
+
+    def _try_get_data(self, *arguments: Any, **more: Any) -> Any:
+        # Not torch's `timeout`, which would look for dead workers only at its end.
+        self._asked = began = time.monotonic()
+        try:
+            found, data = super()._try_get_data(*arguments, **more)
+        except Exception:
+            self._check(self._waited + time.monotonic() - began)
+            raise
+        finally:
+            self._asked = math.inf
+        self._waited = 0.0 if found else self._waited + time.monotonic() - began
+        if not found:
+            self._check(self._waited)
+        return found, data
+
+    def _check(self, waited: float) -> None:
+        self._while_waiting()
+        if waited > self._seconds:
+            raise UserError(
+                f"no batch has come from the data workers for {self._seconds:g} s (parallel.timeout_seconds), though "
+                "all live; see what they printed, and whether the data's disk answers; data.num_workers=0 shows the "
+                "error"
+            )
+
+    def _unblock(self) -> None:
+        """Kill workers that have stopped half-way, so that who waits for the other half gets an error."""
+        while not self._over.wait(1.0):
+            since = time.monotonic() - self._asked
+            if since < _HANDED_OVER_SECONDS:
+                continue
+            with suppress(Exception):
+                self._check(self._waited + since)
+                continue
+            for worker in self._workers:
+                worker.kill()
+            return
 
 
 # Iterators whose workers may still run.
 _running: weakref.WeakSet[_Workers] = weakref.WeakSet()
-
-
-def _stop_workers(iterator: object) -> None:
-    if not isinstance(iterator, _Workers):
-        return
-    iterator._shutdown_workers()
-    for worker in iterator._workers:
-        # Still reading after torch's timeout; it ignores torch's SIGTERM.
-        if worker.is_alive():
-            worker.kill()
 
 
 @atexit.register
@@ -89,7 +134,7 @@ def _stop_all_workers() -> None:
     first.
     """
     for iterator in list(_running):
-        _stop_workers(iterator)
+        iterator.stop()
 
 
 @contextmanager
@@ -109,107 +154,65 @@ def _as_chosen() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-class ImageLoader(DataLoader[Any]):
-    """A DataLoader of `Batch` that raises a `UserError` that a worker returned, and fetches remote shards ahead."""
+class Loader(DataLoader[Any]):
+    """A DataLoader that raises what a worker returned as an exception, and tells in a line what has ended a worker."""
 
-    timeout_seconds = 600.0
+    timeout_seconds = math.inf
     """How long a batch of the workers may be waited for."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called every few seconds meanwhile; may raise."""
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
-        sampler: Any = self.batch_sampler
-        with fetch_ahead(source, sampler) as count_batch:
-            yield from self._batches(count_batch)
+    def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch_factor: int = 2, **settings: Any) -> None:
+        with _as_chosen():
+            super().__init__(
+                dataset,
+                num_workers=num_workers,
+                multiprocessing_context=_CONTEXT if num_workers else None,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                collate_fn=_as_is,
+                worker_init_fn=_start_worker,
+                **settings,
+            )
 
     def _get_iterator(self) -> Any:
         return _Workers(self) if self.num_workers else super()._get_iterator()
 
-    def _batches(self, count_batch: Callable[[], None]) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._batches()
+
+    def _batches(self) -> Generator[Any, None, None]:
         if self.num_workers:
             # Each worker would make its own folder for sockets, and a killed one leave it.
             util.get_temp_dir()
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
         with _as_chosen(), refusing("data workers cannot be started", use=way_out):
             iterator = super().__iter__()
-        limit: AbstractContextManager[None] = nullcontext()
-        if isinstance(iterator, _Workers):
-            _running.add(iterator)
-            limit = _limited_waiting(iterator, self.timeout_seconds, self.while_waiting)
+        workers = iterator if isinstance(iterator, _Workers) else None
         try:
-            with limit:
-                for batch in iterator:
-                    count_batch()
-                    if isinstance(batch, UserError):
-                        raise batch
-                    yield batch
+            for batch in iterator:
+                if isinstance(batch, Exception):
+                    raise batch
+                yield batch
         except (RuntimeError, OSError, EOFError) as error:
-            told = _told(error, getattr(iterator, "_workers", []))
+            told = _told(error, workers._workers if workers else [])
             if told is None:
                 raise
             raise UserError(told) from error
         finally:
-            _stop_workers(iterator)
+            if workers is not None:
+                workers.stop()
 
 
-# An attempt of torch's to get a batch ends after 5 s. After so long, a worker has stopped while it hands one over.
-_HANDED_OVER_SECONDS = 10.0
+class ImageLoader(Loader):
+    """Of `Batch`; fetches remote shards ahead."""
 
-
-@contextmanager
-def _limited_waiting(iterator: Any, seconds: float, while_waiting: Callable[[], None]) -> Iterator[None]:
-    """Let an iterator raise when no batch has come for so long, as when a worker's thread for sending has died.
-
-    Not torch's `timeout`, which would look for dead workers only at its end.
-    """
-    attempt, waited, asked = iterator._try_get_data, 0.0, math.inf
-    over = threading.Event()
-
-    def limited(*arguments: Any, **more: Any) -> Any:
-        nonlocal waited, asked
-        asked = began = time.monotonic()
-        try:
-            found, data = attempt(*arguments, **more)
-        except Exception:
-            while_waiting()
-            check(waited + time.monotonic() - began)
-            raise
-        finally:
-            asked = math.inf
-        waited = 0.0 if found else waited + time.monotonic() - began
-        if not found:
-            while_waiting()
-        check(waited)
-        return found, data
-
-    def check(waited: float) -> None:
-        if waited > seconds:
-            raise UserError(
-                f"no batch has come from the data workers for {seconds:g} s (parallel.timeout_seconds), though all "
-                "live; see what they printed, and whether the data's disk answers; data.num_workers=0 shows the error"
-            )
-
-    def unblock() -> None:
-        """Kill workers that have stopped half-way, so that who waits for the other half gets an error."""
-        while not over.wait(1.0):
-            since = time.monotonic() - asked
-            if since < _HANDED_OVER_SECONDS:
-                continue
-            with suppress(Exception):
-                while_waiting()
-                check(waited + since)
-                continue
-            for worker in iterator._workers:
-                worker.kill()
-            return
-
-    iterator._try_get_data = limited
-    threading.Thread(target=unblock, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
+    def _batches(self) -> Generator[Batch, None, None]:
+        source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
+        sampler: Any = self.batch_sampler
+        with fetch_ahead(source, sampler) as count_batch, closing(super()._batches()) as batches:
+            for batch in batches:
+                count_batch()
+                yield batch
 
 
 _SHORTAGE = re.compile(r"Too many open files|unable to \w+ (?:a |the )?(?:shared memory object|file) .*")
@@ -268,21 +271,42 @@ def make_loader(
     """
     # Each would be forked from a process with the device's memory mapped, and get nothing to do.
     num_workers = min(num_workers, max(len(sampler), 1))
-    with _as_chosen():
-        loader = ImageLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            multiprocessing_context=_CONTEXT if num_workers else None,
-            collate_fn=_as_is,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            worker_init_fn=_start_worker,
-            # Otherwise the loader would draw the workers' seeds from the global generator.
-            generator=torch.Generator().manual_seed(dataset.seed),
-        )
+    loader = ImageLoader(
+        dataset,
+        num_workers,
+        prefetch_factor=prefetch_factor,
+        batch_sampler=sampler,
+        pin_memory=pin_memory,
+        # Otherwise the loader would draw the workers' seeds from the global generator.
+        generator=torch.Generator().manual_seed(dataset.seed),
+    )
     loader.timeout_seconds, loader.while_waiting = timeout_seconds, while_waiting
     return loader
+
+
+R = TypeVar("R")
+
+
+class _Jobs(Dataset[Any]):
+    def __init__(self, function: Callable[[Images, Any], Any], source: Images, jobs: Sequence[Any]) -> None:
+        self._function, self._source, self._jobs = function, source, jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return self._function(self._source, self._jobs[number])
+        except Exception as error:  # noqa: BLE001  # raised in the main process
+            return error
+
+
+def in_processes(
+    function: Callable[[Images, Any], R], source: Images, jobs: Sequence[Any], workers: int
+) -> Iterator[R]:
+    """Yield function(source, job) for every job, in order; a single job or worker runs in this process."""
+    workers = min(workers, len(jobs))
+    return iter(Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, batch_size=None))
 
 
 def _as_is(batch: Any) -> Any:
@@ -301,8 +325,17 @@ def _end_worker(error: BaseException) -> None:
     os._exit(1)
 
 
+def _end_with_parent() -> None:
+    """End this process with its parent, which may be killed in the middle of a job."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Of its threads that send batches. They would print a traceback, and the batch would be waited for.
     setattr(queues.Queue, _ON_ERROR, staticmethod(lambda error, batch: _end_worker(error)))
     sys.excepthook = lambda kind, error, trace: _end_worker(error)

@@ -9,32 +9,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
 import os
-import signal
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import forkserver, get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image
 
 from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode, orientation_of, why
+from pycls_fast.data.loader import in_processes
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.data.sources.index import Texts, read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
-
-R = TypeVar("R")
 
 _PLAN = "plan.json"
 _LARGEST_SIDE = 65_535
@@ -249,57 +242,3 @@ def _common_start(names: list[str]) -> str:
     is_one_kind = len({name.startswith("/") for name in names}) == 1
     above = os.path.commonpath(folders) if is_one_kind and all(folders) else ""
     return f"{above}/" if above else ""
-
-
-_worker: tuple[Callable[[Images, Any], Any], Images] | None = None
-
-
-def in_processes(
-    function: Callable[[Images, Any], R], source: Images, jobs: Sequence[Any], workers: int
-) -> Iterator[R]:
-    """Yield function(source, job) for every job, in order; a single job or worker runs in this process."""
-    if min(workers, len(jobs)) < 2:
-        yield from (function(source, job) for job in jobs)
-        return
-    # Forks of this process may hang: it has threads (the bar, torch).
-    forkserver.set_forkserver_preload(["pycls_fast.data.pack"])
-    arguments, others = (function, source), multiprocessing.active_children()
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("forkserver"), _start, arguments)
-    died = "a process that reads images died, most likely because memory ran out"
-    dead = partial(refusing, died, BrokenProcessPool, use="lower data.num_workers")
-    try:
-        # The other two: as it began.
-        with dead(EOFError, ConnectionError):
-            results = [pool.submit(_run, job) for job in jobs]
-        with dead():
-            for future in results:
-                yield future.result()
-    finally:
-        # If this is interrupted, nobody waits for the shards in progress.
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.terminate()
-        pool.shutdown()
-
-
-def _start(function: Callable[[Images, Any], Any], source: Images) -> None:
-    global _worker
-    # Launchers and terminals signal all processes; only the main process decides what follows.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = (function, source)
-
-
-def _end_with_parent() -> None:
-    """End this process with its parent: holding both ends of its queue, it would wait forever for a killed one."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _run(job: Any) -> Any:
-    assert _worker is not None
-    function, source = _worker
-    return function(source, job)
