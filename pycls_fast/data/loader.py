@@ -204,7 +204,7 @@ class Loader(DataLoader[Any]):
 
 
 class ImageLoader(Loader):
-    """Of `Batch`; fetches remote shards ahead."""
+    """Batches of images; fetches remote shards ahead."""
 
     def _batches(self) -> Generator[Batch, None, None]:
         source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`

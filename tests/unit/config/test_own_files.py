@@ -110,13 +110,12 @@ def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [ValueError("ours"), KeyError("ours")])
 def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Verb):
         def __call__(self, config: RunConfig) -> int:
-            raise fault
+            raise ValueError("ours")
 
     monkeypatch.setattr("sys.argv", ["tool.py"])
     try:
