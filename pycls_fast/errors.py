@@ -57,8 +57,8 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     # Beside a GPU, or in a data worker ("Caught ..."), it is other memory than the advice is about.
     text = str(error)
-    # The second is all that oneDNN says.
-    known = "can't allocate memory" in text or text == "could not create a primitive"
+    # The last two are all that C++ and oneDNN say.
+    known = "can't allocate memory" in text or text in ("std::bad_alloc", "could not create a primitive")
     return known and not (text.startswith("Caught ") or torch.cuda.is_initialized())
 
 

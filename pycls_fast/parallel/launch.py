@@ -116,7 +116,11 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
         raise SystemExit(FAULT)
     try:
         store = open_store(rank, size, timedelta(seconds=patience))
-    except dist.DistError as error:
+        device_id = world.device if world.device.type == "cuda" else None
+        dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
+        group.callback(dist.destroy_process_group)
+        host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    except RuntimeError as error:
         # A launcher that restarts ranks does so.
         print(
             f"error: rank {rank}: not all {size} ranks have started ({first_line(error)}); the reason may be in the "
@@ -124,10 +128,6 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
             file=sys.stderr,
         )
         raise SystemExit(FAULT) from None
-    device_id = world.device if world.device.type == "cuda" else None
-    dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
-    group.callback(dist.destroy_process_group)
-    host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     # Every rank is a member.
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)

@@ -40,7 +40,8 @@ class Outcome:
         if self.status is None:
             found.append(f"waited for more than {self.limit:g} s: {last}")
         elif "Traceback (most recent" in self.text or self.status == _CRASH:
-            found.append(f"traceback: {last}")
+            trace = self.text.partition("Traceback (most recent")[2].splitlines()[1:] or [last]
+            found.append(f"traceback: {next((line for line in trace if not line.startswith(' ')), last)}")
         elif self.status not in allowed:
             found.append(f"status {self.status}: {last}")
         elif self.status in (1, 2) and not last:

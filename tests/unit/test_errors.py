@@ -83,6 +83,7 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (failing(ImportError("_C.so: failed to map segment from shared object")), "out of host memory"),
         (lambda: len(torch.empty(2**60)), "the device is out of memory (can't allocate memory"),
         (failing(RuntimeError("could not create a primitive")), "the device is out of memory (could not create a pr"),
+        (failing(RuntimeError("std::bad_alloc")), "the device is out of memory (std::bad_alloc)"),
         (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
     ],
 )

@@ -43,6 +43,18 @@ def test_tasks_of_srun_that_nobody_joins(
     assert said.startswith("note: srun started 8 tasks, and each is a separate run") if told else said == ""
 
 
+def test_a_rank_that_stops_once_all_have_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: dist.HashStore())
+    with pytest.raises(SystemExit) as ended, start_world("cpu", Parallel(name="ddp", timeout_seconds=1)):
+        pass
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: rank 0: not all 2 ranks have started (")
+
+
 def test_no_run_starts_after_one_that_lost_its_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
