@@ -57,50 +57,49 @@ def test_torch_does_not_report_a_cuda_home_without_cuda(
     assert caplog.messages == ["another"]
 
 
-def test_threads() -> None:
-    before, found = torch.get_num_threads(), []
-    for count in ("2", "3", "null", "null"):
-        set_backend(threads=count)
-        found.append(torch.get_num_threads())
-    assert found == [2, 3, before, before]
+OFFLOADS, RANK = ["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}
 
 
-def test_threads_that_no_run_chose_stay() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        set_backend()
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "environment", "threads"),
+    ("overrides", "environment", "limit", "chosen", "threads"),
     [
-        (["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}, 3),
-        (["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "2"}, 2),
-        (["speed.param_offload=cpu"], {"OMP_NUM_THREADS": "1"}, 2),
-        ([], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}, 2),
+        # Those of the process, here 2, stay if no run chose others.
+        ([], {}, None, "null", 2),
+        ([], {}, None, "3", 3),
+        # Ranks of torchrun that update weights have their share of the cores.
+        (OFFLOADS, RANK, None, "null", 3),
+        (OFFLOADS, RANK, None, "4", 4),
+        (OFFLOADS, RANK | {"OMP_NUM_THREADS": "2"}, None, "null", 2),
+        (OFFLOADS, {"OMP_NUM_THREADS": "1"}, None, "null", 2),
+        ([], RANK, None, "null", 2),
+        # They stay within a container's limit, unless somebody chose their number.
+        ([], {}, 1, "null", 1),
+        ([], {"OMP_NUM_THREADS": "2"}, 1, "null", 2),
+        ([], {}, 1, "2", 2),
     ],
 )
-def test_ranks_of_torchrun_that_update_weights_have_their_share_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], environment: dict[str, str], threads: int
+def test_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    environment: dict[str, str],
+    limit: int | None,
+    chosen: str,
+    threads: int,
 ) -> None:
-    monkeypatch.setattr(build_device, "cores_per_rank", lambda: 3)
-    monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
+    monkeypatch.setattr(build_device, "cores_per_rank", lambda: limit or 3)
+    monkeypatch.setattr(build_device, "_threads_before", [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        set_backend(*overrides, device=CUDA)
-        assert torch.get_num_threads() == threads
-        set_backend(*overrides, threads="4", device=CUDA)
-        assert torch.get_num_threads() == 4
-        set_backend(device=CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(build_device, "cpu_limit", lambda: limit)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            set_backend(*overrides, threads=chosen, device=CUDA if overrides else CPU)
+            assert torch.get_num_threads() == threads
+        monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
+        set_backend()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -194,25 +193,3 @@ def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
     for count, workers in (("null", 16), ("20", 20)):
         assert build.num_workers(config_of(f"data.num_workers={count}")) == workers
-
-
-@pytest.mark.parametrize(
-    ("quota", "omp", "chosen", "threads"),
-    [(1, None, "null", 1), (None, None, "null", 2), (1, "2", "null", 2), (1, None, "2", 2)],
-)
-def test_threads_stay_within_the_limit(
-    monkeypatch: pytest.MonkeyPatch, quota: int | None, omp: str | None, chosen: str, threads: int
-) -> None:
-    """Unless somebody chose their number."""
-    monkeypatch.setattr(build_device, "cpu_limit", lambda: quota)
-    monkeypatch.setattr(build_device, "_threads_before", [])
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if omp is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        set_backend(threads=chosen)
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)

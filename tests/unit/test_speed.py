@@ -140,50 +140,40 @@ def test_an_optimizer_takes_an_implementation_that_it_has(name: str, device: Dev
 
 
 @pytest.mark.parametrize(
-    ("overrides", "compiled"),
+    ("device", "overrides", "compiled"),
     [
-        ([], "model"),
-        (["speed.compile=blocks"], "blocks"),
+        ("cpu", [], "model"),
+        ("cpu", ["speed.compile=blocks"], "blocks"),
         # What does not go with compiled code, asked for by hand.
-        (["speed.activation_compression=8bit"], "off"),
-        (["speed.activation_offload=cpu"], "off"),
-        (["speed.drop_path_compute=skip"], "off"),
-        (["runtime.watchdog=true"], "off"),
-        (["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
-        (["parallel=fsdp"], "off"),
-        (["parallel=ddp"], "model"),
-        (["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
-    ],
-)
-def test_the_fast_preset_compiles_16_bits_on_a_cpu_unless_it_is_in_the_way(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str
-) -> None:
-    monkeypatch.setattr(build.device, "has_compiler", lambda kind: True)
-    config = config_of("data=synthetic", "speed=fast", "precision=amp_bf16", *overrides, name="vit_s16")
-    assert build.switches(config, torch.device("cpu")).compile == compiled
-
-
-@pytest.mark.parametrize(
-    ("overrides", "compiled"),
-    [
-        (["precision=fp8"], "blocks"),
-        (["speed=reference"], "off"),
+        ("cpu", ["speed.activation_compression=8bit"], "off"),
+        ("cpu", ["speed.activation_offload=cpu"], "off"),
+        ("cpu", ["speed.drop_path_compute=skip"], "off"),
+        ("cpu", ["runtime.watchdog=true"], "off"),
+        ("cpu", ["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
+        ("cpu", ["parallel=fsdp"], "off"),
+        ("cpu", ["parallel=ddp"], "model"),
+        ("cpu", ["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
+        ("cuda", ["precision=fp8"], "blocks"),
+        ("cuda", ["speed=reference"], "off"),
         # Its products are not float8's, and slow in any case.
-        (["precision=fp8", "precision.fp8_emulate=true"], "off"),
-        (["precision=fp8", "speed.drop_path_compute=skip"], "off"),
-        (["precision=fp8", "parallel=fsdp"], "blocks"),
-        (["parallel=fairscale_fsdp"], "off"),
-        (["model=resnet18", "parallel=fsdp"], "model"),
-        (["model=timm", "model.name=resnet18"], "model"),
+        ("cuda", ["precision=fp8", "precision.fp8_emulate=true"], "off"),
+        ("cuda", ["precision=fp8", "speed.drop_path_compute=skip"], "off"),
+        ("cuda", ["precision=fp8", "parallel=fsdp"], "blocks"),
+        ("cuda", ["parallel=fairscale_fsdp"], "off"),
+        ("cuda", ["model=resnet18", "parallel=fsdp"], "model"),
+        ("cuda", ["model=timm", "model.name=resnet18"], "model"),
     ],
 )
-def test_the_fast_preset_compiles_on_cuda(monkeypatch: pytest.MonkeyPatch, overrides: list[str], compiled: str) -> None:
+def test_the_fast_preset_compiles_unless_something_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, device: str, overrides: list[str], compiled: str
+) -> None:
+    """On a CPU only 16 bits."""
     found = True
     monkeypatch.setattr(build.device, "has_compiler", lambda kind: found)
-    config = config_of("data=synthetic", "speed=fast", *overrides, name="vit_s16")
-    assert build.switches(config, torch.device("cuda")).compile == compiled
-    found = False
-    assert build.switches(config, torch.device("cuda")).compile == "off"
+    config = config_of("data=synthetic", "speed=fast", "precision=amp_bf16", *overrides, name="vit_s16")
+    assert build.switches(config, torch.device(device)).compile == compiled
+    found = "speed.compile=blocks" in overrides
+    assert build.switches(config, torch.device(device)).compile == ("blocks" if found else "off")
 
 
 def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
