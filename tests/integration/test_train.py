@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import Finished, UserError
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.train import start, train
+from pycls_fast.train import train
 from pycls_fast.train.run import Run
-from pycls_fast.train.saving import Saver
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
 from tests.integration.runs import TINY, assert_same_state, newest_checkpoint, records, run
@@ -268,13 +266,6 @@ def test_a_tensor_that_weights_allow_names_may_be_missing_in_the_model(tmp_path:
 
 
 def test_rates_times_and_checkpoints(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    savers: list[dict[str, Any]] = []
-
-    def saver(*arguments: Any, **named: Any) -> Saver:
-        savers.append(named)
-        return Saver(*arguments, **named)
-
-    monkeypatch.setattr(start, "Saver", saver)
     overrides = [
         *TINY, f"data.root={digits}", f"run_dir={tmp_path}", "optim.accumulation_steps=2",
         "runtime.checkpoint_every_steps=1", "runtime.keep_checkpoints=4", "runtime.checkpoint_async=false",
@@ -284,7 +275,6 @@ def test_rates_times_and_checkpoints(tmp_path: Path, digits: Path, monkeypatch: 
         # Longer than the process that goes on.
         patched.setattr(Run, "seconds", lambda run: 1000.0)
         assert train(config) == 0
-    assert savers == [{"keep": 4, "asynchronous": False}]
     # The last one is the best as well, which is when those before it are looked through again.
     kept = [step_of(path) for path in checkpoints(tmp_path / "checkpoints")]
     assert sorted(kept) == [3, 4, 5, 6]
