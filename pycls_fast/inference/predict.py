@@ -17,8 +17,7 @@ from pycls_fast.data.decode import Conversion, decode
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import DONE, MISTAKE, cell, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
-from pycls_fast.inference.images import Address, GivenImages, find_images, frames_of
-from pycls_fast.inference.video import Frame
+from pycls_fast.inference.images import Address, Frame, GivenImages, find_images, frames_of
 from pycls_fast.train.contact_sheet import Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file

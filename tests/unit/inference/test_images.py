@@ -21,7 +21,6 @@ from PIL import Image
 
 from pycls_fast.errors import UserError
 from pycls_fast.inference import images as images_room
-from pycls_fast.inference import video
 from pycls_fast.inference.images import GivenImages, find_images, frames_of, given_images
 
 
@@ -201,18 +200,18 @@ def test_frames_of_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert isinstance(pixels, np.ndarray)
         assert pixels.shape == (32, 64, 3)
         assert brightness(pixels) == pytest.approx(50 + 10 * index, abs=1.5)
-    assert [found.seconds for found in video.find_frames(Path("clip.MP4"), 2.5)] == [0.0, 2.5, 5.0, 7.5]
+    assert [found.seconds for found in images_room.find_frames(Path("clip.MP4"), 2.5)] == [0.0, 2.5, 5.0, 7.5]
     write_clip(Path("paused.mp4"), 2, paused=5)
-    assert [found.seconds for found in video.find_frames(Path("paused.mp4"), 1)] == [0.0, 6.0]
+    assert [found.seconds for found in images_room.find_frames(Path("paused.mp4"), 1)] == [0.0, 6.0]
     # As often as there are frames.
-    assert len(video.find_frames(Path("clip.MP4"), 0.01)) == 80
-    assert [frame for frame in find_images(["*.MP4"], 4) if not isinstance(frame, video.Frame)] == []
+    assert len(images_room.find_frames(Path("clip.MP4"), 0.01)) == 80
+    assert [frame for frame in find_images(["*.MP4"], 4) if not isinstance(frame, images_room.Frame)] == []
 
 
 def test_nothing_is_asked_of_a_video_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyAV would answer with what now lies in the freed memory."""
     write_clip(tmp_path / "clip.mp4", 2)
-    opened = video._opened(tmp_path / "clip.mp4")
+    opened = images_room._opened(tmp_path / "clip.mp4")
 
     class Stream:
         def __getattr__(self, name: str) -> Any:
@@ -227,18 +226,18 @@ def test_nothing_is_asked_of_a_video_that_is_closed(tmp_path: Path, monkeypatch:
         def __exit__(self, *_: object) -> None:
             opened.close()
 
-    monkeypatch.setattr(video, "_opened", lambda _: Container())
-    assert len(video.find_frames(tmp_path / "clip.mp4", 0.5)) == 4
+    monkeypatch.setattr(images_room, "_opened", lambda _: Container())
+    assert len(images_room.find_frames(tmp_path / "clip.mp4", 0.5)) == 4
 
 
 def test_a_video_is_decoded_on_from_where_it_was(tmp_path: Path) -> None:
     write_clip(tmp_path / "clip.mp4", 6, group=20)
-    frames = video.find_frames(tmp_path / "clip.mp4", 0.5)
+    frames = images_room.find_frames(tmp_path / "clip.mp4", 0.5)
     assert [frame.start for frame in frames[::4]] == [frame.time for frame in frames[::4]]
     decoding = []
     for index in (0, 1, 3, 8, 9, 8):
         frames[index].read()
-        decoding.append(video._reader(tmp_path / "clip.mp4", os.getpid())._frames)
+        decoding.append(images_room._reader(tmp_path / "clip.mp4", os.getpid())._frames)
     assert [one is other for one, other in pairwise(decoding)] == [True, True, False, True, False]
 
 

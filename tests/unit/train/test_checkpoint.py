@@ -208,18 +208,3 @@ def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkey
         saver.save(saved, 5)
         done = saver.finish()
     assert torch.equal(load_checkpoint(done.path)["model"]["blocks.0.weight"], before)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_failure_is_told_when_the_save_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saving, "_write_tensors", full)
-    saver = Saver(tmp_path, ALONE, keep=2, asynchronous=asynchronous)
-    saver.save(state(5), 5)
-    with pytest.raises(UserError, match="No space left"):
-        saver.finish()
-    assert saver.finish() is None
