@@ -64,7 +64,7 @@ def test_the_written_weights_are_calibrated(
     changed = {name for name, value in load_file(file).items() if not value.equal(load_file(run.best)[name])}
     assert changed == {"head.weight", "head.bias"}
     # Other programs get the same numbers.
-    export(str(file), str(tmp_path / "m.pt2"), which="auto", dtype=None, overwrite=False, format="program")
+    export(str(file), str(tmp_path / "m.pt2"), format="program")
     program = torch.export.load(tmp_path / "m.pt2").module()
     exported_BK = program(torch.from_numpy(images[:2]).permute(0, 3, 1, 2).contiguous())
     torch.testing.assert_close(exported_BK, logits_NK[:2] / hot, rtol=1e-3, atol=1e-3)

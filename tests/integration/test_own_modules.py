@@ -70,7 +70,7 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     run_process(under_torchrun(arguments, 2), cwd=here)
     assert yaml.safe_load(Path("run/config.yaml").read_text())["imports"] == ["my_package.nets"]
     # A file names no modules: nothing is imported when somebody else loads it.
-    export("run", "net.safetensors", which="auto", dtype=None, overwrite=False)
+    export("run", "net.safetensors")
     assert not timm.is_model("tiny_of_this_test")
     own = r"^model.name: timm .* has no model tiny_of_this_test; .*: imports=\[MODULE\] \(in Python: import it first\)$"
     with pytest.raises(UserError, match=own):

@@ -65,7 +65,7 @@ def test_from_training_to_export(name: str, photos: Path, tmp_path: Path) -> Non
 
     onnx, file = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     for path, form in ((onnx, "onnx"), (file, "safetensors")):
-        assert export(str(run), str(path), which="auto", dtype=None, overwrite=False, format=form) == 0
+        assert export(str(run), str(path), format=form) == 0
     here, there = scores(run), scores(onnx)
     assert (here["top1"], here["loss"]) == (there["top1"], pytest.approx(there["loss"], rel=1e-5))
     ways = {"center": "covering", "border": "within", "squash": "squashed to"}

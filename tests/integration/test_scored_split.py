@@ -134,7 +134,7 @@ def test_an_exported_file_is_scored(
 ) -> None:
     """It alone: the run and its weights are gone."""
     file, numbers, own = tmp_path / f"model.{ending}", tmp_path / "numbers.json", scored(run, "val")
-    export(str(run), str(file), which="auto", dtype=None, overwrite=False, format=format_name)
+    export(str(run), str(file), format=format_name)
     shutil.rmtree(run)
     words = [f"weights={file}", f"data.root={images}"]
     monkeypatch.setattr("sys.argv", ["pycls-fast", "test", *words, f"output={numbers}"])

@@ -119,7 +119,7 @@ def test_photographs_are_turned_as_in_training(
     weights = make_run(tmp_path / "run", f"data.exif_orientation={follows}".lower())
     if exported:
         run, weights = weights, tmp_path / "net.safetensors"
-        assert export(str(run), str(weights), which="auto", dtype=None, overwrite=False) == 0
+        assert export(str(run), str(weights)) == 0
     classifier = pycls_fast.load(weights)
     assert classifier.preprocessing.startswith("EXIF orientation, covering" if follows else "covering")
     (tmp_path / "photos").mkdir()
@@ -179,8 +179,7 @@ def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance:
 
 
 def test_an_exported_file_says_the_same(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
-    settings = {"which": "auto", "dtype": None, "overwrite": False}
-    assert export(str(run_dir), str(tmp_path / "net.safetensors"), **settings) == 0  # type: ignore[arg-type]
+    assert export(str(run_dir), str(tmp_path / "net.safetensors")) == 0
     one, two = (pycls_fast.load(source).predict(pixels) for source in (run_dir, tmp_path / "net.safetensors"))
     assert one == two
 
@@ -238,8 +237,7 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
-    settings = {"which": "auto", "dtype": None, "overwrite": False}
-    export(str(run_dir), str(tmp_path / "net.safetensors"), **settings)  # type: ignore[arg-type]
+    export(str(run_dir), str(tmp_path / "net.safetensors"))
     from safetensors import safe_open
     from safetensors.torch import load_file
 

@@ -7,7 +7,7 @@ import json
 import sys
 import zipfile
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import pycls_fast
-from pycls_fast import build
 from pycls_fast.commands.predict import ExportVerb
 from pycls_fast.config import validate_saved
 from pycls_fast.config.keys import PATHS
@@ -34,47 +33,32 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.weights import NOT_TOLD, preprocessing
-from tests.factories import config_of, save_checkpoint
+from tests.factories import config_of
 from tests.integration.runs import run_process
-from tests.unit.inference.conftest import make_run
+from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run
 
 # What stack traces of this machine would contain.
 PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
-CONFIG = config_of("model.width=32", "model.depth=1", "data.image_size=8", "model.patch_size=4")
-CLASSES = tuple("0123456789")
-
-
-def network() -> torch.nn.Module:
-    return build.model(CONFIG, 10, build.switches(CONFIG, torch.device("cpu")))
+CONFIG = config_of(*VIT)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run folder with a checkpoint whose average differs from its weights."""
-    state = {
-        "step": 7,
-        "model": network().state_dict(),
-        "ema": {name: value + 1 for name, value in network().state_dict().items()},
-        "optimizer": {},
-        "classes": list(CLASSES),
-        "config": CONFIG.model_dump(mode="json"),
-    }
-    save_checkpoint(state, tmp_path / "run" / "checkpoints", 7, keep=2)
-    return tmp_path / "run"
+    """A run whose average is not its weights."""
+    return make_run(tmp_path / "run", ema=True)
 
 
-def write(source: Path, output: Path, **settings: object) -> dict[str, torch.Tensor]:
-    chosen = {"which": "auto", "dtype": None, "overwrite": False} | settings
-    assert export(str(source), str(output), **chosen) == 0  # type: ignore[arg-type]
+def write(source: Path, output: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    assert export(str(source), str(output), **settings) == 0
     return load_file(output)
 
 
-@pytest.mark.parametrize(("which", "added"), [("auto", 1), ("ema", 1), ("model", 0)])
-def test_the_chosen_weights_under_their_plain_names(run_dir: Path, tmp_path: Path, which: str, added: int) -> None:
+@pytest.mark.parametrize(("which", "sign"), [("auto", -1), ("ema", -1), ("model", 1)])
+def test_the_chosen_weights_under_their_plain_names(run_dir: Path, tmp_path: Path, which: str, sign: int) -> None:
     tensors = write(run_dir, tmp_path / "net.safetensors", which=which)
-    own = network().state_dict()
+    own = make_network(CONFIG).state_dict()
     assert tensors.keys() == own.keys()
-    assert all(torch.equal(tensors[name], value + added) for name, value in own.items())
+    assert all(torch.equal(tensors[name], sign * value) for name, value in own.items())
 
 
 def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path: Path) -> None:
@@ -82,7 +66,7 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         about = file.metadata()
     assert json.loads(about["classes"]) == list(CLASSES)
-    assert json.loads(about["model"])["width"] == 32
+    assert json.loads(about["model"])["width"] == 24
     assert json.loads(about["preprocessing"]) == {
         "image_size": 8,
         "crop_ratio": CONFIG.augment.eval_crop_ratio,
@@ -126,7 +110,7 @@ def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> 
 
 def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None:
     first = write(run_dir, tmp_path / "net.safetensors")
-    loaded = network()
+    loaded = make_network(CONFIG)
     origin = load_weights(loaded, tmp_path / "net.safetensors", classes=CLASSES)
     assert (origin.kind, origin.step) == ("ema", 7)
     assert all(torch.equal(first[name], value) for name, value in loaded.state_dict().items())
@@ -141,8 +125,8 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     "about", [{"classes": "cat,dog"}, {"classes": "10"}, {"step": "7.5"}, {"config": '{"width": 7}'}]
 )
 def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str]) -> None:
-    save_file(network().state_dict(), tmp_path / "net.safetensors", metadata=about)
-    assert load_weights(network(), tmp_path / "net.safetensors", classes=CLASSES).step is None
+    save_file(make_network(CONFIG).state_dict(), tmp_path / "net.safetensors", metadata=about)
+    assert load_weights(make_network(CONFIG), tmp_path / "net.safetensors", classes=CLASSES).step is None
     assert pretrained.read_weights(str(tmp_path / "net.safetensors")).classes is None
     with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
         pycls_fast.load(tmp_path / "net.safetensors")
@@ -200,7 +184,7 @@ def test_timm_opens_the_folder(drawn: Path, tmp_path: Path) -> None:
     (drawn / "metrics.jsonl").write_text(
         "".join(json.dumps(record | {"epoch": 1, "time": 0}) + "\n" for record in records)
     )
-    assert export(str(drawn), str(folder), which="auto", dtype=None, overwrite=False, format="timm") == 0
+    assert export(str(drawn), str(folder), format="timm") == 0
     assert sorted(file.name for file in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     card = (folder / "README.md").read_text()
     _, header, text = card.split("---\n", 2)
@@ -225,7 +209,7 @@ def test_only_exported_files_of_a_folder_are_overwritten(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder may be a clone of a hub's repository, the working folder or a link."""
-    export(str(drawn), str(tmp_path / "clone"), which="auto", dtype=None, overwrite=False, format="timm")
+    export(str(drawn), str(tmp_path / "clone"), format="timm")
     (tmp_path / "clone" / ".git").mkdir()
     for kept in (".git/HEAD", "README.md"):
         (tmp_path / "clone" / kept).write_text("ours")
@@ -233,7 +217,7 @@ def test_only_exported_files_of_a_folder_are_overwritten(
     monkeypatch.chdir(tmp_path / "clone")
     for output in (".", str(tmp_path / "link")):
         Path("model.safetensors").write_bytes(b"old")
-        export(str(drawn), output, which="auto", dtype=None, overwrite=True, format="timm")
+        export(str(drawn), output, overwrite=True, format="timm")
         assert load_file("model.safetensors")
         assert {path.name for path in Path().iterdir()} == {"config.json", "model.safetensors", "README.md", ".git"}
     assert Path(".git/HEAD").read_text() == Path("README.md").read_text() == "ours"
@@ -242,7 +226,7 @@ def test_only_exported_files_of_a_folder_are_overwritten(
 def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     file = tmp_path / "net.onnx"
-    assert export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format="onnx") == 0
+    assert export(str(drawn), str(file), format="onnx") == 0
     session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
     assert [each.shape for each in (*session.get_inputs(), *session.get_outputs())] == [
         ["batch", 3, 8, 8],
@@ -275,7 +259,7 @@ def test_what_computes_something_else_is_not_written(
     with pytest.raises(
         UserError, match=r"^output: not written, as the file does not compute what the network does: \d+ "
     ):
-        export(str(drawn), str(file), which="auto", dtype=None, overwrite=False, format=form)
+        export(str(drawn), str(file), format=form)
     assert not file.exists()
 
 
