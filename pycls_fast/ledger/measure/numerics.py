@@ -17,8 +17,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,15 +66,8 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
             training.step()
         records.append({"step": steps, **errors(step, network, exact, probe)})
         weights = _digest(step.weights.live())
-    finite = [{k: v if v is None or math.isfinite(v) else "not finite" for k, v in r.items()} for r in records]
-    record = {
-        "kind": "numerics",
-        "config_name": config.config_name,
-        "errors": finite,
-        "weights": weights,
-        **provenance(device, 1),
-    }
-    write_json(training.file, record)
+    about = {"kind": "numerics", "config_name": config.config_name, **provenance(device, 1)}
+    write_json(training.file, {**about, "errors": records, "weights": weights})
     return DONE
 
 
@@ -107,7 +98,7 @@ def random_head(step: Step, network: Network) -> Iterator[None]:
             torch._foreach_zero_(weights)
 
 
-def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> dict[str, float | None]:
+def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> dict[str, Any]:
     """`logit_error` and `gradient_error`: norm of the difference from float64 over float64's norm; None if that is 0.
 
     The network is put in evaluation mode (stored BatchNorm statistics, no drop-path), so that both compute the same
@@ -129,8 +120,8 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
     gradients = _gradients(network, 1 / scale)
     return {
-        "logit_error": relative_error([logits_BK], [exact_logits_BK]),
-        "gradient_error": relative_error(gradients, _gradients(exact, 1.0)),
+        "logit_error": _relative_error([logits_BK], [exact_logits_BK]),
+        "gradient_error": _relative_error(gradients, _gradients(exact, 1.0)),
     }
 
 
@@ -158,14 +149,14 @@ def _gradients(network: nn.Module, factor: float) -> list[Tensor]:
 
 
 @torch.no_grad()
-def relative_error(values: list[Tensor], exact: list[Tensor]) -> float | None:
-    """The norm of all differences over the norm of all exact values; None if that is zero, inf if it is not finite."""
+def _relative_error(values: list[Tensor], exact: list[Tensor]) -> float | str | None:
+    """The norm of all differences over the norm of all exact values; None if that is zero."""
     off = sum(float((v.double() - e).square().sum()) for v, e in zip(values, exact, strict=True))
     norm = sum(float(e.square().sum()) for e in exact)
     if norm == 0:
         return None
     error = (off / norm) ** 0.5
-    return error if math.isfinite(error) else math.inf
+    return error if math.isfinite(error) else "not finite"
 
 
 LOW, HIGH = -60, 16
@@ -174,26 +165,23 @@ SMALLEST_NORMAL, SMALLEST_SUBNORMAL, LARGEST = -14, -24, 65504.0
 """float16: exponents of its smallest normal and subnormal numbers, and its largest number (IEEE 754, binary16)."""
 
 
-@dataclass
+# What is counted of a layer's values; "scaled" with the loss scale that is tried.
+_COUNTED = (
+    "gradients", "zero", "below_subnormal", "below_subnormal_scaled", "overflow_scaled", "below_normal",
+    "below_normal_scaled", "updates", "updates_lost_float16", "updates_lost_bfloat16",
+)  # fmt: skip
+
+
 class LayerCounts:
     """Counts of one layer's values over steps, on the device; `scale` is the loss scale to try."""
 
-    scale: float
-    exponents: Tensor
-    """Number of values by floor(log2 |g|), LOW..HIGH."""
-    sums: Tensor
-    """[values, zeros, flushed, flushed scaled, overflowed scaled, subnormal, subnormal scaled, updates, lost in
-    float16, lost in bfloat16]."""
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self.scale = scale
+        # Number of values by floor(log2 |g|), LOW..HIGH.
+        self.exponents = torch.zeros(HIGH - LOW + 1, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(len(_COUNTED), dtype=torch.int64, device=device)
 
-    @classmethod
-    def empty(cls, scale: float, device: torch.device) -> LayerCounts:
-        """Counts of zero."""
-        return cls(
-            scale,
-            torch.zeros(HIGH - LOW + 1, dtype=torch.int64, device=device),
-            torch.zeros(10, dtype=torch.int64, device=device),
-        )
-
+    @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
         """Count a gradient, in float32 or wider and without the loss scale."""
         size = gradient.abs().flatten()
@@ -214,69 +202,51 @@ class LayerCounts:
             ]
         )
 
+    @torch.no_grad()
     def add_update(self, before: Tensor, after: Tensor) -> None:
         """Count weights that an update moves in float32 but would not move in a 16-bit format."""
         change = after - before
         moved = change != 0
-        lost = [moved & (_without_master(before, change, dtype) == 0) for dtype in (torch.float16, torch.bfloat16)]
+        # Without a master, the sum is rounded to the format.
+        narrow = [before.to(dtype) for dtype in (torch.float16, torch.bfloat16)]
+        lost = [moved & ((weight.float() + change).to(weight.dtype) == weight) for weight in narrow]
         self.sums[7:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
 
     def record(self) -> dict[str, Any]:
         """Counts and shares for JSON; shares of gradients are of those that are not zero in float32."""
-        counts = self.sums.tolist()
-        values, zeros, flushed, scaled, over, subnormal, subnormal_scaled, updates, lost, lost_bf16 = counts
-        some, moved = max(values - zeros, 1), max(updates, 1)
-        return {
-            "gradients": values,
-            "zero": zeros,
-            "exponents": {str(LOW + i): n for i, n in enumerate(self.exponents.tolist()) if n},
-            "below_subnormal": flushed / some,
-            "below_subnormal_scaled": scaled / some,
-            "below_normal": subnormal / some,
-            "below_normal_scaled": subnormal_scaled / some,
-            "overflow_scaled": over / some,
-            "updates": updates,
-            "updates_lost_float16": lost / moved,
-            "updates_lost_bfloat16": lost_bf16 / moved,
-        }
-
-    def __add__(self, other: LayerCounts) -> LayerCounts:
-        return LayerCounts(self.scale, self.exponents + other.exponents, self.sums + other.sums)
+        found: dict[str, Any] = dict(zip(_COUNTED, self.sums.tolist(), strict=True))
+        some, moved = max(found["gradients"] - found["zero"], 1), max(found["updates"], 1)
+        shares = {name: n / (moved if "lost" in name else some) for name, n in found.items() if "_" in name}
+        exponents = {str(LOW + i): n for i, n in enumerate(self.exponents.tolist()) if n}
+        return {**found, "exponents": exponents, **shares}
 
 
-def _without_master(before: Tensor, change: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a weight of this format moves when the sum is rounded to the format."""
-    weight = before.to(dtype)
-    return (weight.float() + change).to(dtype) - weight
-
-
-@dataclass
 class Watch:
     """Counts every layer's gradients after each microbatch's backward pass, and the optimizer's updates."""
 
-    network: Network
-    scale: float
-    counts: dict[str, LayerCounts] = field(default_factory=dict)
+    def __init__(self, network: nn.Module, scale: float) -> None:
+        self._named = list(network.named_parameters())
+        self._counts: dict[str, LayerCounts] = {}
+        for name, parameter in self._named:
+            self._counts.setdefault(_layer(name), LayerCounts(scale, parameter.device))
 
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
         """Count backward passes, and steps of this optimizer, inside the context."""
         before: dict[str, Tensor] = {}
 
-        @torch.no_grad()
         def first(*_: Any) -> None:
-            for name, parameter in self._trained():
-                before[name] = parameter.detach().clone()
+            before.update({name: p.detach().clone() for name, p in self._named if p.grad is not None})
 
-        @torch.no_grad()
         def then(*_: Any) -> None:
-            for name, parameter in self._trained():
-                self._of(name, parameter).add_update(before.pop(name), parameter)
+            for name, parameter in self._named:
+                if name in before:
+                    self._counts[_layer(name)].add_update(before.pop(name), parameter)
 
         # Gradients are counted before clipping, which works on float32 gradients at every precision.
         hooks: list[Any] = [
-            parameter.register_hook(partial(self._add_gradient, name))
-            for name, parameter in self.network.named_parameters()
+            parameter.register_hook(self._counts[_layer(name)].add_gradient)
+            for name, parameter in self._named
             if parameter.requires_grad
         ]
         hooks += [optimizer.register_step_pre_hook(first), optimizer.register_step_post_hook(then)]
@@ -286,39 +256,24 @@ class Watch:
             for hook in hooks:
                 hook.remove()
 
-    @torch.no_grad()
-    def _add_gradient(self, name: str, gradient: Tensor) -> None:
-        self._of(name, gradient).add_gradient(gradient)
+    def records(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """The record of all layers together, and those of trained layers in the network's order."""
+        first, *_ = self._counts.values()
+        total = LayerCounts(first.scale, first.sums.device)
+        for each in self._counts.values():
+            total.exponents += each.exponents
+            total.sums += each.sums
+        layers = {name: each.record() for name, each in self._counts.items()}
+        return total.record(), {name: record for name, record in layers.items() if record["gradients"]}
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.network.named_parameters() if p.grad is not None]
 
-    def _of(self, name: str, parameter: Tensor) -> LayerCounts:
-        layer = name.rpartition(".")[0] or name
-        if layer not in self.counts:
-            self.counts[layer] = LayerCounts.empty(self.scale, parameter.device)
-        return self.counts[layer]
-
-    def layers(self) -> dict[str, dict[str, Any]]:
-        """Records by layer, in the network's order (`counts` has that of the backward pass)."""
-        order = {name.rpartition(".")[0] or name: None for name, _ in self.network.named_parameters()}
-        return {name: self.counts[name].record() for name in order if name in self.counts}
-
-    def total(self) -> LayerCounts:
-        """The sum over all layers."""
-        first, *others = self.counts.values()
-        return sum(others, first)
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter
 
 
 def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_scale: float, output: str | None) -> int:
-    """Train, count, write the numbers as JSON and draw a PNG beside it; returns the exit status.
-
-    Args:
-        config: an experiment in float32 or under autocast, so that its gradients and weights are float32.
-        steps: training steps to count.
-        warmup_steps: training steps before them.
-        loss_scale: tried on the gradients; the training itself is not scaled.
-        output: the JSON file; None for one in `run_dir` if that is set, else in `gradients/`.
+    """Train in float32 or under autocast, so that gradients and weights are float32, count, and write the numbers as
+    JSON; returns the exit status. `GradientsVerb` in `commands/measure.py` describes the arguments.
 
     Raises:
         UserError: a precision that rounds gradients, several ranks, CUDA graphs, an `output` that cannot be written,
@@ -344,6 +299,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             with watch.around(parts.step.optimizer):
                 training.step()
         loss = training.metrics.read(world)["loss"]
+    total, layers = watch.records()
     record = {
         "kind": "gradients",
         "config_name": config.config_name,
@@ -356,8 +312,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         "parameters": parts.complexity.parameters,
         "loss": loss,
         **provenance(world.device, world.size),
-        "total": watch.total().record(),
-        "layers": watch.layers(),
+        "total": total,
+        "layers": layers,
         "config": parts.config.model_dump(mode="json"),
     }
     file = training.file

@@ -16,7 +16,6 @@ from pycls_fast.train.display import plain_table, wide_console
 
 LEVEL = (1 - CONFIDENCE) / 2
 """Significance level of each one-sided test, after Holm's correction over the variants."""
-LOST = 1
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,14 @@ class Change:
     quantity: str
     before: str
     now: str
-    lost: bool
     text: str
+    lost: bool = False
+
+    @property
+    def row(self) -> dict[str, str]:
+        """Of the table."""
+        text = f"LOST: {self.text}" if self.lost else self.text
+        return {"variant": self.variant, "quantity": self.quantity, "before": self.before, "now": self.now, "": text}
 
 
 def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
@@ -45,12 +50,8 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         if record.unfinished
     )
     changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
-    rows = [
-        {"variant": each.variant, "quantity": each.quantity, "before": each.before, "now": each.now, "": each.text}
-        for each in changes
-    ]
-    wide_console().print(plain_table(rows, no_wrap=True))
-    return LOST if any(change.lost for change in changes) else DONE
+    wide_console().print(plain_table([change.row for change in changes], no_wrap=True))
+    return 1 if any(change.lost for change in changes) else DONE
 
 
 def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
@@ -78,29 +79,25 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
         new, first = by_name.get(old.name), old is before.reference
         if new is None or new.status != "measured":
             reason = "variant is missing" if new is None else (new.reason or new.status)
-            changes.append(Change(old.name, "runs", "yes", "no", True, f"LOST: {reason}"))
+            changes.append(Change(old.name, "runs", "yes", "no", reason, lost=True))
         elif found:
             changes.append(_speed_change(old.name, *found, p_speed, tolerance))
         elif _is_timed(old, first) and not _is_timed(new, first):
             quantity = "images/s" if first else "speed-up"
-            changes.append(Change(old.name, quantity, "timed", "-", True, "LOST: not timed"))
+            changes.append(Change(old.name, quantity, "timed", "-", "not timed", lost=True))
         elif first and absolute and old.timing and new.timing:
             what = "machine" if _machine(before) != _machine(now) else "number of ranks"
-            changes.append(Change(old.name, "images/s", "", "", False, f"different {what}: not compared"))
+            changes.append(Change(old.name, "images/s", "", "", f"different {what}: not compared"))
     changes += _accuracy_changes(before, now)
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
     return changes
 
 
-Speeds = tuple[str, Speedup, Speedup]
-"""A quantity, before and now."""
-
-
 def _speeds(
     old: VariantRecord, new: VariantRecord | None, before: Record, now: Record, absolute: bool
-) -> Speeds | None:
-    """What there is to compare of a variant's speed."""
+) -> tuple[str, Speedup, Speedup] | None:
+    """What there is to compare of a variant's speed: a quantity, before and now."""
     if new is None or not old.timing or not new.timing:
         return None
     if old is before.reference:
@@ -110,7 +107,7 @@ def _speeds(
     return ("speed-up", a, b) if a and b else None
 
 
-def _first_speeds(before: Timing, now: Timing) -> Speeds:
+def _first_speeds(before: Timing, now: Timing) -> tuple[str, Speedup, Speedup]:
     """Speeds of the first variant from its timings in two ledgers of one machine.
 
     The rate of the same code differs between two sessions on a shared machine, by more than it does within one. The
@@ -138,7 +135,7 @@ def _speed_change(
         lost, text = beyond, f"{text}, without an interval"
     elif not is_shown:
         text += ", too few rounds to say" if beyond else ", within the intervals"
-    return Change(variant, quantity, _interval(before), _interval(now), lost, f"LOST: {text}" if lost else text)
+    return Change(variant, quantity, _interval(before), _interval(now), text, lost)
 
 
 def _is_timed(variant: VariantRecord, first: bool) -> bool:
@@ -162,16 +159,12 @@ def _accuracy_changes(before: Record, now: Record) -> list[Change]:
     broken = now.accuracy.broken if now.accuracy else {}
     made = []
     for (name, effect), p_value in zip(old.items(), p_values, strict=True):
-        if name not in new:
-            text = f"LOST: {'breaks training: ' + broken[name] if name in broken else 'not trained'}"
-            made.append(Change(name, "top-1 gained", _effect(effect), "-", True, text))
-            continue
-        change = new[name].difference - effect.difference
-        lost = p_value <= LEVEL and change < 0
-        text = f"{change:+.2f}" + ("" if p_value <= LEVEL else ", within the intervals")
-        made.append(
-            Change(name, "top-1 gained", _effect(effect), _effect(new[name]), lost, f"LOST: {text}" if lost else text)
-        )
+        now_text, lost, is_shown = "-", True, p_value <= LEVEL
+        text = f"breaks training: {broken[name]}" if name in broken else "not trained"
+        if name in new:
+            change, now_text = new[name].difference - effect.difference, _effect(new[name])
+            lost, text = is_shown and change < 0, f"{change:+.2f}" + ("" if is_shown else ", within the intervals")
+        made.append(Change(name, "top-1 gained", _effect(effect), now_text, text, lost))
     return made
 
 

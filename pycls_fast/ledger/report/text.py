@@ -26,17 +26,12 @@ Kind = Literal["good", "bad", "open"]
 def title(record: Record) -> str:
     """The experiment, its model and the hardware."""
     found, device = record.model, record.device
-    what = f" ({found['model']}, {human(found['parameters'])} parameters, {pixels(record)})" if found else ""
+    pixels = " or ".join(map(str, sorted({timing.image_size for _, timing in record.timed})))
+    what = f" ({found['model']}, {human(found['parameters'])} parameters, {pixels} pixels)" if found else ""
     # Variants that cannot run here say nothing of the hardware.
     most = max((variant.ranks for variant, _ in record.timed), default=1)
     chips = f"{f'up to {most} x ' if most > 1 else ''}{device}"
     return f"{record.config_name}{what} on {_cpu(record) if device in (None, 'cpu') else chips}"
-
-
-def pixels(record: Record) -> str:
-    """The sizes of the images that were timed."""
-    sizes = sorted({timing.image_size for _, timing in record.timed})
-    return f"{' or '.join(map(str, sizes)) or (record.model or {}).get('image_size')} pixels"
 
 
 def _cpu(record: Record) -> str:

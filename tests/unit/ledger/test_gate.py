@@ -171,7 +171,7 @@ def test_effects_are_compared_by_welchs_test() -> None:
 
 def texts(before: Record, now: Record, name: str = "fast") -> dict[str, str]:
     found = compare_ledgers(before, now, tolerance=0.05)
-    return {each.quantity: each.text for each in found if each.variant == name}
+    return {each.quantity: each.row[""] for each in found if each.variant == name}
 
 
 def test_a_slower_machine_is_no_loss_and_slower_code_is() -> None:
