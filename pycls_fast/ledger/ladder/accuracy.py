@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,8 @@ class CrossedTrainings:
         for pair in self._screening() if not known.identical and not known.looked else []:
             self.train(self._runs(pair))
             found = self._predictions(pair)
-            if found is not None and _same(*found):
+            keys = ("indices_N", "labels_N", "predicted_N")
+            if found and all(np.array_equal(*(getattr(each, key) for each in found)) for key in keys):
                 known.identical = list(known.alike)
                 self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
             self.folder.keep_crossing(asdict(known))
@@ -161,7 +163,7 @@ class CrossedTrainings:
         """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""
         s = self.settings
         for family in group:
-            pairs = [found for pair in family.pairs[: family.pilot] if (found := self._pair(pair)) is not None]
+            pairs = self._ended(family.pairs[: family.pilot])
             if len(pairs) < 2:
                 continue
             runs, deviation = 2 * len(family.pairs), deviation_of(pairs)
@@ -186,16 +188,13 @@ class CrossedTrainings:
         """
         for family in group:
             runs = self.trained([family])
-            failed, ended = (
-                [run for run in runs if (run.failed is not None) == is_failed] for is_failed in (True, False)
-            )
-            name = breaks([r.on for r in failed], [r.on for r in ended], family.names) if failed else None
+            failed = [run for run in runs if run.failed is not None]
+            explained = partial(breaks, [r.on for r in failed], [r.on for r in runs if r not in failed], family.names)
+            name = explained() if failed else None
             if name is not None:
-                with_it, without = ([r for r in runs if (name in r.on) == is_on] for is_on in (True, False))
-                self.known.broken[name] = (
-                    f"{sum(r.failed is not None for r in with_it)} of {len(with_it)} trainings failed with it, "
-                    f"{sum(r.failed is not None for r in without)} of {len(without)} without"
-                )
+                of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
+                evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
+                self.known.broken[name] = evidence
                 for other in self.names:
                     if name in closed(self.ladder, [other]):
                         self.known.broken.setdefault(other, f"it needs {name}, which does")
@@ -203,9 +202,7 @@ class CrossedTrainings:
                 self.say(f"{name}: breaks training: {self.known.broken[name]}")
                 return True
             # At first all variants are on together; more trainings at the same rates may tell which one it is.
-            if len(failed) > _MOST_FAILURES and not breaks(
-                [r.on for r in failed], [r.on for r in ended], family.names, times=2 * len(family.pairs) / len(runs)
-            ):
+            if len(failed) > _MOST_FAILURES and not explained(times=2 * len(family.pairs) / len(runs)):
                 raise UserError(
                     f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
                     f"one is tried again when its {FAILED} is removed"
@@ -236,16 +233,16 @@ class CrossedTrainings:
         )
 
     def _fitted(self, family: Family, found: Fit) -> OverallFit:
-        pairs, names = [pair for each in family.pairs if (pair := self._pair(each)) is not None], family.names
+        names, several = family.names, len(family.names) > 1
         # Of alternatives the last, as at the end of a cumulative ladder.
-        kept, several = possible(self.ladder, names[::-1], self.known.conflicts), len(names) > 1
+        kept = possible(self.ladder, names[::-1], self.known.conflicts)
         return OverallFit(
             deviation=found.residual,
             floor=found.floor,
             variance_ratio=(found.residual / found.floor) ** 2,
             resolution=resolution(found.deviation, 2 * len(family.pairs)),
             together=sum_of(found, names, [name for name in names if name not in kept]) if several else None,
-            interplay=interplay(pairs, names, found) if several else None,
+            interplay=interplay(self._ended(family.pairs), names, found) if several else None,
         )
 
     def _effects(
@@ -273,7 +270,7 @@ class CrossedTrainings:
         for family, planned in chosen:
             if complete and not all(run.is_done for pair in planned for run in self._runs(pair)):
                 return None
-            found = fit([pair for each in planned if (pair := self._pair(each)) is not None], family.names)
+            found = fit(self._ended(planned), family.names)
             if found is None:
                 return None
             made.append((family.names, found))
@@ -283,11 +280,12 @@ class CrossedTrainings:
         variants = [together(self.ladder, on) for on in pair.on]
         return [TrainingRun(v, pair.seed, self.folder.run_dir(v, pair.seed)) for v in variants]
 
-    def _pair(self, planned: PlannedPair) -> Pair | None:
-        """The pair's result; None if one of its trainings has not ended, or failed."""
-        if planned not in self._pairs and all(run.is_done for run in self._runs(planned)):
-            self._pairs[planned] = self._read(planned)
-        return self._pairs.get(planned)
+    def _ended(self, planned: Sequence[PlannedPair]) -> list[Pair]:
+        """The results of those pairs both of whose trainings have ended, and not failed."""
+        for each in planned:
+            if each not in self._pairs and all(run.is_done for run in self._runs(each)):
+                self._pairs[each] = self._read(each)
+        return [pair for each in planned if (pair := self._pairs.get(each)) is not None]
 
     def _read(self, planned: PlannedPair) -> Pair | None:
         found = self._predictions(planned)
@@ -320,23 +318,10 @@ class CrossedTrainings:
         return float(np.mean(known)) if known else 0.0
 
 
-def _same(one: Predictions, two: Predictions) -> bool:
-    """Whether the same images got the same predictions."""
-    return all(np.array_equal(getattr(one, key), getattr(two, key)) for key in ("indices_N", "labels_N", "predicted_N"))
-
-
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
     if not RunFolder(run.folder).finished:
-        reason = read_measurement(run.folder / FAILED)["reason"]
-        return TrainedRun(seed=run.seed, on=list(on), top1=None, correct=None, count=None, seconds=None, failed=reason)
+        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED)["reason"])
     summary = read_measurement(run.folder / "summary.json")
-    final = summary["final"]
-    return TrainedRun(
-        seed=run.seed,
-        on=list(on),
-        top1=final["top1"],
-        correct=round(final["top1"] * final["count"] / 100),
-        count=final["count"],
-        seconds=summary["wall_seconds"],
-        failed=None,
-    )
+    top1, count = summary["final"]["top1"], summary["final"]["count"]
+    numbers = {"top1": top1, "correct": round(top1 * count / 100), "count": count, "seconds": summary["wall_seconds"]}
+    return TrainedRun(seed=run.seed, on=list(on), **numbers)

@@ -67,11 +67,11 @@ class TrainedRun(_Part):
 
     seed: int
     on: list[str]
-    top1: float | None
-    correct: int | None
-    count: int | None
-    seconds: float | None
-    failed: str | None
+    top1: float | None = None
+    correct: int | None = None
+    count: int | None = None
+    seconds: float | None = None
+    failed: str | None = None
 
 
 class PlannedFamily(_Part):

@@ -18,8 +18,9 @@ from pycls_fast.ledger.compare import compare_runs, comparison, read_run_files
 from pycls_fast.speed import resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
-from tests.factories import TRAINED, config_of
+from tests.factories import config_of
 from tests.unit.ledger.test_page import Tags
+from tests.unit.ledger.test_runs import make_run as make_any_run
 
 IMAGES = 359
 # Position -> (predicted, loss), where a run is wrong.
@@ -53,34 +54,19 @@ def make_run(
     path: Path, digits: Path, wrong: dict[int, tuple[int, float]], *overrides: str, finished: bool = True
 ) -> Path:
     """A run folder whose latest evaluation was wrong in these images alone."""
+    make_any_run(path, f"data.root={digits}", *overrides, ends="finished" if finished else "failed")
     config = config_of(f"data.root={digits}", *overrides)
-    folder = RunFolder(path)
-    folder.create()
-    settings = config.model_dump(mode="json")
     # As in `Run.settings`.
-    settings["speed"] = resolve(config.speed, "cpu", config.optim).model_dump()
-    folder.write_config(settings)
-    for step in range(1, 11):
-        folder.add_record("train", step, step / 2, **TRAINED | {"loss": 2 - 0.1 * step, "images_per_second": 1e3})
+    speed = resolve(config.speed, "cpu", config.optim).model_dump()
+    RunFolder(path).write_config({**config.model_dump(mode="json"), "speed": speed})
     right = labels(digits, *overrides)
     predicted, losses = right.copy(), np.full(len(right), 0.1, np.float32)
     for position, (label, loss) in wrong.items():
         # Never the right one by chance.
         predicted[position] = label if label != right[position] else (label + 1) % 10
         losses[position] = loss
-    Predictions(np.arange(len(right)), right, predicted, losses, np.full_like(losses, 0.9)).save(folder.predictions)
-    top1 = 100.0 * float((predicted == right).mean())
-    for epoch in (2, 5):
-        final = folder.add_record(
-            "eval", 2 * epoch, epoch, split="val", weights="model", top1=top1 - 5 + epoch, top5=100.0, loss=0.2,
-            count=359,
-        )  # fmt: skip
-    if finished:
-        folder.write_json("summary.json", {
-            "final": final, "best": final, "steps": 10, "epochs": 5.0, "images_per_second": 1000.0 + len(wrong),
-            "wall_seconds": 60.0, "step_seconds_p50": 0.01, "memory_peak_bytes": 10**9, "parameters": 10**5,
-            "world_size": 1, "device": "cpu", "forward_flops_per_image": 10**6,
-        })  # fmt: skip
+    predictions = Predictions(np.arange(len(right)), right, predicted, losses, np.full_like(losses, 0.9))
+    predictions.save(RunFolder(path).predictions)
     return path
 
 

@@ -161,6 +161,9 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
     assert set(words(partly).values()) <= {None}
     again = work(crossed(tmp_path / "stopped"))
     assert again.accuracy == whole.accuracy
+    # The plan is fixed after a verdict.
+    with pytest.raises(UserError, match="fixed"):
+        work(crossed(tmp_path / "stopped", runs_at_most=128))
 
     page = ledger_page(whole, [])
     assert headline(whole) == (
@@ -172,26 +175,17 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 def test_one_that_breaks_training_is_counted_and_the_others_are_decided(
     trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for one that needs it."""
     monkeypatch.setattr(trained, "breaking", ("c=1",))
-    record = work(crossed(tmp_path))
-    assert list(record.accuracy.broken) == ["c"]
-    assert "of" in record.accuracy.broken["c"]
-    assert words(record) == {"a": "costs", **dict.fromkeys("bdefgh", "free")}
-    failed = {run.failed is not None for run in record.accuracy.runs if "c" in run.on}
-    # Trainings of the design with it are still told.
-    assert failed == {True}
-    assert sum("c" in run.on for run in record.accuracy.runs) == len(list(tmp_path.rglob(FAILED)))
-
-
-def test_what_needs_one_that_breaks_training_is_left_out(
-    trained: type[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trained, "breaking", ("c=1",))
-    variants = [v.model_copy(update={"against": "c"}) if v.name == "d" else v for v in LADDER.variants]
-    ledger = made(tmp_path, LADDER.model_copy(update={"variants": tuple(variants)}), mode="crossed", runs_at_most=None)
-    record = work(ledger)
+    variants = tuple(v.model_copy(update={"against": "c"}) if v.name == "d" else v for v in LADDER.variants)
+    ladder = LADDER.model_copy(update={"variants": variants})
+    record = work(made(tmp_path, ladder, mode="crossed", runs_at_most=None, rounds=1))
+    assert "trainings failed with it" in record.accuracy.broken["c"]
     assert set(record.accuracy.broken) == {"c", "d"}
     assert words(record) == {"a": "costs", **dict.fromkeys("befgh", "free")}
+    # Trainings of the design with it are still told.
+    assert {run.failed is not None for run in record.accuracy.runs if "c" in run.on} == {True}
+    assert sum("c" in run.on for run in record.accuracy.runs) == len(list(tmp_path.rglob(FAILED)))
 
 
 def test_failures_that_no_variant_explains(
@@ -236,9 +230,3 @@ def test_too_few_trainings_are_refused_before_any(trained: type[Training], tmp_p
     with pytest.raises(UserError, match="runs_at_most: 16 trainings say nothing about 8 variants; use 18 or more"):
         work(crossed(tmp_path, runs_at_most=16))
     assert not list(tmp_path.rglob("summary.json"))
-
-
-def test_the_plan_is_fixed_after_a_verdict(trained: type[Training], tmp_path: Path) -> None:
-    work(crossed(tmp_path))
-    with pytest.raises(UserError, match="fixed"):
-        work(crossed(tmp_path, runs_at_most=128))

@@ -17,7 +17,7 @@ from pycls_fast.config.ladder import read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import p_less_accurate
 from pycls_fast.ledger.report.gate import check, compare_ledgers
-from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
+from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from tests.unit.ledger.stand_ins import accuracy, effect, record_of, timing, variant
 
@@ -32,45 +32,28 @@ def ledger() -> Record:
     )
 
 
-def timed(variant: VariantRecord) -> Timing:
-    assert variant.timing is not None
-    return variant.timing
+Change = Callable[[Record], object]
 
 
-def with_speed(ratio: float, low: float | None, high: float | None, rounds: int = 3) -> Callable[[Record], None]:
+def put(path: str, value: object) -> Change:
+    """A change of a record: the value at this place."""
+
     def change(record: Record) -> None:
-        timed(record.variants[1]).speedup = Speedup(ratio, low, high, rounds)
+        *owners, name = path.split(".")
+        owner: Any = record
+        for key in owners:
+            owner = owner[int(key)] if key.isdigit() else getattr(owner, key)
+        setattr(owner, name, value)
 
     return change
 
 
-def with_rounds(*rounds: float) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        timed(record.variants[0]).rounds = list(rounds)
-
-    return change
+def with_speed(ratio: float, low: float | None, high: float | None, rounds: int = 3) -> Change:
+    return put("variants.1.timing.speedup", Speedup(ratio, low, high, rounds))
 
 
-def with_effect(difference: float, error: float = 0.1) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        record.accuracy = accuracy(effect("fast", "undecided", difference, error))
-
-    return change
-
-
-def breaking(record: Record) -> None:
-    record.accuracy = accuracy(broken={"fast": "5 of 16 failed"})
-
-
-def untrained(record: Record) -> None:
-    record.accuracy = None
-
-
-all_slower = with_rounds(80.0, 81.0, 79.0)
-
-
-def gone(record: Record) -> None:
-    del record.variants[1]
+def with_effect(difference: float, error: float = 0.1) -> Change:
+    return put("accuracy", accuracy(effect("fast", "undecided", difference, error)))
 
 
 def broken(record: Record) -> None:
@@ -78,16 +61,18 @@ def broken(record: Record) -> None:
     fast.status, fast.reason, fast.timing = "failed", "it burns [here]", None
 
 
-def not_timed(record: Record) -> None:
-    record.variants[1].timing = None
+untrained = put("accuracy", None)
+all_slower = put("variants.0.timing.rounds", [80.0, 81.0, 79.0])
 
 
-def first_not_timed(record: Record) -> None:
-    record.variants[0].timing = None
-    timed(record.variants[1]).speedup = None
+def changed(*changes: Change) -> Record:
+    record = ledger()
+    for change in changes:
+        change(record)
+    return record
 
 
-CASES: dict[str, tuple[Callable[[Record], object], int]] = {
+CASES: dict[str, tuple[Change, int]] = {
     "same": (lambda record: None, 0),
     "slower": (with_speed(1.5, 1.4, 1.6), 1),
     "slower within the interval": (with_speed(1.8, 1.4, 2.3), 0),
@@ -96,15 +81,15 @@ CASES: dict[str, tuple[Callable[[Record], object], int]] = {
     "little slower in one round": (with_speed(1.95, None, None, 1), 0),
     "faster": (with_speed(4.0, 3.9, 4.1), 0),
     "all slower": (all_slower, 1),
-    "not timed": (not_timed, 1),
-    "first not timed": (first_not_timed, 1),
+    "not timed": (put("variants.1.timing", None), 1),
+    "first not timed": (put("variants.0.timing", None), 1),
     "less accurate": (with_effect(-0.5), 1),
     "less accurate by chance": (with_effect(-0.2), 0),
     "less accurate with a large error": (with_effect(-0.5, 0.4), 0),
     "more accurate": (with_effect(0.5), 0),
-    "breaks training": (breaking, 1),
+    "breaks training": (put("accuracy", accuracy(broken={"fast": "5 of 16 failed"})), 1),
     "untrained": (untrained, 1),
-    "gone": (gone, 1),
+    "gone": (lambda record: record.variants.pop(), 1),
     "broken": (broken, 1),
 }
 
@@ -114,8 +99,7 @@ def test_the_status_says_whether_something_was_lost(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, status = CASES[name]
-    before, now = ledger(), ledger()
-    change(now)
+    before, now = ledger(), changed(change)
     files = [tmp_path / "seed=1.json", tmp_path / "now.json"]
     for file, record in zip(files, (before, now), strict=True):
         file.write_text(record.model_dump_json())
@@ -129,20 +113,13 @@ def lost(before: Record, now: Record, tolerance: float = 0.05, **named: Any) -> 
     return [each.variant for each in compare_ledgers(before, now, tolerance=tolerance, **named) if each.lost]
 
 
-def changed(*changes: Callable[[Record], object]) -> Record:
-    record = ledger()
-    for change in changes:
-        change(record)
-    return record
-
-
 def test_the_first_variants_rate_may_be_left_out() -> None:
     assert lost(ledger(), changed(all_slower)) == ["base"]
     assert lost(ledger(), changed(all_slower), absolute=False) == []
 
 
 @pytest.mark.parametrize("change", [with_effect(-0.35), with_speed(1.84, 1.74, 1.94)])
-def test_a_loss_by_chance_in_one_of_many_variants_is_none(change: Callable[[Record], None]) -> None:
+def test_a_loss_by_chance_in_one_of_many_variants_is_none(change: Change) -> None:
     """Alone the variant has lost (p below 0.01); as one of twelve it has not."""
     before, now = ledger(), changed(change)
     assert lost(before, now) == ["fast"]
@@ -178,11 +155,11 @@ def test_a_slower_machine_is_no_loss_and_slower_code_is() -> None:
     """Whether the matrix product of the machine itself was slower by as much."""
 
     def first(share: float) -> dict[str, str]:
-        before, now = ledger(), changed(all_slower)
         products = [2e11, 2.04e11, 1.96e11]
-        timed(before.variants[0]).matmul_flops_per_second = products
-        timed(now.variants[0]).matmul_flops_per_second = [share * flops for flops in products]
-        return texts(before, now, "base")
+        before, now = (
+            put("variants.0.timing.matmul_flops_per_second", [of * flops for flops in products]) for of in (1.0, share)
+        )
+        return texts(changed(before), changed(all_slower, now), "base")
 
     assert first(0.8)["images/s per TFLOP/s"] == "+0.0%, within the intervals"
     assert first(1.0)["images/s per TFLOP/s"] == "LOST: -20.0%"
@@ -197,7 +174,7 @@ def test_a_slower_machine_is_no_loss_and_slower_code_is() -> None:
         (lambda record: record.versions.update(torch="3"), "LOST: -20.0%"),
     ],
 )
-def test_the_rate_of_a_different_machine_is_not_compared(change: Callable[[Record], object], text: str) -> None:
+def test_the_rate_of_a_different_machine_is_not_compared(change: Change, text: str) -> None:
     assert texts(ledger(), changed(all_slower, change), "base")["images/s"] == text
 
 
