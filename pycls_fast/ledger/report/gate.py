@@ -31,7 +31,7 @@ class Change:
 
     @property
     def row(self) -> dict[str, str]:
-        """Of the table."""
+        """That of the table."""
         text = f"LOST: {self.text}" if self.lost else self.text
         return {"variant": self.variant, "quantity": self.quantity, "before": self.before, "now": self.now, "": text}
 
