@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -122,7 +123,7 @@ def test_a_loop_of_ones_own_computes_what_the_step_does(plain: RunConfig) -> Non
 
 
 def test_a_loop_of_ones_own_runs_under_accelerate(plain: RunConfig) -> None:
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     world = World(accelerator.process_index, accelerator.num_processes, accelerator.device)
     _, _, expected = own_loop()(plain, 3)
     _, _, losses = own_loop()(plain, 3, world, accelerator.prepare, accelerator.backward)
