@@ -249,6 +249,10 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     (MIXED_BY_WORKERS, ERASED_ON_DEVICE, "images are erased before they are mixed", "speed.mix_on=device"),
     (MIXED_BY_WORKERS, "speed.normalize_on=device",
      "images are normalised before they are mixed", "speed.mix_on=device"),
+    ("data.sampling!=uniform", "data.shuffle=blocks", "it visits images in any order, not shard by shard",
+     "data.shuffle=full or data.sampling=uniform"),
+    ("data.shard_cache_gib!=null", "data.shard_cache=null", "it limits that folder",
+     "data.shard_cache=copies or data.shard_cache_gib=null"),
     # Within the network.
     ("speed.qkv=fused", "precision.name=fp8", "one product bypasses the float8 layers", "speed.qkv=separate"),
     ("speed.linear=products", "precision.name=fp8", "they bypass the float8 layers", "speed.linear=torch"),
@@ -354,10 +358,13 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     # A resumed run has its weights in its checkpoint.
     if purpose.trains and config.weights is None and config.resume in ("auto", "never") and fine_tunes:
         yield "weights", "not set; give what to fine-tune as weights=SOURCE"
-    if not purpose.scores_sets and config.data.eval_set is not None:
+    name = config.data.eval_set
+    if not purpose.scores_sets and name is not None:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
+    elif name is not None and config.data.eval_root is None:
+        yield "data.eval_root", f"not set; give the files of data.eval_set={name} as data.eval_root=PATH"
     # Every evaluation set except ReaL has its own images.
-    needs_root = purpose.needs_data and (purpose.trains or config.data.eval_set in (None, "real"))
+    needs_root = purpose.needs_data and (purpose.trains or name in (None, "real"))
     if needs_root and config.data.needs_root and config.data.root is None:
         folder = "the folder that holds train/ and val/ (or one folder per class)"
         yield "data.root", f"not set; give {folder} as data.root=PATH"
@@ -402,6 +409,9 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     schedule, parallel = config.schedule, config.parallel
     batch, parts, stages = data.global_batch_size, config.optim.microbatches, parallel.pipeline_degree
     smallest = min(min(size) for size in (data.image_size, *data.training_image_sizes.values()))
+    if data.fold >= (data.folds or 1):
+        found = f"{data.fold} is none of data.folds={as_typed(data.folds)}, counted from 0"
+        yield "data.fold", f"{found}; use data.fold=0 or more data.folds"
     if augment.quarter_turns and any(size.height != size.width for size in data.training_image_sizes.values()):
         yield "augment.quarter_turns", "it turns images, which are not square; use augment.quarter_turns=false"
     if isinstance(model, ViTModel):

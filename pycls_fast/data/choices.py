@@ -121,13 +121,6 @@ class Tar(Files, name="tar"):
     shard_cache_gib: PositiveFloat | None = None
     """The most that the shard cache holds, in GiB; the least recently used shards are deleted; null: no limit."""
 
-    @field_validator("shard_cache_gib")
-    @classmethod
-    def _limits_a_folder(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("shard_cache") is None:
-            raise ValueError("limits a folder that is not set; give it as data.shard_cache=PATH")
-        return value
-
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tars import open_tars
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from pycls_fast.choice import Choice
 from pycls_fast.values import (
@@ -64,7 +64,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
     often."""
     eval_set: Literal["real", "v2", "a", "r", "sketch"] | None = None
     """What pycls-fast test scores instead of a split: ImageNet-ReaL, -V2, -A, -R or -Sketch; null: a split."""
-    eval_root: Text | None = Field(default=None, validate_default=True)
+    eval_root: Text | None = None
     """The folder with the files of eval_set."""
     wnids: Text | None = None
     """A file with ImageNet's 1,000 WordNet ids in the order of the outputs, if the classes are not named by them."""
@@ -104,39 +104,12 @@ class Source(Choice, key="data", tag="source", default="auto"):
     max_damaged: NonNegativeInt = 100
     """Damaged images are reported, replaced in training and left out of evaluations; more than so many end the run."""
 
-    @field_validator("sampling")
-    @classmethod
-    def _visits_in_any_order(cls, value: str, info: ValidationInfo) -> str:
-        if value != "uniform" and info.data.get("shuffle") == "blocks":
-            raise ValueError(
-                "visits images in any order, but data.shuffle=blocks follows the order of shards; use "
-                "data.shuffle=full or loss.class_weights=auto"
-            )
-        return value
-
-    @field_validator("eval_root")
-    @classmethod
-    def _has_the_set(cls, value: str | None, info: ValidationInfo) -> str | None:
-        name = info.data.get("eval_set")
-        if name is not None and value is None:
-            raise ValueError(f"not set; give the files of data.eval_set={name} as data.eval_root=PATH")
-        return value
-
     @field_validator("image_size_schedule")
     @classmethod
     def _increases(cls, value: tuple[tuple[int, Size], ...]) -> tuple[tuple[int, Size], ...]:
         epochs = [epoch for epoch, _ in value]
         if epochs != sorted(set(epochs)):
             raise ValueError("epochs must increase")
-        return value
-
-    @field_validator("fold")
-    @classmethod
-    def _is_one_of(cls, value: int, info: ValidationInfo) -> int:
-        folds = info.data.get("folds")
-        if value >= (folds or 1):
-            known = f"data.folds={folds}" if folds else "data.folds, which is not set (data.folds=5, say)"
-            raise ValueError(f"chooses one of {known}, counted from 0")
         return value
 
     @property

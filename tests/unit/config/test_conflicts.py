@@ -25,6 +25,7 @@ OTHER = {
     "data.image_size_schedule": "[[2,32]]",
     "data.label_separator": "; data.source=manifest loss=bce",
     "data.sampling": "balanced",
+    "data.shard_cache_gib": "1.0 data.source=tar",
     "distill.teacher": "some.safetensors",
     "loss.class_weights": "auto",
     "model.groups": "2",

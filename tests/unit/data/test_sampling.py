@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycls_fast.config import load_config
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler, block_order, class_order, epoch_order, order_of
@@ -206,5 +205,3 @@ def test_the_configuration_chooses_and_refuses() -> None:
     assert order_of(source, config.with_values(data={"shuffle": "full"}).data)[0] == "classes"
     source.prefers_blocks = False
     assert order_of(source, config_of().data) == ("full", None)
-    with pytest.raises(UserError, match=r"data.sampling: visits images in any order, but data.shuffle=blocks"):
-        load_config("vit_digits", ["data.sampling=balanced", "data.shuffle=blocks"])
