@@ -64,12 +64,12 @@ class _Workers(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: Loader) -> None:
         self._seconds, self._while_waiting = loader.timeout_seconds, loader.while_waiting
+        self._is_patient = loader.is_patient
         self._waited, self._asked, self._over = 0.0, math.inf, threading.Event()
         try:
             super().__init__(loader)
         except BaseException:
-            for worker in getattr(self, "_workers", []):
-                worker.kill()
+            self._kill()
             self._shutdown = True
             raise
         _running.add(self)
@@ -78,9 +78,14 @@ class _Workers(_MultiProcessingDataLoaderIter):
     def stop(self) -> None:
         """End the workers."""
         self._over.set()
+        if not self._is_patient:
+            self._kill()
         self._shutdown_workers()
-        for worker in self._workers:
-            # Still reading after torch's timeout; it ignores torch's SIGTERM.
+        # Some may still read after torch's timeout; they ignore its SIGTERM.
+        self._kill()
+
+    def _kill(self) -> None:
+        for worker in getattr(self, "_workers", []):
             if worker.is_alive():
                 worker.kill()
 
@@ -117,8 +122,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
             with suppress(Exception):
                 self._check(self._waited + since)
                 continue
-            for worker in self._workers:
-                worker.kill()
+            self._kill()
             return
 
 
@@ -161,6 +165,8 @@ class Loader(DataLoader[Any]):
     """How long a batch of the workers may be waited for."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called every few seconds meanwhile; may raise."""
+    is_patient = True
+    """Whether workers end what they are at, for up to 5 s each: they may have shared memory at hand."""
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch_factor: int = 2, **settings: Any) -> None:
         with _as_chosen():
@@ -264,7 +270,7 @@ def make_loader(
     Args:
         num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
-        timeout_seconds, while_waiting: see `ImageLoader`.
+        timeout_seconds, while_waiting: see `Loader`.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.
@@ -306,7 +312,10 @@ def in_processes(
 ) -> Iterator[R]:
     """Yield function(source, job) for every job, in order; a single job or worker runs in this process."""
     workers = min(workers, len(jobs))
-    return iter(Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, batch_size=None))
+    loader = Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, batch_size=None)
+    # A job may take minutes.
+    loader.is_patient = False
+    return iter(loader)
 
 
 def _as_is(batch: Any) -> Any:
