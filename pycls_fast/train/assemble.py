@@ -167,14 +167,13 @@ def make_step(
     build.save_activation_memory(config, network, switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
-    owner = masters or build.low_rank(config, network, adapted, world)
     # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.
-    flat = wrapped.weights
-    in_place = sharded and flat is None
+    in_place = sharded and wrapped.weights is None
     shards = LocalShards(network) if in_place and config.optim.elementwise else None
-    weights = flat or owner or shards or OwnedWeights(network)
+    owner = masters or build.low_rank(config, network, adapted, world) or shards
+    weights = wrapped.weights or owner or OwnedWeights(network)
     optimizer = wrapped.optimizer or build.optimizer(
-        config, network, switches, owner or shards, sharded=in_place, groups=wrapped.groups
+        config, network, switches, owner, sharded=in_place, groups=wrapped.groups
     )
     return kind(
         network=network,
