@@ -202,13 +202,6 @@ class TestOptimizing:
         made = build.optimizer(config, network, switches, groups=groups)
         assert [len(group["params"]) for group in made.param_groups] == list(owned)
 
-    def test_sgd(self) -> None:
-        config = config_of("optim.momentum=0.6", "optim.nesterov=false", "optim.lr=0.25", name="resnet_digits")
-        made = build.optimizer(config, build.model(config, 10, REFERENCE), REFERENCE)
-        assert isinstance(made, torch.optim.SGD)
-        for group in made.param_groups:
-            assert (group["lr"], group["momentum"], group["nesterov"]) == (0.25, 0.6, False)
-
     def test_the_learning_rate_follows_the_batch(self) -> None:
         scaled = config_of("optim.lr=0.3", "optim.lr_batch_size=256", "data.global_batch_size=64")
         assert build.schedule(scaled, 7).lr == pytest.approx(0.3 * 64 / 256)
