@@ -214,11 +214,12 @@ def test_three_steps_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[
     run(tmp_path, "runtime.profile_step=3", "speed=reference")
     out = capsys.readouterr().out
     assert "profile of steps 3 to 5: " in out
-    # Each of the two layers has a matrix product for query, key and value.
-    assert "aten::addmm" in out
+    assert "aten::" in out
     with gzip.open(tmp_path / "profile" / "step_3.json.gz") as file:
         trace = json.load(file)
-    updates = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("Optimizer.step")]
-    assert len(updates) == 3
+    names = [str(event.get("name")) for event in trace["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 3
+    # Each of the two layers has a matrix product for query, key and value.
+    assert "aten::addmm" in names
     run(tmp_path, "runtime.profile_step=5", "speed=reference")
     assert "no profile; not all of the steps 5 to 7 were trained here" in capsys.readouterr().out
