@@ -1,14 +1,20 @@
-"""Which variants a ladder makes."""
+"""What a ladder's variants are made of, which are picked, mistakes in its file; and the keys of `pycls-fast ledger`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
+from pycls_fast.commands import measure
+from pycls_fast.commands.measure import LedgerVerb
+from pycls_fast.config import launch
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import run
 from pycls_fast.ledger.ladder.plan import merged, pick, plan
 from pycls_fast.models.choices import ViTModel
 from tests.factories import config_of
@@ -158,3 +164,55 @@ def test_a_ladder_with_a_mistake(text: str | None, line: str, tmp_path: Path) ->
 def test_a_ladder_that_is_not_there() -> None:
     with pytest.raises(UserError, match="did you mean modern"):
         read_ladder("moderm", [CONFIGS])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ladder": "modern"}, "cumulative"),
+        ({"ladder": "apex"}, "crossed"),
+        ({"ladder": "modern", "mode": "crossed"}, "crossed"),
+        ({"switches": ("precision.amp_bf16",)}, "crossed"),
+    ],
+)
+def test_a_ladder_may_bring_its_mode(given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "run_ladder", lambda config, ladder, settings, **_: asked.append(settings.mode) or 0)
+    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
+    assert LedgerVerb(**given)(config_of()) == 0
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize(("runs", "refused"), [(32, ["model.init"]), (0, [])])
+def test_variants_are_checked_as_what_is_trained(
+    runs: int, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is trained, they are timed: LAMB's steps take the same time whatever the head begins with."""
+    lines: list[str] = []
+
+    def instead(*_: Any, compose: Any, **__: Any) -> int:
+        try:
+            assert compose(["optim=lamb"]).optim.name == "lamb"
+        except UserError as error:
+            lines.extend(error.lines)
+        return 0
+
+    monkeypatch.setattr(run, "run_ladder", instead)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ledger.py", "--config-name", "vit_digits", f"runs_at_most={runs}"])
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            launch.command_line(LedgerVerb)
+    finally:
+        GlobalHydra.instance().clear()
+    assert stopped.value.code == 0
+    assert [line.partition(":")[0] for line in lines] == refused
+
+
+def test_a_question_whose_answer_is_no_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
+    with pytest.raises(UserError, match="switches: the experiment has them already"):
+        LedgerVerb(switches=("precision.fp32",))(config_of())

@@ -1,6 +1,10 @@
-"""What is left to the number of images."""
+"""What is left to the number of images, and to a race: precision, threads, whether to compile."""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +12,12 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.world import World
+from pycls_fast.network import Network
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.auto import resolve_auto
+from pycls_fast.plan.race import Race, compile_if_it_pays, race
+from pycls_fast.speed import Speed
+from pycls_fast.train.resolving import with_precision
 from tests.factories import config_of
 
 
@@ -94,3 +102,99 @@ def test_the_family_decides_on_layer_decay(model: str, decay: float | None) -> N
 def test_few_images_leave_the_statistics_alone(images: int, frozen: str) -> None:
     assert resolve_auto(finetune("model=resnet18"), images, world()).optim.batch_norm == frozen
     assert resolve_auto(finetune("optim.batch_norm=train"), images, world()).optim.batch_norm == "train"
+
+
+# Its function has the same name.
+module = importlib.import_module("pycls_fast.plan.race")
+
+
+@pytest.fixture(autouse=True)
+def no_races_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_races", {})
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, fp32: float, bf16: float, *, of_two_threads: float = 1.0) -> list[str]:
+    asked: list[str] = []
+
+    def seconds(product: Any, form: str) -> float:
+        asked.append(form)
+        slower = of_two_threads if torch.get_num_threads() > 1 else 1.0
+        return slower * (fp32 if form == "fp32" else bf16)
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    return asked
+
+
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.3, "amp_bf16"), (0.95, "fp32"), (1.0, "fp32"), (40.0, "fp32")])
+def test_the_faster_format_wins(monkeypatch: pytest.MonkeyPatch, bf16: float, chosen: str) -> None:
+    asked = timed(monkeypatch, 1.0, bf16)
+    config = config_of("precision=auto")
+    assert with_precision(config, ALONE).precision.name == chosen
+    # A hopeless one is tried on the largest product only.
+    assert asked.count("amp_bf16") == (1 if bf16 > 4 else asked.count("fp32"))
+    count = len(asked)
+    assert with_precision(config, ALONE).precision.name == chosen
+    assert len(asked) == count
+    typed = config_of("precision=bf16")
+    assert with_precision(typed, ALONE).precision.name == "bf16"
+
+
+@pytest.mark.parametrize(("of_two", "threads"), [(0.6, 2), (1.4, 2), (5.0, 1)])
+def test_busy_cores_get_fewer_threads(monkeypatch: pytest.MonkeyPatch, of_two: float, threads: int) -> None:
+    timed(monkeypatch, 1.0, 1.0, of_two_threads=of_two)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(module, "cores_per_rank", lambda: 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = with_precision(config_of("runtime.threads=null"), ALONE)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert found.runtime.threads == threads
+    assert with_precision(config_of("runtime.threads=3"), ALONE).runtime.threads == 3
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((7, 5), "amp_fp16"), ((8, 0), "amp_bf16"), ((9, 0), "amp_bf16")])
+def test_gpus_by_their_generation(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    world = World(rank=0, size=1, device=torch.device("cuda"))
+    assert with_precision(config_of("precision=auto"), world).precision.name == chosen
+
+
+@pytest.mark.parametrize("name", ["vit_s16", "resnet50", "finetune model=timm model.name=tf_efficientnet_lite0"])
+def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Few enough not to be noticed, and the largest ones first."""
+    experiment, *overrides = name.split()
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "_seconds", lambda product, form: seen.append(product) or 1e-3)
+    config = config_of("data.root=/nowhere", "data.image_size=64", *overrides, name=experiment)
+    found = race(config)
+    assert found.ratio == pytest.approx(1.0)
+    *seen, in_fp32, in_bf16 = seen
+    assert in_fp32 is in_bf16
+    assert isinstance(in_fp32.layer, Network)
+    products: Sequence[Any] = list(dict.fromkeys(map(id, seen)))
+    assert 4 <= len(products) <= 12
+    assert all(parameter.device.type == "cpu" for product in seen for parameter in product.layer.parameters())
+    network = build.counted_model(config, 10)
+    shapes = {tuple(parameter.shape) for parameter in network.parameters()}
+    assert all(tuple(product.layer.weight.shape) in shapes for product in seen)
+
+
+def test_a_real_race_ends() -> None:
+    found = race(config_of())
+    assert found.ratio > 0
+    assert found.seconds_per_image > 0
+
+
+@pytest.mark.parametrize(("images", "compiled"), [(1_000, "off"), (100_000, "model")])
+def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: int, compiled: str) -> None:
+    monkeypatch.setattr(module, "race", lambda config: Race("amp_bf16", 3.0, None, 0.01))
+    config = config_of("precision=amp_bf16", "speed.compile=null")
+    chosen = Speed(compile="model", gelu="polynomial")
+    found = compile_if_it_pays(config, chosen, ALONE, images=images)
+    assert found.compile == compiled
+    assert found.gelu == ("torch" if compiled == "off" else "polynomial")
+    typed = config_of("precision=amp_bf16", "speed.compile=model")
+    assert compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen
