@@ -73,6 +73,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
     def _pack(self, config: RunConfig, splits: dict, workers: int) -> int:
         """Pack each split, and print the images that could not be used."""
         from pycls_fast.data.pack import PackSettings, pack
+        from pycls_fast.data.sources.packed import is_packed
 
         assert self.output is not None
         # Encoded images keep their EXIF orientation, so that their packing does not depend on the key.
@@ -80,11 +81,12 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         settings = PackSettings(self.short_side, self.quality, self.store, convert)
         root = user_path(self.output)
         for name, source in splits.items():
+            is_new = not is_packed(root / name)
             packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
-            for image, reason in packed.damaged:
+            for image, reason in packed.about["damaged"]:
                 print(f"warning: {image}: {reason}; left out")
-            print(f"{root / name}: {packed.count:,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
-            if not packed.is_new:
+            print(f"{root / name}: {len(packed):,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+            if not is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
         several = (
             "" if config.data.label_separator is None else f" 'data.label_separator={config.data.label_separator}'"

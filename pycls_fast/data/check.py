@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import connected_components
 
 from pycls_fast.data.decode import DamagedImage, decode, why
 from pycls_fast.data.loader import in_processes
-from pycls_fast.data.pack import Damaged, shards_of
+from pycls_fast.data.pack import shards_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
 from pycls_fast.data.sources.packed import PackedImages
@@ -28,6 +28,14 @@ _MOST_BITS = 3
 _BANDS = _MOST_BITS + 1
 # A rank of equal bands is compared up to this far: flat images can be very many.
 _FARTHEST = 256
+
+
+class Damaged(NamedTuple):
+    """An image that cannot be used."""
+
+    position: int
+    name: str
+    reason: str
 
 
 class Checked(NamedTuple):

@@ -12,10 +12,10 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -57,30 +57,11 @@ class PackSettings:
         return f"{size}, JPEG quality {self.quality}" if self.short_side else f"encoded, {size}"
 
 
-@dataclass(frozen=True)
-class PackedSplit:
-    """Result of packing: images and bytes written, and (name, reason) of unusable images."""
-
-    count: int
-    size: int
-    damaged: list[tuple[str, str]] = field(default_factory=list)
-    is_new: bool = True
-    """False if the split was already complete and nothing was done."""
-
-
-class Damaged(NamedTuple):
-    """An image that cannot be used."""
-
-    position: int
-    name: str
-    reason: str
-
-
-def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedSplit:
+def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, title: str) -> PackedImages:
     """Write a split into `folder`; a finished one is left as it is.
 
-    Damaged images are left out and reported; without `short_side` and "raw" nothing is decoded, so only unreadable ones
-    are found.
+    Damaged images are left out and listed in `about`; without `short_side` and "raw" nothing is decoded, so only
+    unreadable ones are found.
 
     Raises:
         UserError: the folder holds something else, no image can be read, or the disk is full.
@@ -92,8 +73,7 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
             _check_plan(folder, packed.about["plan"], plan)
             # A kill may have left them.
             _remove_parts(folder)
-            damaged = [(name, reason) for name, reason in packed.about["damaged"]]
-            return PackedSplit(len(packed), packed.size, damaged, is_new=False)
+            return packed
         _begin(folder, plan)
         shards = shards_of(len(source))
         left = [number for number in range(len(shards)) if not _part(folder, number).is_file()]
@@ -102,7 +82,8 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
             advance(len(source) - sum(len(shards[number]) for number in left))
             for count in in_processes(work, source, left, workers):
                 advance(count)
-        return _finish(source, folder, plan, settings, len(shards))
+        _finish(source, folder, plan, settings, len(shards))
+        return PackedImages(folder)
 
 
 def shards_of(count: int) -> list[range]:
@@ -199,7 +180,7 @@ def _shrink(image: Image.Image, settings: PackSettings) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC)
 
 
-def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, shards: int) -> PackedSplit:
+def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, shards: int) -> None:
     """Put the shards' tables together; the file that makes the split complete comes last."""
     parts = [read_arrays(_part(folder, number)) for number in range(shards)]
     damaged = [(name, reason) for _, found in parts for name, reason in found]
@@ -227,7 +208,6 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
         for number in range(shards):
             shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))
-    return PackedSplit(len(table), int(table["size"].sum()), damaged)
 
 
 def _remove_parts(folder: Path) -> None:

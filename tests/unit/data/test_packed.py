@@ -121,7 +121,7 @@ def test_a_killed_packing_goes_on_with_the_shard(tmp_path: Path, folder: Path, m
     # Killed when it was complete, with its parts still there.
     for name in ("00000.npz", "00003.npz", "plan.json"):
         (out / name).touch()
-    assert not pack(source, out, PackSettings(), workers=0, title="").is_new
+    pack(source, out, PackSettings(), workers=0, title="")
     assert made == []
     assert contents(out) == contents(tmp_path / "once")
 
@@ -141,8 +141,7 @@ def test_a_full_disk(tmp_path: Path, folder: Path, ends: str, monkeypatch: pytes
         with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); run the same"):
             pack(source, out, PackSettings(), workers=0, title="")
     assert not (out / "index.npz").exists()
-    assert pack(source, out, PackSettings(), workers=0, title="").is_new
-    assert samples_of(PackedImages(out)) == expected(CONTENT["train"])
+    assert samples_of(pack(source, out, PackSettings(), workers=0, title="")) == expected(CONTENT["train"])
 
 
 def descendants(process: str) -> list[str]:
@@ -199,16 +198,16 @@ def test_damaged_images_are_left_out_and_named(tmp_path: Path, folder: Path) -> 
     bad[1].write_bytes(bad[1].read_bytes()[:200])
     bad[2].unlink()
     done = pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="")
-    assert [name for name, _ in done.damaged] == list(map(str, bad))
-    assert done.count == len(source) - 3
+    assert [name for name, _ in done.about["damaged"]] == list(map(str, bad))
+    assert len(done) == len(source) - 3
     pack(scan_classes(folder / "val"), tmp_path / "out" / "val", PackSettings(), workers=0, title="")
-    names = [split(tmp_path / "out").name(index) for index in range(done.count)]
+    names = [split(tmp_path / "out").name(index) for index in range(len(done))]
     kept = [sample.name for index, sample in enumerate(CONTENT["train"]) if index not in (0, 5, 11)]
     assert [name.rpartition("/")[2].rstrip("]") for name in names] == kept
     # Asked again, it says the same.
     for path, sample in zip(bad, (CONTENT["train"][i] for i in (0, 5, 11)), strict=True):
         path.write_bytes(sample.data)
-    assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").damaged == done.damaged
+    assert pack(source, tmp_path / "out" / "train", PackSettings(12), workers=0, title="").about == done.about
 
 
 def test_changed_pixels_are_found(tmp_path: Path, folder: Path) -> None:
