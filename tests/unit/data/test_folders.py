@@ -14,7 +14,7 @@ from scipy.io import savemat
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import scan_classes
-from tests.unit.data.conftest import WriteTree
+from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import (
     CLASSES,
     LAYOUTS,
@@ -44,7 +44,7 @@ def open_plain(root: Path, val_fraction: float = 0.25, split_seed: int = 0) -> d
 
 
 @pytest.mark.parametrize("val_name", ["val", "dev", "test"])
-def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val_name: str) -> None:
+def test_train_and_validation_folders(tmp_path: Path, val_name: str) -> None:
     write_tree(tmp_path, {"train/b": 3, "train/a": 2, f"{val_name}/a": 1, f"{val_name}/b": 2})
     sources = open_plain(tmp_path)
     assert set(sources) == {"train", "val"}
@@ -59,14 +59,14 @@ def test_train_and_validation_folders(tmp_path: Path, write_tree: WriteTree, val
     assert sources["train"].describe() == f"5 images of 2 classes in {tmp_path / 'train'}"
 
 
-def test_labels_follow_the_training_classes(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_labels_follow_the_training_classes(tmp_path: Path) -> None:
     write_tree(tmp_path, {"train/a": 1, "train/b": 1, "train/c": 1, "val/c": 2, "val/b": 1})
     val = open_plain(tmp_path)["val"]
     assert val.classes == ("a", "b", "c")
     assert val.labels.tolist() == [1, 2, 2]
 
 
-def test_links_from_several_class_folders_are_one_image(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_links_from_several_class_folders_are_one_image(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"train/a": 3, "train/b": 1, "val/a": 1, "val/c": 1})
     (root / "train" / "c").mkdir()
     (root / "train" / "c" / "soft.png").symlink_to("../a/1.png")
@@ -82,7 +82,7 @@ def test_links_from_several_class_folders_are_one_image(tmp_path: Path, write_tr
 
 
 @pytest.mark.parametrize("name", ["train", "Training", "dev", "TEST"])
-def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTree, name: str) -> None:
+def test_a_class_may_be_called_like_a_split(tmp_path: Path, name: str) -> None:
     write_tree(tmp_path, {"bus/deeper": 4, name: 4})
     assert open_plain(tmp_path)["train"].classes == tuple(sorted(("bus", name)))
 
@@ -100,9 +100,7 @@ def test_a_class_may_be_called_like_a_split(tmp_path: Path, write_tree: WriteTre
         (("train/a", "dev"), {"train": 1, "val": 1}),
     ],
 )
-def test_which_folders_are_splits(
-    tmp_path: Path, write_tree: WriteTree, tree: tuple[str, ...], splits: dict[str, int]
-) -> None:
+def test_which_folders_are_splits(tmp_path: Path, tree: tuple[str, ...], splits: dict[str, int]) -> None:
     write_tree(tmp_path, dict.fromkeys(tree, 2))
     assert {name: len(source) for name, source in open_plain(tmp_path).items()} == splits
 
@@ -123,7 +121,7 @@ def test_what_counts_as_an_image(tmp_path: Path) -> None:
     assert source.classes == ("a class",)
 
 
-def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_links_are_followed(tmp_path: Path) -> None:
     write_tree(tmp_path / "elsewhere", {"cats": 2})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
@@ -154,13 +152,13 @@ def test_links_are_followed(tmp_path: Path, write_tree: WriteTree) -> None:
         ({"a": 2, "lonely": 1, "other": 1}, "a single image in the class lonely, other;"),
     ],
 )
-def test_mistakes(tmp_path: Path, write_tree: WriteTree, tree: dict[str, int], says: str) -> None:
+def test_mistakes(tmp_path: Path, tree: dict[str, int], says: str) -> None:
     write_tree(tmp_path, tree)
     assert says.format(root=tmp_path) in mistake("folder", tmp_path)
 
 
 def test_formats_that_are_not_read_are_named(
-    tmp_path: Path, write_tree: WriteTree, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per node."""
     write_tree(tmp_path, {"cat": 3, "dog": 3})

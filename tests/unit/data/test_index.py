@@ -17,14 +17,14 @@ from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
-from tests.unit.data.conftest import WriteTree
+from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import touch_older
 
 ALWAYS = CachePolicy("auto", smallest=0)
 
 
 @pytest.fixture
-def tree(tmp_path: Path, write_tree: WriteTree) -> Path:
+def tree(tmp_path: Path) -> Path:
     """Class folders that have been there for a while."""
     root = write_tree(tmp_path / "data", {"a": 3, "b": 4, "b/deeper": 2})
     touch_older(root)
@@ -85,9 +85,7 @@ def test_a_change_is_seen(tree: Path, change: str) -> None:
     assert after == names(scan_classes(tree, CachePolicy("off")))
 
 
-def test_a_folder_that_changed_a_moment_ago_is_looked_at_again(
-    tmp_path: Path, write_tree: WriteTree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_changed_a_moment_ago_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file could come within the same tick of the folder's clock."""
     root = write_tree(tmp_path / "data", {"a": 3})
     scan_classes(root, ALWAYS)

@@ -32,7 +32,7 @@ from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
-from tests.unit.data.conftest import WriteTree, assert_same
+from tests.unit.data.conftest import assert_same, write_tree
 
 TRAIN = TrainTransform(Augment(policy=RandAugment(num_ops=1), erase_probability=0.5), image_size=16)
 EVAL = EvalTransform(Augment(), image_size=16)
@@ -51,7 +51,7 @@ class HookedImages(SyntheticImages):
 
 
 @pytest.fixture
-def damaged_folder(tmp_path: Path, write_tree: WriteTree) -> FileImages:
+def damaged_folder(tmp_path: Path) -> FileImages:
     """Classes a and b of 10 images each, of which a/3 is empty, a/4 is half a file and b/9 is gone."""
     source = scan_classes(write_tree(tmp_path, {"a": 10, "b": 10}))
     (tmp_path / "a" / "3.png").write_bytes(b"")
@@ -148,7 +148,7 @@ def test_damaged_evaluation_images_are_left_out(damaged_folder: FileImages, num_
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_broken_as_a_whole(tmp_path: Path, write_tree: WriteTree, num_workers: int) -> None:
+def test_broken_as_a_whole(tmp_path: Path, num_workers: int) -> None:
     source = scan_classes(write_tree(tmp_path, {"a": 30}))
     for path in (tmp_path / "a").iterdir():
         path.write_bytes(b"")

@@ -19,7 +19,7 @@ from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.splits import as_splits, split_at_random
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed, frozen_generator
-from tests.unit.data.conftest import WriteTree
+from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, mistake, opened
 
 KINDS_OF_SPLIT = ({"val_fraction": 0.2}, {"folds": 5, "fold": 0}, {"folds": 5, "fold": 2}, {"folds": 5, "fold": 4})
@@ -114,7 +114,7 @@ def test_every_image_is_held_out_as_often() -> None:
     assert 15 < statistic < 75
 
 
-def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_images_with_numbers_are_drawn_by_position(tmp_path: Path) -> None:
     """The results of the embedded digits are of this split."""
     write_tree(tmp_path, {"3": 20, "8": 11})
     options = Folder(split_seed=5)
@@ -129,7 +129,7 @@ def test_images_with_numbers_are_drawn_by_position(tmp_path: Path, write_tree: W
     assert [Path(by_name.name(index)) for index in range(len(by_name))] != own
 
 
-def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_folds(tmp_path: Path) -> None:
     """Each image is held out once; classes are spread evenly, and so are the larger parts."""
     counts = {f"c{number}": 6 for number in range(20)} | {"few": 2, "many": 33}
     write_tree(tmp_path, counts)
@@ -145,7 +145,7 @@ def test_folds(tmp_path: Path, write_tree: WriteTree) -> None:
     assert max(sizes) - min(sizes) < 10
 
 
-def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_folds_that_cannot_be(tmp_path: Path) -> None:
     found = []
     for fold in range(3):
         try:
@@ -157,7 +157,7 @@ def test_folds_that_cannot_be(tmp_path: Path, write_tree: WriteTree) -> None:
     assert "has a validation split; use data.folds=null" in mistake("folder", tmp_path, folds=3)
 
 
-def test_the_whole_of_a_dataset(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_the_whole_of_a_dataset(tmp_path: Path) -> None:
     write_tree(tmp_path / "plain", {"a": 1, "b": 3})
     write_tree(tmp_path / "above", {"train/a": 1, "train/b": 3})
     for name in ("plain", "above"):
