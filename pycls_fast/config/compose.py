@@ -26,8 +26,7 @@ from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
 from pycls_fast.config.of_weights import OF_WEIGHTS, of_weights
-from pycls_fast.config.presets import PRESETS, groups, options, timm_written_out
-from pycls_fast.config.run import RunConfig
+from pycls_fast.config.run import PRESETS, RunConfig, groups, options
 from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
 from pycls_fast.files import exists, user_path
 from pycls_fast.precision import LEVELS
@@ -268,9 +267,21 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     """
     names = groups(folders)
     overrides = [long_name(override, folders) for override in overrides]
-    written_out = [part for override in overrides for part in timm_written_out(override, folders)]
+    written_out = [part for override in overrides for part in _timm_written_out(override, folders)]
     written_out = [part for override in written_out for part in _class_written_out(override, folders)]
     return [_as_hydra_override(override, names, folders) for override in written_out]
+
+
+def _timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:
+    """`model=NAME` as `model=timm model.name=NAME` if only timm has a model of this name; else the override."""
+    key, _, name = override.partition("=")
+    plain = name.replace("_", "").replace(".", "").isalnum()
+    if key != "model" or not plain or name in options("model", folders):
+        return [override]
+    # Takes a second to import; a mistyped name of ours may take it, too.
+    import timm
+
+    return ["model=timm", f"model.name={name}"] if timm.is_model(name) else [override]
 
 
 # What YAML reads as something other than a name.

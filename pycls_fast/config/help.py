@@ -26,8 +26,7 @@ from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.compose import ALIASES
 from pycls_fast.config.keys import CONFIGS, as_typed
 from pycls_fast.config.messages import USUAL_KEYS, known_keys, section_keys
-from pycls_fast.config.presets import LADDERS, groups, options
-from pycls_fast.config.run import RunConfig
+from pycls_fast.config.run import LADDERS, RunConfig, groups, options
 from pycls_fast.errors import DONE, UserError, did_you_mean, one_of, refuse
 from pycls_fast.values import Wording, WordOr
 

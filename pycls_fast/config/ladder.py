@@ -11,8 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pycls_fast.choice import Section
 from pycls_fast.config.compose import validate
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.presets import LADDERS
-from pycls_fast.config.run import RunConfig
+from pycls_fast.config.run import LADDERS, RunConfig
 from pycls_fast.errors import UserError, did_you_mean, one_of, refusing
 from pycls_fast.files import user_path
 from pycls_fast.models.choices import ViTModel

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from pycls_fast.choice import FAMILIES, Choice
 from pycls_fast.config.keys import shown_path
-from pycls_fast.config.presets import options
+from pycls_fast.config.run import options
 from pycls_fast.errors import UserError, did_you_mean, nearest
 
 # Raised by composing when a file or an override is wrong.

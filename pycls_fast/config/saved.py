@@ -15,8 +15,7 @@ from pycls_fast.choice import FAMILIES
 from pycls_fast.config.compose import long_name, module_names, validate
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.of_weights import SavedConfig, saved_at
-from pycls_fast.config.presets import groups
-from pycls_fast.config.run import RunConfig
+from pycls_fast.config.run import RunConfig, groups
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.reading import interpolation

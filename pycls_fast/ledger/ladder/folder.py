@@ -18,7 +18,7 @@ import torch
 from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
-from pycls_fast.config.presets import groups
+from pycls_fast.config.run import groups
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.ledger.ladder.plan import readable, slug
 from pycls_fast.reading import read_json

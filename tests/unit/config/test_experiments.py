@@ -15,7 +15,7 @@ from pycls_fast.config import RunConfig, load_config
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
-from pycls_fast.config.presets import PRESETS, options
+from pycls_fast.config.run import PRESETS, options
 from pycls_fast.errors import UserError
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.models.complexity import complexity
