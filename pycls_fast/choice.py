@@ -20,6 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from pycls_fast.errors import UserError
+
 
 class Section(BaseModel):
     """The base class of every group of keys; the string after a key is its description in `--help KEY`.
@@ -125,3 +127,21 @@ class _OneOf:
 
 def _place(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_OBJECTS: dict[str, Any] = {}
+"""What Python programs gave to `pycls_fast.train` or `pycls_fast.load`; these live in this process only."""
+
+
+def give(thing: Any) -> str:
+    """Keep an object under the name of its class, which stands for it in a configuration."""
+    name = type(thing).__name__
+    _OBJECTS[name] = thing
+    return name
+
+
+def given(key: str, name: str, way_out: str) -> Any:
+    """The object that a key's value names; a `UserError` if no such object was given in this process."""
+    if name not in _OBJECTS:
+        raise UserError(f"{key}: {name} is an object of a Python program, not given in this one; {way_out}")
+    return _OBJECTS[name]

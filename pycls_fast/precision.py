@@ -63,21 +63,3 @@ _LEVELS = (
     Level("fp8", autocast="bfloat16", float8=True),
 )
 LEVELS: dict[Name, Level] = {level.name: level for level in _LEVELS}
-
-KEPT_IN_FLOAT32: tuple[str, ...] = (
-    "layer_norm",
-    "group_norm",
-    "softmax",
-    "log_softmax",
-    "exp",
-    "log",
-    "pow",
-    "cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-"""Operations whose output is float32 under this package's autocast (level O1), whatever their input.
-
-CUDA's autocast does this itself (torch's documentation, "CUDA Ops that can autocast to float32", lists more); the
-CPU's covers only the losses, and `parallel/precision.py` adds the others. Batch norm is on neither list: its output has
-the input's format, its statistics and its arithmetic are float32.
-"""

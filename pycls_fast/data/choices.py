@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pycls_fast.choice import Section
+from pycls_fast.choice import Section, given
 from pycls_fast.data.policies import Policy
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.given import given
 from pycls_fast.values import (
     Hue,
     NonNegativeFloat,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast import build
+from pycls_fast.choice import give
 from pycls_fast.config import validate_saved
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.source import Source
 from pycls_fast.errors import UserError, one_of
-from pycls_fast.given import give
 from pycls_fast.inference.images import GivenImages, given_images
 from pycls_fast.network import Network
 from pycls_fast.optim.choices import Loss

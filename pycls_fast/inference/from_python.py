@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from pycls_fast.choice import give
 from pycls_fast.config.compose import check, compose, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, text_override
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
-from pycls_fast.given import give
 from pycls_fast.inference.classifier import Classifier, Prediction, load
 from pycls_fast.inference.export import export
 from pycls_fast.train.loop import train

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from pycls_fast.choice import Choice
-from pycls_fast.given import given
+from pycls_fast.choice import Choice, given
 from pycls_fast.values import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Size, Text
 
 if TYPE_CHECKING:

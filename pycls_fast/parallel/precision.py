@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
 
-# Overloads of `precision.KEPT_IN_FLOAT32` that torch's CPU list leaves in the half format (torch 2.11 and 2.15).
+# CUDA's autocast computes these in float32 (torch's documentation, "CUDA Ops that can autocast to float32"), the CPU's
+# only losses (torch 2.11 and 2.15). Batch norm is on neither list: its output has the input's format, its statistics
+# and its arithmetic are float32.
 _ADDED = (
     "layer_norm", "group_norm", "softmax.int", "log_softmax.int",
     "exp", "log", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar",
@@ -26,7 +28,7 @@ _ADDED = (
 
 
 def keep_in_float32(device: torch.device) -> None:
-    """Make the device's autocast compute the operations of `precision.KEPT_IN_FLOAT32` in float32; CUDA's does already.
+    """Make the CPU's autocast compute norms, softmax, powers and logarithms in float32, as CUDA's does.
 
     A mode or a cast in the model would not apply to a forward pass that is recomputed in the backward pass.
     """

@@ -24,9 +24,9 @@ from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError, cell, refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
-from pycls_fast.parallel.compile import uncompiled
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import uncompiled
 from pycls_fast.reading import read_npz
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pycls_fast.models.layers import ATTENTION
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.compile import compile_model, uncompiled
+from pycls_fast.parallel.wrap import compile_model, uncompiled
 
 pytestmark = [
     pytest.mark.cuda,

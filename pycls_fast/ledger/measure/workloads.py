@@ -24,8 +24,8 @@ from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.report.statistics import spread
-from pycls_fast.parallel.compile import uncompiled
 from pycls_fast.parallel.world import World
+from pycls_fast.parallel.wrap import uncompiled
 from pycls_fast.speed import Speed
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.compile import compile_model
 from pycls_fast.parallel.memory import recompute_units
+from pycls_fast.parallel.wrap import compile_model
 from tests.factories import randomise
 
 BATCH, SIDE, WIDTH = 6, 4, 16

@@ -12,9 +12,8 @@ from small import batch, gradients, resnet, vit
 from torch import nn
 
 from pycls_fast import build
-from pycls_fast.parallel.compile import _within, compile_model, uncompiled
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import place_model
+from pycls_fast.parallel.wrap import _within, compile_model, place_model, uncompiled
 from pycls_fast.train.assemble import make_step
 from tests.factories import config_of
 

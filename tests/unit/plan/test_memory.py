@@ -14,9 +14,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
+from pycls_fast.choice import give
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.given import give
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.world import ALONE, World
