@@ -1,29 +1,29 @@
-"""Weight decay goes by the owner of a parameter, layers and their rates are timm's, hidden matrices are Muon's."""
+"""Groups of parameters: weight decay goes by the owner, layers and their rates are timm's, hidden matrices are Muon's.
+
+Frozen parts do not change, by gradient or by statistics, and cost no optimizer state.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import timm.optim
 import torch
 from torch import nn
 
+from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network, Units
 from pycls_fast.optim.choices import AdamW, Muon
-from pycls_fast.optim.groups import Group, by_name, layers, parameter_groups
+from pycls_fast.optim.groups import Group, by_name, freeze, layers, parameter_groups
 from pycls_fast.optim.optimizers import set_lr
-
-
-def vit(**kwargs: object) -> VisionTransformer:
-    sizes = {"image_size": 32, "patch_size": 16, "width": 16, "depth": 12, "heads": 2, "mlp_width": 24}
-    return VisionTransformer(**{**sizes, "num_classes": 5, **kwargs})  # type: ignore[arg-type]
-
-
-def conv_vit() -> VisionTransformer:
-    return vit(image_size=8, patch_size=4, depth=2, stem="conv", stem_widths=(6, 8, 8), stem_strides=(2, 1, 2))
+from pycls_fast.parallel.world import floating_buffers
+from tests.factories import small_vit
 
 
 class Chain(Network):
@@ -57,7 +57,7 @@ def kind(name: str, model: nn.Module) -> str:
 
 @pytest.mark.parametrize(
     "model",
-    [vit(layer_scale=0.1), vit(classifier="map", registers=2), ResNet(depth=50, num_classes=3)],
+    [small_vit(layer_scale=0.1), small_vit(classifier="map", registers=2), ResNet(depth=50, num_classes=3)],
     ids=["vit", "map", "50"],
 )
 @pytest.mark.parametrize("decay", list(itertools.product([False, True], repeat=3)))
@@ -105,7 +105,7 @@ def timm_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 def test_a_vit_has_the_rates_that_timm_gives_it() -> None:
     peer = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=16, num_heads=2, num_classes=5)
-    ours, theirs = scales(vit(), 0.7), timm_scales(peer, 0.7)
+    ours, theirs = scales(small_vit(depth=12), 0.7), timm_scales(peer, 0.7)
     pairs = {
         "stem.projection.weight": "patch_embed.proj.weight",
         "class_token.value": "cls_token",
@@ -146,7 +146,7 @@ def test_groups_of_blocks_are_convnexts() -> None:
 
 
 def test_the_schedule_reaches_every_layer() -> None:
-    optimizer = torch.optim.SGD(groups_of(vit(), layer_decay=0.5), lr=1.0)
+    optimizer = torch.optim.SGD(groups_of(small_vit(depth=12), layer_decay=0.5), lr=1.0)
     set_lr(optimizer, 0.2)
     assert {group["lr"] for group in optimizer.param_groups} == {0.2 * 0.5**n for n in range(14)}
 
@@ -154,8 +154,11 @@ def test_the_schedule_reaches_every_layer() -> None:
 @pytest.mark.parametrize(
     ("model", "stem"),
     [
-        (vit(), set()),
-        (conv_vit(), {"stem.convs.1.weight", "stem.convs.2.weight", "stem.projection.weight"}),
+        (small_vit(), set()),
+        (
+            small_vit(stem="conv", stem_widths=(6, 8, 8), stem_strides=(2, 2, 2)),
+            {"stem.convs.1.weight", "stem.convs.2.weight", "stem.projection.weight"},
+        ),
         (ResNet(depth=50, num_classes=5, stem="deep"), {"stem.deep.1.conv.weight", "stem.conv.weight"}),
     ],
     ids=["vit", "vit_conv", "50_deep"],
@@ -177,3 +180,86 @@ def test_depthwise_convolutions_are_not_hidden_matrices() -> None:
     model = Chain(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Linear(4, 1), units=range(3))
     groups = by_name(model, parameter_groups(model, Muon(lr=1.0)))
     assert [name for group in groups if group["hidden"] for name in group["params"]] == ["body.1.weight"]
+
+
+def dropping_vit() -> VisionTransformer:
+    torch.manual_seed(0)
+    model = small_vit(image_size=8, patch_size=4, num_classes=3, drop_path=0.9)
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def dropping_resnet() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(depth=18, num_classes=3, stem="small", zero_init_last_gamma=False, drop_path=0.9)
+
+
+def train(model: Network, steps: int = 3) -> None:
+    groups = parameter_groups(model, AdamW(lr=1.0, weight_decay=0.1))
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    assert owned == {p for p in model.parameters() if p.requires_grad} == set(optimizer.state)
+
+
+def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def dropping_timm() -> TimmNetwork:
+    return TimmNetwork(name="resnet18", num_classes=3, image_size=32, drop_path=0.9)
+
+
+@pytest.mark.parametrize("make", [dropping_vit, dropping_resnet, dropping_timm])
+def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) -> None:
+    """Drop-path of 0.9 and batch norm's own statistics would show; a pass through evaluation changes nothing."""
+    model = make()
+    freeze(model, ["head"])
+    trained = [f"{model.head_name}.weight", f"{model.head_name}.bias"]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    images = torch.randn(6, 3, *getattr(model, "image_size", (8, 8)))
+    model.eval()
+    model.train()
+    logits = model(images)
+    assert logits.requires_grad
+    assert torch.equal(logits, model.eval()(images))
+    assert model.last_layer().training is False
+    assert model.train().last_layer().training is True
+
+
+def test_units_by_pattern_and_single_parameters() -> None:
+    model = dropping_resnet()
+    freeze(model, ["head", "stages.3*", "stem.norm.bias"])
+    before = copy.deepcopy(model.state_dict())
+    train(model)
+    found = changed(before, model)
+    assert "stem.norm.bias" in found
+    assert {name.split(".")[0] for name in found} == {"head", "stages", "stem"}
+    parameters = {name for name, _ in model.named_parameters() if name in found}
+    assert all(name.startswith(("head.", "stages.3.", "stem.norm.bias")) for name in parameters)
+    assert "stem.norm.weight" not in found
+    # Something in the norm is trained, so its statistics follow; those of frozen stages do not.
+    assert "stem.norm.running_mean" in found
+    assert not any(name.startswith(("stages.0", "stages.1", "stages.2")) for name in found)
+
+
+def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
+    model = dropping_resnet()
+    every = len(floating_buffers(model.train()))
+    freeze(model, ["head", "stages.3.1"])
+    model.train()
+    own = [b for b in model.stages[3][1].buffers() if b.is_floating_point()]
+    assert [id(b) for b in floating_buffers(model)] == [id(b) for b in own]
+    assert 0 < len(own) < every
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"), [("hed", "did you mean head"), ("blocks.9", "did you mean blocks"), ("x*", "")]
+)
+def test_a_name_that_is_not_there(pattern: str, hint: str) -> None:
+    with pytest.raises(UserError, match=rf"optim.trainable: .*names nothing.*{hint}"):
+        freeze(small_vit(), ["head", pattern])
