@@ -19,7 +19,7 @@ from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block
 from pycls_fast.speed import SWITCHES
 from tests.factories import randomise, small_vit
-from tests.unit.models.conftest import draw
+from tests.unit.models.conftest import check_rounding, draw
 
 # What runs on the CPU; the others are in tests/cuda.
 ON_CPU: tuple[str, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")
@@ -58,12 +58,8 @@ def test_rounding_is_no_larger_than_four_times_the_reference_s(name: str, head_w
         return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
     exact = results("reference", torch.float64)
-    plain, found = results("reference", dtype), results(name, dtype)
     assert len(exact) == 4
-    for right, reference, other in zip(exact, plain, found, strict=True):
-        own = (reference.double() - right).norm()
-        assert own > 0
-        assert (other.double() - right).norm() <= 4 * own
+    check_rounding(results("reference", dtype), results(name, dtype), exact)
 
 
 def test_reference_stays_finite_in_float16_where_unscaled_scores_overflow() -> None:
