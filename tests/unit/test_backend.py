@@ -1,4 +1,7 @@
-"""Settings of the whole process: those of one run do not stay for the next; the cores that are the run's."""
+"""Settings of the whole process: those of one run do not stay for the next; the cores that are the run's.
+
+Tests and figures of a CPU are those of a CPU on a machine with a GPU, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from pycls_fast import build
 from pycls_fast.build import device as build_device
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import environment
+from tests.conftest import is_about_cuda
 from tests.factories import config_of
+from tests.integration import runs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -193,3 +198,18 @@ def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build_device, "cpu_limit", lambda: None)
     for count, workers in (("null", 16), ("20", 20)):
         assert build.num_workers(config_of(f"data.num_workers={count}")) == workers
+
+
+def test_neither_a_test_nor_its_processes_see_a_gpu(request: pytest.FixtureRequest) -> None:
+    if is_about_cuda(request.config.option.markexpr):
+        pytest.skip("with tests of a GPU")
+    assert not torch.cuda.is_available()
+    assert runs.environment()["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("markers", "seen"),
+    [("not slow and not cuda", False), ("", False), ("cuda and not slow", True), ("slow or cuda", True)],
+)
+def test_it_is_hidden(markers: str, seen: bool) -> None:
+    assert is_about_cuda(markers) == seen
