@@ -242,7 +242,7 @@ def has_compiler(kind: Device) -> bool:
 
 
 def need_compiler(device: torch.device, what: str, instead: str) -> None:
-    """Refuse `what` needs a compiler where there is none, and propose what to take `instead`."""
+    """Refuse `what` where there is no compiler for it, and propose what to take `instead`."""
     kind = device_kind(device)
     if has_compiler(kind):
         return

@@ -141,7 +141,7 @@ def given_images(images: Any, convert: Conversion = AS_STORED, every: float = 1.
     Args:
         images: a path, a folder, a pattern, an address or a video; a Pillow image; a uint8 array or tensor (H, W, 3),
             (H, W) or, for several, (B, H, W, 3); a sequence of these.
-        convert: Pillow images.
+        convert: how Pillow images are converted.
         every: seconds from one frame of a video to the next.
 
     Raises:

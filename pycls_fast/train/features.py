@@ -112,8 +112,8 @@ def voted_places(votes: Iterable[Tensor], labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear classifier of features, float32; of `PENALTIES`, the one with the highest held-out accuracy, and that
-    one, as a fraction; NaN if there are too few images to hold any out."""
+    """A linear classifier of features, float32; its penalty, of `PENALTIES` the one with the highest held-out accuracy;
+    and that, as a fraction (NaN if there are too few images to hold any out)."""
 
     weight_KD: Tensor
     bias_K: Tensor
