@@ -13,7 +13,6 @@ schedule, the gradient norm and the metrics.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -21,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,13 @@ from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.environment import environment, versions
+from pycls_fast.train.environment import environment, provenance_lines
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CLASSES = 1000
 LR = 1e-4
 WARMUP = 2
+CLOCKS = {"wall": "Wall time", "process": "CPU time of the process"}
 
 Step = Callable[[], None]
 
@@ -74,27 +75,18 @@ class Peer:
         return self.precision != "bfloat16"
 
 
-def vit_peers(*, compiled: bool) -> list[Peer]:
-    """Settings to try for a ViT: float32, and every pair of 16-bit format and attention, eager and compiled."""
-    peers = [Peer("float32"), Peer("autocast", memory_format="channels_last")]
-    peers += [
-        Peer(precision, attention, compiled=which)
-        for precision in ("autocast", "bfloat16")
-        for attention in ("fused", "plain")
-        for which in ((False, True) if compiled else (False,))
-    ]
-    return peers
-
-
-def resnet_peers(*, compiled: bool) -> list[Peer]:
-    """Settings to try for a ResNet."""
-    peers = [Peer("float32", "no", "channels_last"), Peer("autocast", "no")]
-    peers += [
-        Peer(precision, "no", "channels_last", which)
-        for precision in ("autocast", "bfloat16")
-        for which in ((False, True) if compiled else (False,))
-    ]
-    return peers
+# Every pair of 16-bit format and attention, eager and compiled, beside float32.
+HALVES = list(product(("autocast", "bfloat16"), (False, True)))
+VIT_PEERS = (
+    Peer("float32"),
+    Peer("autocast", memory_format="channels_last"),
+    *(Peer(precision, way, compiled=which) for precision, which in HALVES for way in ("fused", "plain")),
+)
+RESNET_PEERS = (
+    Peer("float32", "no", "channels_last"),
+    Peer("autocast", "no"),
+    *(Peer(precision, "no", "channels_last", which) for precision, which in HALVES),
+)
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,16 @@ class Subject:
 
     config: str
     timm: str
-    peers: Callable[..., list[Peer]]
+    peers: Sequence[Peer]
     over_peer: float
     over_reference: float
 
 
 SUBJECTS: Mapping[str, Subject] = {
-    "vit_s16": Subject("vit_s16", "vit_small_patch16_224", vit_peers, 1.15, 2.5),
-    "vit_ti16": Subject("vit_ti16", "vit_tiny_patch16_224", vit_peers, 1.15, 2.5),
-    "resnet50": Subject("resnet50", "resnet50", resnet_peers, 1.0, 1.8),
-    "resnet18": Subject("resnet18", "resnet18", resnet_peers, 1.0, 1.8),
+    "vit_s16": Subject("vit_s16", "vit_small_patch16_224", VIT_PEERS, 1.15, 2.5),
+    "vit_ti16": Subject("vit_ti16", "vit_tiny_patch16_224", VIT_PEERS, 1.15, 2.5),
+    "resnet50": Subject("resnet50", "resnet50", RESNET_PEERS, 1.0, 1.8),
+    "resnet18": Subject("resnet18", "resnet18", RESNET_PEERS, 1.0, 1.8),
 }
 
 # speed=reference in float32 is the reference; the others have the fastest switches.
@@ -217,7 +209,8 @@ def best_peers(subject: Subject, options: argparse.Namespace, clock: Callable[[]
     """Every setting of the plain loop, the fastest first, with the times of the selection rounds."""
     peers = [
         Contender(peer.name, peer_step(subject.timm, peer, options.batch, options.image_size), asdict(peer))
-        for peer in subject.peers(compiled=not options.no_compile)
+        for peer in subject.peers
+        if not (peer.compiled and options.no_compile)
     ]
     take_turns(peers, options.choosing_rounds, clock)
     return sorted(peers, key=lambda peer: peer.median)
@@ -237,7 +230,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     for peer in chosen:
         peer.seconds.clear()
-    ours = [Contender(label, *_step_and_about(subject, overrides, options)) for label, overrides in OURS.items()]
+    ours = []
+    for label, overrides in OURS.items():
+        step, config = our_step(subject, overrides, options.batch, options.image_size)
+        ours.append(Contender(label, step, {"precision": config.precision.name, "speed": config.speed.preset}))
     everyone = [*ours, *chosen]
     take_turns(everyone, options.rounds, clock)
     return {
@@ -250,13 +246,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             {"name": one.name, **one.about, "seconds": one.seconds, "seconds_p50": one.median} for one in everyone
         ],
     }
-
-
-def _step_and_about(
-    subject: Subject, overrides: Sequence[str], options: argparse.Namespace
-) -> tuple[Step, dict[str, Any]]:
-    step, config = our_step(subject, overrides, options.batch, options.image_size)
-    return step, {"precision": config.precision.name, "speed": config.speed.preset}
 
 
 def ratio(record: Mapping[str, Any], faster: str, than: str) -> Speedup:
@@ -289,20 +278,15 @@ def tables(record: Mapping[str, Any], batch: int) -> list[str]:
     return [*lines, ""]
 
 
-def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace, machine: Mapping[str, Any]) -> str:
+def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
     """The page as text."""
-    found = versions()
-    threads = torch.get_num_threads()
-    clock = "wall time" if options.clock == "wall" else "CPU time of the process"
     lines = [
         "# The training step on a CPU, beside timm's model in a plain loop",
         "",
-        f"Made by `python {' '.join(['benchmarks/cpu_step.py', *sys.argv[1:]])}` on "
-        f"{datetime.datetime.now(tz=datetime.UTC).date()}.",
-        f"Hardware: {machine['processor']}, {threads} thread{'s' if threads > 1 else ''}. "
-        f"Versions: {', '.join(f'{key} {value}' for key, value in found.items())}.",
-        f"{clock[0].upper()}{clock[1:]} of a step, {options.rounds} rounds in turns in one process. A cell is the "
-        "geometric mean of the ratios within a round and its 95% interval; above 1 is faster.",
+        *provenance_lines(torch.device("cpu")),
+        "",
+        f"{CLOCKS[options.clock]} of a step, {options.rounds} rounds in turns in one process. A cell is the geometric "
+        "mean of the ratios within a round and its 95% interval; above 1 is faster.",
         "",
         "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
         "uint8 images, follows a schedule and computes the gradient norm.",
@@ -351,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(tables(records[-1], options.batch)), flush=True)
         gc.collect()
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cpu_step.md").write_text(page(records, options, machine), encoding="utf-8")
+    (options.out / "cpu_step.md").write_text(page(records, options), encoding="utf-8")
     shown = {key: value if isinstance(value, (int, str)) else str(value) for key, value in vars(options).items()}
     whole = {"settings": shown, "environment": machine, "models": records}
     (options.out / "cpu_step.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -65,6 +65,20 @@ RULES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvision's recipe", "timm's defaults")
 
 
+def link(place: Path, file: Path) -> None:
+    """Make a link at a place, and its folder."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists():
+        place.symlink_to(file)
+
+
+def call(folder: Path, *words: str) -> None:
+    """Run a verb in a folder, with the package of this checkout."""
+    command = [sys.executable, "-m", "pycls_fast", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=environment)
+
+
 def split(root: Path, task: str, seed: int) -> dict[str, list[tuple[Path, int]]]:
     """(file, label) of train, val and test."""
     shape = task.removeprefix("vit:").partition("@")[0]
@@ -147,15 +161,11 @@ def seven_classes(root: Path, out: Path) -> Path:
     if not (run / "summary.json").is_file():
         for part, name, count in (("train", "train", 2000), ("test", "val", 100)):
             for folder in sorted((root / part).iterdir())[:SEEN]:
-                (data / name / folder.name).mkdir(parents=True, exist_ok=True)
                 for file in sorted(folder.iterdir())[:count]:
-                    link = data / name / folder.name / file.name
-                    if not link.exists():
-                        link.symlink_to(file)
-        command = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "vit_cifar10", f"run_dir={run}"]
-        command += [f"data.root={data}", "schedule.epochs=6", "model.width=128", "model.depth=4", "model.heads=2"]
-        command += ["model.mlp_width=256", "model.stem=patch", "model.stem_widths=[]", "model.stem_strides=[]"]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                    link(data / name / folder.name / file.name, file)
+        small = ["schedule.epochs=6", "model.width=128", "model.depth=4", "model.heads=2", "model.mlp_width=256"]
+        small += ["model.stem=patch", "model.stem_widths=[]", "model.stem_strides=[]"]
+        call(out, "train", "--config-name", "vit_cifar10", f"run_dir={run}", f"data.root={data}", *small)
     return run
 
 
@@ -196,28 +206,18 @@ def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, see
     """Run `finetune` with data, weights and size; all checkpoints are kept."""
     for name, items in parts.items():
         for file, label in items:
-            place = folder / ("tested" if name == "test" else f"data/{name}") / str(label)
-            place.mkdir(parents=True, exist_ok=True)
-            link = place / file.name
-            if not link.exists():
-                link.symlink_to(file)
+            link(folder / ("tested" if name == "test" else f"data/{name}") / str(label) / file.name, file)
     given = [f"weights={weights}", "data.root=data", f"data.image_size={size}"]
     if weights.is_file():
-        beside = folder / "tf_efficientnet_lite0.safetensors"
-        if not beside.exists():
-            beside.symlink_to(weights)
+        link(folder / "tf_efficientnet_lite0.safetensors", weights)
         given[0] = "weights=timm:tf_efficientnet_lite0"
-    train = [sys.executable, str(ROOT / "tools/train_net.py"), "--config-name", "finetune", *given, f"seed={seed}"]
     keep = ["run_dir=run", "runtime.keep_checkpoints=1000"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*train, *keep], cwd=folder, check=True, capture_output=True, env=environment)
+    call(folder, "train", "--config-name", "finetune", *given, f"seed={seed}", *keep)
 
 
 def scored(folder: Path, weights: str = "run") -> float:
     """Test top-1 of a run's best checkpoint, or of another one."""
-    test = [sys.executable, str(ROOT / "tools/test_net.py"), f"weights={weights}", "data.root=tested", "split=all"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*test, "output=score.json"], cwd=folder, check=True, capture_output=True, env=environment)
+    call(folder, "test", f"weights={weights}", "data.root=tested", "split=all", "output=score.json")
     return float(json.loads((folder / "score.json").read_text())["top1"])
 
 

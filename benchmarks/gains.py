@@ -12,13 +12,12 @@ low-rank factors in the rest; `labels`: several of each image (`finetune_multi_l
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from finetune import ROOT, split
+from finetune import call, link, split
 
 # Of airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck.
 LABELS = ("vehicle;flies", "vehicle;wheels", "animal;flies", "animal;pet", "animal;hooves", "animal;pet",
@@ -41,21 +40,12 @@ class Bench:
         for name, items in parts.items():
             for file, label in items:
                 place = folder / ("tested" if name == "test" else f"data/{name}") / str(label) / file.name
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not place.exists():
-                    place.symlink_to(file)
+                link(place, file)
                 tables[name].append(f"{place},{LABELS[label] if label < len(LABELS) else label}")
         for name, lines in tables.items():
             (folder / f"{name}.csv").write_text("\n".join(lines))
-        beside = folder / "tf_efficientnet_lite0.safetensors"
-        if not beside.exists():
-            beside.symlink_to(weights)
-
-    def call(self, *words: str) -> None:
-        """Run a verb in the folder."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-m", "pycls_fast", *words], cwd=self.folder, check=True, env=environment,
-                       capture_output=True)  # fmt: skip
+        link(folder / "tf_efficientnet_lite0.safetensors", weights)
+        self.call = partial(call, folder)
 
     def train(self, name: str, *options: str, experiment: str = "finetune") -> list[str]:
         """The runs of all seeds, called `name`."""

@@ -11,16 +11,13 @@ packed copies of them (short side at most 320: as JPEGs, and as raw pixels).
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import importlib.util
 import json
-import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +38,7 @@ from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.ledger.report.text import speed_text
-from pycls_fast.train.environment import environment, versions
+from pycls_fast.train.environment import environment, provenance_lines
 
 SIZE, SHORT_SIDE = 224, 320
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -71,7 +68,9 @@ def main() -> None:
     options = read_options()
     clock = time.process_time if options.clock == "process" else time.perf_counter
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    # Unrelated ones of the libraries.
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
         files = scan_classes(options.path)
         packed = pack_copies(files, Path(folder))
         tables = {
@@ -112,14 +111,6 @@ def read_options() -> argparse.Namespace:
     if options.clock == "process" and options.workers:
         parser.error("--clock process: counts only this process; use it with --workers 0")
     return options
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence unrelated warnings from the libraries."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
@@ -275,34 +266,18 @@ def raw_share(arms: list[Arm], memory: float) -> str:
 
 def heading(options: argparse.Namespace, files: Images) -> str:
     """What was run, on which machine and with which versions."""
-    machine = environment(torch.device("cpu"), 1)
     sizes = [len(files.read(index)) for index in range(len(files))]
     workers = f"{options.workers} worker{'s' if options.workers != 1 else ''}" if options.workers else "no workers"
     return "\n".join([
         "# Input pipelines",
         "",
-        f"- Command: `python benchmarks/input_pipeline.py PATH --workers {options.workers} --rounds {options.rounds} "
-        f"--interpolation {options.interpolation} --clock {options.clock}`",
+        *provenance_lines(torch.device("cpu")),
         f"- Images: {len(files)} JPEGs of {sum(sizes) / len(sizes) / 1000:.0f} kB on average; batches of {BATCH}; "
         f"{workers}, {options.rounds} rounds in turns after one; the ratios are within rounds",
         f"- Times: {TIMES[options.clock]}",
-        f"- Hardware: {machine['processor']}, {platform.system()}",
-        f"- Versions: {', '.join(f'{key} {value}' for key, value in library_versions().items())}",
-        f"- Date: {datetime.datetime.now(tz=datetime.UTC).date()}",
         "- DALI: " + ("measured" if dali_arms(options) else "not installed, not run"),
         "",
     ])  # fmt: skip
-
-
-def library_versions() -> dict[str, str]:
-    """Library versions, including the decoders'."""
-    found = dict(versions())
-    for name in ("pillow", "simplejpeg", "timm", "torchvision", "nvidia-dali-cuda130"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def record(options: argparse.Namespace, tables: dict[str, list[Arm]], memory: float) -> dict[str, Any]:
@@ -310,7 +285,7 @@ def record(options: argparse.Namespace, tables: dict[str, list[Arm]], memory: fl
     return {
         "kind": "input_pipeline",
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
-        "environment": {**environment(torch.device("cpu"), 1), "versions": library_versions()},
+        "environment": environment(torch.device("cpu"), 1),
         "memory_bytes_per_second": memory,
         "tables": {
             title: [
