@@ -159,7 +159,7 @@ def read_run(path: Path) -> SavedRun:
         taken = [record for record in records if record["kind"] == "eval" and record["split"] == "val"]
         weights = "ema" if any(record["weights"] == "ema" for record in taken) else "model"
         evaluations = [record for record in taken if record["weights"] == weights]
-        numbers = _so_far(config, records, evaluations, newest) if summary is None else _of_summary(summary)
+        numbers = _numbers(summary or _summary_so_far(config, records, evaluations, newest))
         if not all(value is None or isinstance(value, int | float) for value in numbers.values()):
             raise TypeError("text where a number should be")
     return SavedRun(path, config, state, records, evaluations, summary, newest, numbers)
@@ -192,35 +192,35 @@ def _state(path: Path, summary: Values | None, records: Sequence[Values]) -> Sta
     return "finished" if whole else "failed"
 
 
-def _of_summary(summary: Values) -> dict[str, float | None]:
-    return {
-        **_accuracies(summary["best"], summary["final"]),
-        "images_per_second": summary["images_per_second"],
-        "hours": summary["wall_seconds"] / 3600,
-        "epoch": summary["epochs"],
-    }
-
-
-def _so_far(
+def _summary_so_far(
     config: Values, records: Sequence[Values], evaluations: Sequence[Values], newest: Values
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
+    """What the summary would say if an unfinished run had ended with its newest checkpoint."""
     schedule = config.get("schedule", {})
     metric = str(schedule.get("best_metric", "top1")), float(schedule.get("best_tolerance", 0.0))
     best = best_evaluation(evaluations, *metric)
     rates = [record["images_per_second"] for record in records if record["kind"] == "train"]
     return {
-        **_accuracies(None if best is None else evaluations[best], evaluations[-1] if evaluations else None),
-        # As in the summary: the first interval is warm-up.
+        "best": None if best is None else evaluations[best],
+        "final": evaluations[-1] if evaluations else None,
+        # The first interval is warm-up.
         "images_per_second": statistics.median(rates[1:] or rates) if rates else None,
-        "hours": newest["seconds"] / 3600 if newest else None,
-        "epoch": records[-1]["epoch"] if records else 0.0,
+        "wall_seconds": newest["seconds"] if newest else None,
+        "epochs": records[-1]["epoch"] if records else 0.0,
     }
 
 
-def _accuracies(best: Values | None, final: Values | None) -> dict[str, float | None]:
-    found = {"best_top1": (best, "top1"), "final_top1": (final, "top1")}
-    found |= {name: (best, name) for name in ("class_top1", "map")}
-    return {key: None if values is None else values.get(name) for key, (values, name) in found.items()}
+def _numbers(summary: Values) -> dict[str, float | None]:
+    best, seconds = summary["best"] or {}, summary["wall_seconds"]
+    return {
+        "best_top1": best.get("top1"),
+        "final_top1": (summary["final"] or {}).get("top1"),
+        "class_top1": best.get("class_top1"),
+        "map": best.get("map"),
+        "images_per_second": summary["images_per_second"],
+        "hours": None if seconds is None else seconds / 3600,
+        "epoch": summary["epochs"],
+    }
 
 
 @dataclass(frozen=True)
@@ -266,18 +266,16 @@ def rows(runs: Sequence[SavedRun], sort: str) -> list[Row]:
             group.append(run)
         else:
             groups[number,] = [run]
-    made = [_row(group) for group in groups.values() if group]
+    made = []
+    for group in filter(None, groups.values()):
+        # Numbers as text: shorter ones are smaller.
+        runs = sorted(group, key=lambda run: [(len(text), text) for text in run.repetition])
+        numbers, halves = dict[str, float | None](), dict[str, float | None]()
+        for key in _COLUMNS:
+            known = [found for run in runs if (found := run.numbers[key]) is not None]
+            numbers[key], halves[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
+        made.append(Row(runs, numbers, halves))
     return sorted(made, key=lambda row: -value if (value := row.numbers[sort]) is not None else float("inf"))
-
-
-def _row(runs: Sequence[SavedRun]) -> Row:
-    # Numbers as text: shorter ones are smaller.
-    runs = sorted(runs, key=lambda run: [(len(text), text) for text in run.repetition])
-    numbers, halves = dict[str, float | None](), dict[str, float | None]()
-    for key in _COLUMNS:
-        known = [value for run in runs if (value := run.numbers[key]) is not None]
-        numbers[key], halves[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
-    return Row(runs, numbers, halves)
 
 
 def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
@@ -327,7 +325,11 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
         if len({text for texts in repeated for text in texts}) > 1:
             columns[head.replace(".", ".\n")] = [", ".join(dict.fromkeys(texts)) for texts in repeated]
     columns |= {_COLUMNS[key][0]: [_number(row, key) for row in table] for key in numbers}
-    columns |= {"state": [row.runs[0].state for row in table], "run": [_name(row, folder) for row in table]}
+    columns["state"] = [row.runs[0].state for row in table]
+    # The first of a row, and how many more share it.
+    paths = [str(row.runs[0].path.absolute().relative_to(folder)) for row in table]
+    more = [f" +{len(row.runs) - 1}" if len(row.runs) > 1 else "" for row in table]
+    columns["run"] = [path + others for path, others in zip(paths, more, strict=True)]
     console = wide_console()
     console.print(f"runs in {folder}", markup=False)
     lines = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
@@ -351,12 +353,6 @@ def _number(row: Row, key: str) -> str:
     if value is None:
         return "-"
     return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith(("top1", "map")) else "")
-
-
-def _name(row: Row, folder: Path) -> str:
-    """The path of the first run below `folder`, and how many more share its row."""
-    more = len(row.runs) - 1
-    return f"{row.runs[0].path.absolute().relative_to(folder)}" + (f" +{more}" if more else "")
 
 
 def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -259,29 +259,6 @@ STAGES = ("read", "decode", "augment", "collate", "copy")
 _AT_MOST = 256
 
 
-@dataclass
-class _Clock:
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-
-    @contextmanager
-    def during(self, stage: str) -> Iterator[None]:
-        """Count the time inside towards a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - start
-
-    def timed(self, stage: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A function whose calls count towards a stage."""
-
-        def timed(argument: Any) -> Any:
-            with self.during(stage):
-                return call(argument)
-
-        return timed
-
-
 class _Timed:
     """An object with other methods."""
 
@@ -312,49 +289,55 @@ def measure_stages(
         of all workers together on the cores that there are (more workers than cores only read more at once), or of the
         copy if that is slower, `limit`: the stage, and `images`: how many were timed.
     """
-    samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
     loader = build.train_loader(config, source, world, switches, start_step=start, steps=start + repeats + 1)
-    keys = cast(Iterator[Keys], iter(loader.batch_sampler))  # type: ignore[arg-type]  # DataLoader's is optional
-    images = 0
-    for repeat in range(repeats + 1):
-        clock = _Clock()
-        microbatch = next(keys)
-        chosen = Keys(microbatch[:_AT_MOST], microbatch.seed)
-        _one_batch(loader, chosen, world, clock)
-        if repeat:
-            images += len(chosen)
-            for stage, seconds in clock.seconds.items():
-                samples[stage].append(seconds / len(chosen))
-    workers = build.num_workers(config)
-    return {**_summary(samples, workers, build.cores_per_rank(), world.data_size), "images": images}
+    batches = cast(Iterator[Keys], iter(loader.batch_sampler))  # type: ignore[arg-type]  # DataLoader's is optional
+    keys = [Keys(batch[:_AT_MOST], batch.seed) for batch in islice(batches, repeats + 1)]
+    _, *took = [(len(each), _one_batch(loader, each, world)) for each in keys]
+    samples = {stage: [seconds[stage] / images for images, seconds in took] for stage in STAGES}
+    summary = _summary(samples, build.num_workers(config), build.cores_per_rank(), world.data_size)
+    return {**summary, "images": sum(images for images, _ in took)}
 
 
-def _one_batch(loader: ImageLoader, keys: Keys, world: World, clock: _Clock) -> None:
-    own = cast(ImageDataset, loader.dataset)
+def _one_batch(loader: ImageLoader, keys: Keys, world: World) -> dict[str, float]:
+    """Seconds of each stage."""
+    own, took = cast(ImageDataset, loader.dataset), dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                took[stage] += time.perf_counter() - start
+
+        return timed
 
     def open_picture(data: Any) -> Any:
-        picture = clock.timed("decode", own.open_picture)(data)
-        return _Timed(picture, crop=clock.timed("decode", picture.crop))
+        picture = timed("decode", own.open_picture)(data)
+        return _Timed(picture, crop=timed("decode", picture.crop))
 
-    source = cast(Images, _Timed(own.source, read=clock.timed("read", own.source.read)))
-    dataset = replace(own, source=source, open_picture=open_picture)
-    start = time.perf_counter()
-    batch = dataset.__getitems__(keys)
-    whole = time.perf_counter() - start
-    if not isinstance(batch, Batch):
-        raise batch
-    with clock.during("collate"):
-        # In the workers it is the copy of the samples into the batch.
+    def collate(batch: Batch) -> None:
+        # In the workers, and so in the time of augmenting, it is the copy of the samples into the batch.
         room = torch.empty_like(batch.images_BHWC)
         for row, image in zip(room.numpy(), batch.images_BHWC.numpy(), strict=True):
             row[...] = image
-    clock.seconds["augment"] = max(whole - sum(clock.seconds.values()), 0.0)
+
+    def copy(batch: Batch) -> None:
+        batch.to(world.device)
+        synchronize(world.device)
+
+    source = cast(Images, _Timed(own.source, read=timed("read", own.source.read)))
+    dataset = replace(own, source=source, open_picture=open_picture)
+    batch = timed("augment", dataset.__getitems__)(keys)
+    if not isinstance(batch, Batch):
+        raise batch
+    timed("collate", collate)(batch)
+    took["augment"] = max(took["augment"] - took["read"] - took["decode"] - took["collate"], 0.0)
     if world.device.type == "cuda":
         batch = batch.pin_memory()
     synchronize(world.device)
-    with clock.during("copy"):
-        batch.to(world.device)
-        synchronize(world.device)
+    timed("copy", copy)(batch)
+    return took
 
 
 def _summary(samples: dict[str, list[float]], workers: int, cores: int, ranks: int) -> dict[str, Any]:
