@@ -15,13 +15,11 @@ from PIL import ExifTags, Image
 
 from pycls_fast.commands.train import PrepareVerb
 from pycls_fast.config import load_config
-from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
-from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_cifar10, write_folder
+from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_folder
 
 CONTENT = make_content(train=(8, 10, 7), val=(3, 2, 4))
 SETTINGS = (*TINY, "data=auto", "data.global_batch_size=8", "data.num_workers=0", "data.index_cache=off")
@@ -45,35 +43,6 @@ def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
         found[kind] = run(tmp_path / f"run_{kind}", root, "augment=inception", f"data.source={source}")
     assert len(found["folder"]) >= 8
     assert all(own == found["folder"] for own in found.values()), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "kinds"), [((32, 32), ("png", "raw", "cifar")), ((40, 24), ("png", "raw"))])
-def test_arrays_train_like_the_files_that_hold_the_same_pixels(
-    size: tuple[int, int], kinds: tuple[str, ...], tmp_path: Path
-) -> None:
-    images = np.random.default_rng(0).integers(0, 256, (60, *size, 3), dtype=np.uint8)
-    # Both splits in the order of class folders; the last sixth is CIFAR's test batch.
-    labels = [0] * 20 + [1] * 15 + [2] * 15 + [0] * 4 + [1] * 3 + [2] * 3
-    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        path = tmp_path / "png" / ("train" if number < 50 else "val") / CLASSES[label] / f"{number:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(path)
-    for split in ("train", "val"):
-        pack(
-            scan_classes(tmp_path / "png" / split),
-            tmp_path / "raw" / split,
-            PackSettings(store="raw"),
-            workers=0,
-            title="x",
-        )
-    if "cifar" in kinds:
-        write_cifar10(tmp_path / "cifar", images, labels, CLASSES)
-    # Pillow's resize begins with either axis, by the shape of the box.
-    settings = ("augment=inception", "augment.ratio=[0.3,3.0]")
-    found = {kind: run(tmp_path / f"run_{kind}", tmp_path / kind, *settings) for kind in kinds}
-    assert len(found["png"]) >= 8
-    assert all(own == found["png"] for own in found.values()), found
 
 
 @pytest.mark.slow
