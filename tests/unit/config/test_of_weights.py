@@ -155,15 +155,3 @@ def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:
     chosen = ["data.root=images", f"weights={home / 'run'}"]
     assert load_config("finetune", chosen).data.image_size == (20, 20)
     assert load_config("finetune", [*chosen, "data.image_size=24"]).data.image_size == (24, 24)
-
-
-@pytest.mark.parametrize("source", ["run", "run/checkpoints/best", "copied", "exported.safetensors", "timm", "~/run"])
-def test_weights_choose_the_model_that_is_trained(
-    home: Path, config: RunConfig, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for what is typed, and the number of classes, which follows from the data."""
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("HOME", str(home))
-    chosen = load_config("finetune", ["data.root=x", f"weights={source}", "model.drop_path=0.25"])
-    assert chosen.model == config.model.model_copy(update={"num_classes": None, "drop_path": 0.25})
-    assert chosen.data.image_size == config.data.image_size
