@@ -144,7 +144,7 @@ def test_a_callback(images: Path) -> None:
 
 def test_help_shows_them() -> None:
     load_config("vit_digits", ["imports=[my_optim,my_model,my_policy]"])
-    shown = help_text(Section, [], ["optim=sign", "augment.policy=negative", "model"], width=100)
+    shown = help_text(Section, [], ["optim=sign", "augment.policy=negative", "model"])
     assert "signSGD with momentum (Bernstein et al., 2018)." in shown
     assert "optim.momentum=0.9  number at least 0 and less than 1" in shown
     assert "augment.policy.probability=0.5" in shown

@@ -267,34 +267,29 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     """
     names = groups(folders)
     overrides = [long_name(override, folders) for override in overrides]
-    written_out = [part for override in overrides for part in _timm_written_out(override, folders)]
-    written_out = [part for override in written_out for part in _class_written_out(override, folders)]
+    written_out = (part for override in overrides for part in _written_out(override, folders))
     return [_as_hydra_override(override, names, folders) for override in written_out]
-
-
-def _timm_written_out(override: str, folders: Sequence[Path]) -> list[str]:
-    """`model=NAME` as `model=timm model.name=NAME` if only timm has a model of this name; else the override."""
-    key, _, name = override.partition("=")
-    plain = name.replace("_", "").replace(".", "").isalnum()
-    if key != "model" or not plain or name in options("model", folders):
-        return [override]
-    # Takes a second to import; a mistyped name of ours may take it, too.
-    import timm
-
-    return ["model=timm", f"model.name={name}"] if timm.is_model(name) else [override]
 
 
 # What YAML reads as something other than a name.
 _VALUES = ("null", "true", "false", "nan", "inf")
 
 
-def _class_written_out(override: str, folders: Sequence[Path]) -> list[str]:
-    """`optim=NAME` without such an option as the class of this name with its defaults; else the override."""
+def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
+    """`model=NAME` without such an option as timm's model, `optim=NAME` as the class of the name; else the override."""
     key, _, name = override.partition("=")
     named = options(key, folders)
-    if key not in FAMILIES or not named or name in named or not name.isidentifier() or name.lower() in _VALUES:
+    is_name = name.replace("_", "").replace(".", "").isalnum() and name.lower() not in _VALUES
+    if key not in FAMILIES or not named or name in named or not is_name:
         return [override]
-    if not set(named) <= FAMILIES[key].choices().keys() and did_you_mean(name, named):
+    if key == "model":
+        # Takes a second to import; a mistyped name of ours may take it, too.
+        import timm
+
+        if timm.is_model(name):
+            return ["model=timm", f"model.name={name}"]
+    is_of_classes = set(named) <= FAMILIES[key].choices().keys()
+    if not name.isidentifier() or (not is_of_classes and did_you_mean(name, named)):
         # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
     return [f"~{key}", f"{key}={{{FAMILIES[key].tag}:{name}}}"]
