@@ -171,9 +171,7 @@ def measure(
     Args:
         network: on the meta device, which this function takes it from: frozen, in its number format, with its
             recomputation.
-        loss: of the logits.
         images: makes the network's input, on the CPU; called with fake tensors.
-        autocast: the context of the forward pass, for the CPU.
         gradients_exist: gradients are added to those of an earlier microbatch.
     """
     # Of blocks that are alike one runs, and only that one needs memory.

@@ -77,6 +77,10 @@ def measured(device: torch.device) -> Accelerator:
     try:
         is_cpu = device.type == "cpu"
         side, many = (1024, 2**24) if is_cpu else (8192, 2**28)
+        memory, units = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
+        if not is_cpu:
+            properties = torch.cuda.get_device_properties(device)
+            memory, units = properties.total_memory, properties.multi_processor_count
         flops: dict[int, float] = {}
         for size, dtype in ((4, torch.float32), (2, torch.bfloat16)):
             square = torch.randn(side, side, device=device).to(dtype)
@@ -85,10 +89,10 @@ def measured(device: torch.device) -> Accelerator:
         bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source), device)
         kinds = ("product", "convolution", "grouped", "depthwise", "taps", "pass", "attention")
         start = Accelerator(
-            memory=float(_memory(device)),
+            memory=float(memory),
             flops=flops,
             bandwidth=bandwidth,
-            units=1 if is_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
+            units=units,
             efficiency=dict.fromkeys(kinds, 0.7),
             kernel=5e-6,
             launch=0.0 if is_cpu else 6e-6,
@@ -132,12 +136,6 @@ def dispatch() -> float:
         with CountWork() as found:
             run()
     return max(divided - whole, 0.0) / len(found.found)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def images_per_core() -> float:

@@ -53,14 +53,8 @@ _COMPILED_SAVES, _COMPILING_SECONDS = 0.25, 60.0
 
 @dataclass(frozen=True)
 class Race:
-    """The outcome.
-
-    Attributes:
-        format: the faster one.
-        ratio: float32's time divided by bfloat16's; above 1 if bfloat16 is faster.
-        threads: the number of threads to use; None if it was given (`runtime.threads`, `OMP_NUM_THREADS`).
-        seconds_per_image: of a pass forwards and backwards in the faster format.
-    """
+    """The faster format; float32's time divided by bfloat16's; the threads to use (None if `runtime.threads` or
+    `OMP_NUM_THREADS` says); and seconds of a pass forwards and backwards in the faster format."""
 
     format: Format
     ratio: float

@@ -48,14 +48,10 @@ class CrossedTrainings:
     """The trainings of a ladder.
 
     Attributes:
-        ladder: the changes.
-        settings: how much is trained.
-        folder: open.
         names: the variants that run here.
         alike: those of them that made no difference to the bits of the weights after some steps.
         refused: whether the settings of a combination are refused.
         train: starts the runs that are not done, and waits for them.
-        say: called with a message.
         known: what is known of the variants, also from earlier starts.
     """
 

@@ -85,9 +85,6 @@ class Process:
     """A verb of `pycls-fast` with its arguments, started at once; under torchrun with more than one rank.
 
     Args:
-        verb: "train", "time", "ledger gradients" or "ledger numerics".
-        arguments: of the command line.
-        ranks: number of processes.
         log: the file for its output.
         tree: the checkout whose package it imports; None for the one that this process imports.
         devices: the CUDA devices that it sees, as in `CUDA_VISIBLE_DEVICES`; empty for those that this process sees.

@@ -219,10 +219,7 @@ def show_plan(ledger: Ledger) -> None:
 
 
 def announce(ledger: Ledger, seconds: float | None, timed: Mapping[str, Any], fed_step: float | None = None) -> None:
-    """Say how long the rest takes, and the smallest difference that it can show.
-
-    Args:
-        ledger: it and the others as for `estimate`; nothing is said without seconds.
+    """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
 
     Raises:
         UserError: the margin is smaller than one image.

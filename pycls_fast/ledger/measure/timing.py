@@ -279,7 +279,6 @@ def measure_stages(
     """Images per second of each stage on one core and of the whole pipeline, and the stage that limits it.
 
     Args:
-        switches: the resolved ones.
         start: the first training step to take images from; later epochs follow if this one ends.
         repeats: batches to time, after one for warming up.
 

@@ -131,13 +131,7 @@ def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
 
 def charts(record: Record) -> list[Chart]:
     """All charts for which the record has numbers."""
-    made = (
-        _decision(record),
-        _throughput(record),
-        _memory(record),
-        _rounding(record),
-        _gradients(record),
-    )
+    made = (draw(record) for draw in (_decision, _throughput, _memory, _rounding, _gradients))
     return [chart for chart in made if chart is not None]
 
 
@@ -216,15 +210,11 @@ def _rounding(record: Record) -> Chart | None:
     for place, (_, errors) in enumerate(found):
         for error in errors:
             sign, when = ("^", "after training steps") if error.step else ("o", "before training")
-            for value, fill, what in (
-                (error.gradient_error, INK, "gradients"),
-                (error.logit_error, "white", "logits"),
-            ):
+            for what, value, fill in (("gradients", error.gradient_error, INK), ("logits", error.logit_error, "white")):
                 if isinstance(value, float) and value > 0:
                     shown[sign, fill] = f"{what}, {when}"
-                    axes.plot(
-                        value, place, marker=sign, color=INK, markerfacecolor=fill, markersize=7, linestyle="none"
-                    )
+                    style: dict[str, Any] = {"marker": sign, "markerfacecolor": fill, "markersize": 7, "linestyle": "none"}
+                    axes.plot(value, place, color=INK, **style)
     for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
     name_rows(axes, [variant for variant, _ in found])

@@ -76,17 +76,9 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedu
 
 @dataclass(frozen=True)
 class ImagePair:
-    """Two runs compared on the same images; differences are second minus first, in percentage points of top-1.
-
-    Attributes:
-        difference: in top-1.
-        low, high: its 95% interval over images (bootstrap of pairs, percentiles).
-        standard_error: of the difference, over images.
-        only_first, only_second: images that only this run got right.
-        p_value: McNemar's exact test of equal accuracy (two-sided).
-        changed: images whose predictions differ, right or wrong.
-        images: number of images.
-    """
+    """Two runs compared on the same images: the difference in top-1, second minus first, in points, with its 95%
+    interval and standard error over images (bootstrap of pairs, percentiles); how many only one of them got right, and
+    how many have other predictions, right or wrong; McNemar's exact test of equal accuracy (two-sided)."""
 
     difference: float
     low: float
