@@ -213,7 +213,12 @@ def _rounding(record: Record) -> Chart | None:
             for what, value, fill in (("gradients", error.gradient_error, INK), ("logits", error.logit_error, "white")):
                 if isinstance(value, float) and value > 0:
                     shown[sign, fill] = f"{what}, {when}"
-                    style: dict[str, Any] = {"marker": sign, "markerfacecolor": fill, "markersize": 7, "linestyle": "none"}
+                    style: dict[str, Any] = {
+                        "marker": sign,
+                        "markerfacecolor": fill,
+                        "markersize": 7,
+                        "linestyle": "none",
+                    }
                     axes.plot(value, place, color=INK, **style)
     for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
         axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
