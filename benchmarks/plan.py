@@ -261,7 +261,7 @@ def searched(cluster: str, config: str, images: int, settings: str) -> Search:
 
 def seconds(search: Search, layout: Layout, accelerator: Accelerator) -> float:
     """A step's time with other constants."""
-    search.cluster = replace(search.cluster, accelerator=accelerator)
+    search.cluster = search.cluster.model_copy(update={"accelerator": accelerator})
     return search.outcome(layout).step
 
 

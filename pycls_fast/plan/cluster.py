@@ -173,32 +173,32 @@ def errors(accelerator: Accelerator, rows: Iterable[Measured]) -> _Numbers:
 _FILE = Path(__file__).with_name("clusters.yaml")
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks, one for each accelerator, and the links between them.
+class Links(Section):
+    """What a file says of a cluster's nodes and of the links between its ranks, one for each accelerator."""
 
-    Attributes:
-        ranks: their number.
-        per_node: ranks of a node.
-        inside: bytes/s of a rank's bus within a node, in an all-reduce.
-        network: bytes/s of a node's network cards together.
-        latency: seconds of a hop inside a node, and across nodes.
-        jitter: the share of the speed lost at each doubling of the nodes.
-        cores: of a node.
-        images_per_core: images/s that one of them decodes and augments.
-        gathers: the share of that speed that all-gathers and reduce-scatters have (gloo: about half).
-    """
+    per_node: PositiveInt
+    """Ranks of a node."""
+    inside: PositiveFloat
+    """Bytes/s of a rank's bus within a node, in an all-reduce."""
+    network: PositiveFloat
+    """Bytes/s of a node's network cards together."""
+    latency: tuple[NonNegativeFloat, NonNegativeFloat]
+    """Seconds of a hop inside a node, and across nodes."""
+    jitter: Rate
+    """The share of the speed lost at each doubling of the nodes."""
+    cores: PositiveInt
+    """Those of a node."""
+    images_per_core: PositiveFloat
+    """Images/s that one of them decodes and augments."""
+    gathers: PositiveFloat = 1.0
+    """The share of that speed that all-gathers and reduce-scatters have (gloo: about half)."""
+
+
+class Cluster(Links):
+    """So many ranks with their links."""
 
     accelerator: Accelerator
-    ranks: int
-    per_node: int
-    inside: float
-    network: float
-    latency: tuple[float, float]
-    jitter: float
-    cores: int
-    images_per_core: float
-    gathers: float = 1.0
+    ranks: PositiveInt
 
     @property
     def nodes(self) -> int:
@@ -248,25 +248,15 @@ class Cluster:
         return 1.0 - self.jitter * math.log2(self.nodes)
 
 
-class _Links(Section):
-    """A cluster of a file, of any number of ranks; see `Cluster`."""
-
+class _Named(Links):
     accelerator: Text
-    per_node: PositiveInt
-    inside: PositiveFloat
-    network: PositiveFloat
-    latency: tuple[NonNegativeFloat, NonNegativeFloat]
-    jitter: Rate
-    cores: PositiveInt
-    images_per_core: PositiveFloat
-    gathers: PositiveFloat = 1.0
 
 
 class Constants(Section):
     """A file of accelerators and clusters, and ours of intervals."""
 
     accelerators: dict[str, Accelerator]
-    clusters: dict[str, _Links]
+    clusters: dict[str, _Named]
     intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
 
 

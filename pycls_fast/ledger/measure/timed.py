@@ -12,6 +12,7 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
+from pycls_fast.data.batch import Batch
 from pycls_fast.data.choices import Synthetic
 from pycls_fast.data.sources.base import Images
 from pycls_fast.ledger.measure.workloads import (
@@ -37,6 +38,7 @@ from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.resolving import with_precision
+from pycls_fast.values import Size
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
@@ -129,28 +131,19 @@ class TimedVariant:
         step = make_step(config, network, world, switches, self._steps_per_epoch)
         self.trainer = Trainer(step, world, switches)
         microbatch, host = build.microbatch_size(config, world), build.prepare_on_host(config, switches)
+
+        def batch(count: int, size: Size, which: int, **more: Any) -> Batch:
+            seed = counter_seed(config.seed, which, world.data_rank)
+            return synthetic_batch(count, size, self.classes, seed=seed, device=world.device, **more)
+
         if "train" in parts:
-            batch = synthetic_batch(
-                microbatch,
-                config.data.training_image_sizes[0],
-                self.classes,
-                erase_probability=config.augment.erase_probability,
-                seed=counter_seed(config.seed, _TRAINING_BATCH, world.data_rank),
-                device=world.device,
-                host=host,
-            )
-            self.parts["train"] = TrainPart(self.trainer, batch, config.optim.microbatches, world)
+            size, erase = config.data.training_image_sizes[0], config.augment.erase_probability
+            trained = batch(microbatch, size, _TRAINING_BATCH, erase_probability=erase, host=host)
+            self.parts["train"] = TrainPart(self.trainer, trained, config.optim.microbatches, world)
         if "inference" in parts:
-            batch = synthetic_batch(
-                config.data.eval_batch_size or microbatch,
-                config.data.image_size,
-                self.classes,
-                erase_probability=0.0,
-                seed=counter_seed(config.seed, _EVALUATION_BATCH, world.data_rank),
-                device=world.device,
-                host=host and replace(host, mixer=None),
-            )
-            self.parts["inference"] = InferencePart(step, batch, world)
+            count, host = config.data.eval_batch_size or microbatch, host and replace(host, mixer=None)
+            scored = batch(count, config.data.image_size, _EVALUATION_BATCH, erase_probability=0.0, host=host)
+            self.parts["inference"] = InferencePart(step, scored, world)
 
     def begin(self, part: PartName, *, steps: int, warmup_steps: int, seconds: float) -> None:
         """Warm up a part, and find how many steps its turns have."""

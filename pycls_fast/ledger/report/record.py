@@ -126,7 +126,7 @@ class VariantRecord(_Part):
 
 
 class GradientCounts(_Part):
-    """The first variant's gradients over all layers (`measure.gradients`)."""
+    """The first variant's gradients over all layers (`measure.numerics`)."""
 
     total: dict[str, Any]
     steps: int

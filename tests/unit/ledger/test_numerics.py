@@ -181,9 +181,7 @@ def test_gradients_around_float16s_limits() -> None:
     assert record["below_normal"] == pytest.approx(5 / 7)
     assert record["below_normal_scaled"] == pytest.approx(3 / 7)
     assert record["overflow_scaled"] == pytest.approx(1 / 7)
-
-
-def test_ends_of_the_histogram() -> None:
+    # The histogram's ends.
     assert counted(2.0**-100, 1.9 * 2.0**-60, 3.0 * 2.0**30, 1.5)["exponents"] == {"-60": 2, "0": 1, "16": 1}
 
 

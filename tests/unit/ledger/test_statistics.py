@@ -34,21 +34,11 @@ from pycls_fast.ledger.report.effects import (
 from pycls_fast.ledger.report.statistics import (
     geometric_mean,
     holm,
-    mean_interval,
     p_slower,
     pair_images,
     paired_ratio,
-    spread,
 )
 from tests.factories import script
-
-
-def test_spread_of_known_samples() -> None:
-    found = spread([5.0, 1.0, 2.0, 4.0, 13.0, 3.0, 6.0, 8.0, 7.0, 10.0, 9.0])
-    assert (found.p10, found.p50, found.p90) == (2.0, 6.0, 10.0)
-    assert found.mean == pytest.approx(68 / 11)
-    assert found.count == 11
-    assert spread([1.0, 2.0]).p90 == pytest.approx(1.9)
 
 
 def test_ratio_is_taken_within_pairs() -> None:
@@ -58,24 +48,6 @@ def test_ratio_is_taken_within_pairs() -> None:
     assert (found.ratio, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25))
     with pytest.raises(ValueError, match="zip"):
         paired_ratio(reference, [100.0])
-
-
-def test_the_mean_of_ratios_is_geometric() -> None:
-    result = geometric_mean([1.9, 2.0, 2.1])
-    assert result.ratio == pytest.approx((1.9 * 2.0 * 2.1) ** (1 / 3))
-    assert result.low is not None
-    assert result.high is not None
-    assert 1.7 < result.low < result.ratio < result.high < 2.3
-    assert geometric_mean([1.5]).low is None
-
-
-def test_the_interval_of_a_mean_is_students() -> None:
-    values = [1.0, 2.0, 4.0, 4.5]
-    mean, half = mean_interval(values)
-    low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert half is not None
-    assert (mean - half, mean + half) == pytest.approx((low, high))
-    assert mean_interval([3.0]) == (3.0, None)
 
 
 def test_a_pair_counts_images() -> None:
@@ -98,16 +70,6 @@ def test_mcnemar_is_the_binomial_test_of_discordant_images() -> None:
     expected = 2 * sum(math.comb(14, k) for k in range(3)) / 2**14
     assert pair.p_value == pytest.approx(expected)
     assert pair.low < pair.difference < pair.high < 0
-
-
-def test_the_bootstrap_covers_like_the_normal_interval() -> None:
-    rng = np.random.default_rng(3)
-    labels = np.zeros(5000, dtype=int)
-    first, second = (rng.random((2, 5000)) < 0.2).astype(int)
-    pair = pair_images(labels, first, second)
-    half = stats.norm.ppf(0.975) * pair.standard_error
-    assert pair.low == pytest.approx(pair.difference - half, abs=0.1 * half)
-    assert pair.high == pytest.approx(pair.difference + half, abs=0.1 * half)
 
 
 def test_speeds_are_compared_by_welchs_test_of_the_rounds() -> None:

@@ -66,13 +66,6 @@ def test_a_variant_that_still_fails_leaves_the_rounds_of_an_earlier_start(
     assert len(fake.started) == 2
 
 
-def test_a_reference_that_fails_leaves_a_page(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    fake.broken = {"timings-base-": (1, "error: no")}
-    with pytest.raises(UserError, match="base"):
-        work(tmp_path)
-    assert "unfinished: 0 of " in (tmp_path / "index.html").read_text()
-
-
 def test_there_is_a_page_after_the_timings(
     tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,8 +106,8 @@ def test_ways_of_recomputing_and_precisions_are_tried(search: Search) -> None:
 
 def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
     cluster = search.cluster
-    one_each = replace(cluster, cores=8, accelerator=replace(cluster.accelerator, device="cpu"))
-    two_each = replace(one_each, cores=4)
+    device = replace(cluster.accelerator, device="cpu")
+    one_each, two_each = (cluster.model_copy(update={"cores": n, "accelerator": device}) for n in (8, 4))
     own, shared = (
         Search(search.config, each, 10).outcome(Layout(1, 16, precision="fp32")) for each in (one_each, two_each)
     )
@@ -117,8 +117,8 @@ def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
 
 def test_what_shards_exchange_is_copied_too(search: Search) -> None:
     device = replace(search.cluster.accelerator, device="cpu")
-    links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0)}
-    found = Search(search.config, replace(search.cluster, accelerator=device, cores=8, **links), 10)
+    links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0), "accelerator": device, "cores": 8}
+    found = Search(search.config, search.cluster.model_copy(update=links), 10)
     layout, size = Layout(1, 16, precision="fp32"), found.exchanged(Layout(1, 16, precision="fp32"))
     whole = 2 * (size["all_gather"] + size["reduce_scatter"]) / (device.bandwidth * device.efficiency["pass"])
     assert found.outcome(layout).exchange == pytest.approx(whole, rel=0.2)
@@ -182,7 +182,8 @@ def test_intervals_are_those_of_the_comparison() -> None:
 def test_a_report_says_how_sure_it_is_of_hours_and_cost(search: Search, tmp_path: Path) -> None:
     """On a CPU by what was measured on CPUs; and what the memory is for."""
     for device, what in (("cuda", "seconds"), ("cpu", "cpu_seconds")):
-        cluster = replace(search.cluster, accelerator=replace(search.cluster.accelerator, device=device))
+        accelerator = replace(search.cluster.accelerator, device=device)
+        cluster = search.cluster.model_copy(update={"accelerator": accelerator})
         Report("", [search.outcome(Layout(1, 16))], 1000, cluster, price=2.0).write(tmp_path / "plan.json")
         (found,) = json.loads((tmp_path / "plan.json").read_text())
         for name in ("hours", "cost"):
@@ -192,7 +193,8 @@ def test_a_report_says_how_sure_it_is_of_hours_and_cost(search: Search, tmp_path
 
 def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
     files = search.config.with_values(data={"source": "folder"})
-    found = Search(files, replace(search.cluster, images_per_core=0.5, cores=12), 10).outcome(Layout(16))
+    slow = search.cluster.model_copy(update={"images_per_core": 0.5, "cores": 12})
+    found = Search(files, slow, 10).outcome(Layout(16))
     # Two nodes.
     assert found.images_per_second == found.loader == pytest.approx(12.0)
     faster = Search(files, search.cluster, 10).outcome(Layout(16))

@@ -141,7 +141,7 @@ def test_a_ring_takes_its_bytes_and_its_hops() -> None:
     # Neighbours in other nodes share the network with seven more groups.
     assert cluster.gather(8e9, 2, apart=8) == pytest.approx(4e9 / (cluster.network / 8) + cluster.latency[1])
     assert cluster.gather(8e9, 1) == 0.0
-    slow = replace(one, gathers=0.5)
+    slow = one.model_copy(update={"gathers": 0.5})
     assert slow.gather(8e9, 8) == pytest.approx(14e9 / one.inside + 7 * one.latency[0])
     assert slow.reduce(8e9, 8) == one.reduce(8e9, 8)
 
