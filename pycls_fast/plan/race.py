@@ -145,42 +145,28 @@ def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
     most = _MOST_IMAGES if batch == AUTO else min(max(batch, 2), _MOST_IMAGES)
     images = int(min(max(_FLOPS // flops, 2), most))
     counts: Counter[Any] = Counter()
-    layers: dict[Any, tuple[nn.Module, tuple[int, ...]]] = {}
+    layers: dict[Any, tuple[nn.Module, tuple[int, ...], float]] = {}
 
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, nn.Linear | nn.Conv2d)
-        shape = tuple(inputs[0].shape)
-        key = (shape, tuple(layer.weight.shape), getattr(layer, "stride", None), getattr(layer, "groups", None))
+    def note(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        shape, weight = tuple(inputs[0].shape), layer.weight
+        key = (shape, tuple(weight.shape), getattr(layer, "stride", None), getattr(layer, "groups", None))
         counts[key] += 1
-        layers[key] = layer, shape
+        # And its operations, up to a common factor.
+        layers[key] = layer, shape, weight.numel() * out.numel() / len(weight)
 
     for layer in network.modules():
         if type(layer) in (nn.Linear, nn.Conv2d):
-            layer.register_forward_pre_hook(note)
+            layer.register_forward_hook(note)
     network.eval().requires_grad_(False)
     with torch.no_grad():
         network(torch.empty(images, 3, *image_size, device="meta"))
-    largest = sorted(layers, key=lambda key: -counts[key] * _size(*layers[key]))
-    return (
-        [_Product(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest[:_MOST_PRODUCTS]],
-        images,
-        flops * images,
-    )
-
-
-def _size(layer: nn.Module, shape: tuple[int, ...]) -> float:
-    """Operations of a product, up to a common factor."""
-    pixels = 1
-    assert isinstance(layer, nn.Linear | nn.Conv2d)
-    for side in shape[:-1] if isinstance(layer, nn.Linear) else (shape[0], *shape[2:]):
-        pixels *= side
-    stride = layer.stride[0] ** 2 if isinstance(layer, nn.Conv2d) else 1
-    return layer.weight.numel() * pixels / stride
+    largest = sorted(layers, key=lambda key: -counts[key] * layers[key][2])[:_MOST_PRODUCTS]
+    return [_Product(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest], images, flops * images
 
 
 def _filled(layer: nn.Module) -> nn.Module:
     # Hooks would be copied with it.
-    layer._forward_pre_hooks.clear()
+    layer._forward_hooks.clear()
     copy = layer.to_empty(device="cpu").requires_grad_(True)
     for parameter in copy.parameters():
         nn.init.normal_(parameter, std=0.02)
