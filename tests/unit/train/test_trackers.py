@@ -43,8 +43,12 @@ class Seen:
     states: list[Any] = field(default_factory=list)
 
 
+class MlflowException(Exception):
+    """`mlflow.exceptions.MlflowException`."""
+
+
 class Service:
-    """Both stand-ins: the runs by their ids, and what each call does first."""
+    """A stand-in for both packages, and for MLflow's client: the runs by their ids, and what each call does first."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -60,7 +64,7 @@ class Service:
         exceptions = ModuleType("mlflow.exceptions")
         exceptions.MlflowException = MlflowException  # type: ignore[attr-defined]
         mlflow = ModuleType("mlflow")
-        mlflow.MlflowClient = lambda: Client(self)  # type: ignore[attr-defined]
+        mlflow.MlflowClient = lambda: self  # type: ignore[attr-defined]
         wandb = ModuleType("wandb")
         wandb.init = self.init  # type: ignore[attr-defined]
         mlflow.__file__ = wandb.__file__ = "__init__.py"
@@ -87,47 +91,36 @@ class Service:
         summary = SimpleNamespace(update=seen.final.update)
         return SimpleNamespace(log=log, finish=finish, summary=summary, define_metric=lambda name, step_metric: None)
 
-
-class MlflowException(Exception):
-    """`mlflow.exceptions.MlflowException`."""
-
-
-class Client:
-    """`mlflow.MlflowClient`."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
     def get_experiment_by_name(self, name: str) -> Any:
-        return SimpleNamespace(experiment_id=f"experiment {name}") if name in self.service.experiments else None
+        return SimpleNamespace(experiment_id=f"experiment {name}") if name in self.experiments else None
 
     def create_experiment(self, name: str) -> str:
-        if name in self.service.experiments:
+        if name in self.experiments:
             raise MlflowException(f"{name} exists")
-        self.service.experiments.append(name)
+        self.experiments.append(name)
         return f"experiment {name}"
 
     def create_run(self, experiment_id: str, run_name: str) -> Any:
-        self.service.on_start()
-        run_id = f"run {len(self.service.runs)}"
-        self.service.runs[run_id] = Seen(run_name, experiment_id.removeprefix("experiment "))
+        self.on_start()
+        run_id = f"run {len(self.runs)}"
+        self.runs[run_id] = Seen(run_name, experiment_id.removeprefix("experiment "))
         return self.get_run(run_id)
 
     def get_run(self, run_id: str) -> Any:
-        params = dict(self.service.runs[run_id].settings)
+        params = dict(self.runs[run_id].settings)
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id), data=SimpleNamespace(params=params))
 
     def update_run(self, run_id: str, status: str) -> None:
-        self.service.on_start()
+        self.on_start()
         assert status == "RUNNING"
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> Any:
-        seen = self.service.runs[run_id]
+        seen = self.runs[run_id]
         failure: list[Exception] = []
         if metrics:
             assert not synchronous
             try:
-                self.service.on_values()
+                self.on_values()
             except ConnectionError as error:
                 failure.append(error)
         assert len(params) <= 100
@@ -150,8 +143,8 @@ class Client:
         return SimpleNamespace(wait=wait)
 
     def set_terminated(self, run_id: str, status: str) -> None:
-        self.service.on_end()
-        self.service.runs[run_id].states.append(status)
+        self.on_end()
+        self.runs[run_id].states.append(status)
 
 
 @pytest.fixture(params=["wandb", "mlflow"])
