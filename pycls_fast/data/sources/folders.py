@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import os
 import re
@@ -22,7 +21,7 @@ import numpy as np
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, load_or_build
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, digest, load_or_build
 from pycls_fast.data.sources.progress import progress
 from pycls_fast.errors import UserError, first_few, is_first_of_node
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
@@ -156,12 +155,12 @@ def _scan(root: Path) -> Index:
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     arrays = {"names": names.data, "name_ends": names.ends, "labels": labels}
     folders = {name: time for listing in listings for name, time in listing.stamp.items()}
-    return Index(arrays, {"classes": classes}, {"classes": _digest(classes), "folders": folders})
+    return Index(arrays, {"classes": classes}, {"classes": digest("\0".join(classes)), "folders": folders})
 
 
 def _is_fresh(root: Path, stamp: Stamp) -> bool:
     # The mtime of `root` itself says nothing: the index may lie in it.
-    if _digest(subfolders(root)) != stamp["classes"]:
+    if digest("\0".join(subfolders(root))) != stamp["classes"]:
         return False
     folders = list(stamp["folders"].items())
     # One share per thread: submitting each of 22,000 folders takes longer than checking it.
@@ -175,10 +174,6 @@ def _time_of_change(folder: str) -> int:
         return os.stat(folder).st_mtime_ns  # noqa: PTH116  # 22,000 times at each start
     except OSError:
         return -1
-
-
-def _digest(names: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _list_class(root: Path, name: str) -> _Listing:

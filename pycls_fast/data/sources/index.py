@@ -175,7 +175,7 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     """Folders for indexes of this dataset, the preferred one first."""
     if setting == "off":
         return []
-    name = _digest(str(root))
+    name = digest(str(root))
     if setting != "auto":
         return [user_path(setting) / name]
     general = cache_folder() / name
@@ -185,7 +185,8 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     return [whole.parent / _FOLDER / whole.name, general]
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A hash of a text with names of files, as 16 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -222,6 +223,6 @@ def _lock(what: str) -> Iterator[None]:
             folder = cache_folder() / "locks"
             folder.mkdir(parents=True, exist_ok=True)
             # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
-            file = stack.enter_context((folder / _digest(what)[:2]).open("w"))
+            file = stack.enter_context((folder / digest(what)[:2]).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
