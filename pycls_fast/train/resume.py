@@ -71,12 +71,8 @@ _AFFECTS_RESULT = (
 )
 
 
-def choose_run_dir(config: RunConfig, world: World) -> tuple[Path, bool]:
+def choose_run_dir(config: RunConfig) -> tuple[Path, bool]:
     """The run's folder, and whether torchrun restarted this run: then it is the folder of the first start."""
-    return world.from_main(_choose(config) if world.is_main else (Path(), False))
-
-
-def _choose(config: RunConfig) -> tuple[Path, bool]:
     path = _new_folder(config.config_name, overrides_name()) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()

@@ -32,7 +32,7 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
     locked until the end, and then removed if it is new, unless training began (`RunFolder.keep`)."""
     check_same_settings(config, world)
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
-    run_dir, restarted = choose_run_dir(config, world)
+    run_dir, restarted = on_main(world, lambda: choose_run_dir(config))
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
         on_main(world, lambda: folder.occupy(on_wait=display.note))
         check_same_folder(folder, world)

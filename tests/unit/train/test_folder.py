@@ -133,7 +133,6 @@ def test_links_in_the_folder_are_not_followed_when_writing(tmp_path: Path) -> No
 _HOLD = """
 import sys
 from pathlib import Path
-from pycls_fast.train.resume import choose_run_dir
 from pycls_fast.train.folder import RunFolder
 
 with (folder := RunFolder(Path(sys.argv[1]))):
