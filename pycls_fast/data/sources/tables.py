@@ -66,10 +66,8 @@ def open_manifest(
             raise UserError(f"{place}: {found[0]} and {found[1]} are both tables of {split}; choose with data.train=")
         path = Path(found[0])
         status = path.stat()
-        columns = [path_column, label_column]
-        classes = None if names is None else list(names)
-        stamp = {"size": status.st_size, "time": status.st_mtime_ns, "columns": columns, "classes": classes}
-        stamp |= {} if data.label_separator is None else {"separator": data.label_separator}
+        stamp: dict[str, Any] = {"size": status.st_size, "time": status.st_mtime_ns, "separator": data.label_separator}
+        stamp |= {"columns": [path_column, label_column], "classes": None if names is None else list(names)}
         index = load_or_build(
             path.absolute(),
             "manifest",
@@ -90,7 +88,7 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     reader = _read_parquet if path.suffix.lower() == ".parquet" else _read_csv
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column = stamp["columns"]
-    separator = stamp.get("separator")
+    separator = stamp["separator"]
     if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}

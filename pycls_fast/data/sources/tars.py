@@ -117,8 +117,8 @@ def open_tars(
     for split, shards in find_files(root, (".tar",), train=train, val=val).items():
         with ThreadPoolExecutor(_THREADS) as pool:
             stamps = list(pool.map(_stamp, shards))
-        stamp = {"shards": stamps, "label": label_column, "classes": None if names is None else list(names)}
-        stamp |= {} if data.label_separator is None else {"separator": data.label_separator}
+        stamp: dict[str, Any] = {"shards": stamps, "label": label_column, "separator": data.label_separator}
+        stamp["classes"] = None if names is None else list(names)
         index = load_or_build(
             root if is_remote(root) else Path(root).absolute(),
             f"tars_{split}",
@@ -155,7 +155,7 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
             samples += found
             ends.append(len(samples))
             advance(1)
-    said, separator = [sample.label for sample in samples], stamp.get("separator")
+    said, separator = [sample.label for sample in samples], stamp["separator"]
     classes, labels, sets = name_classes(said, names=names, where=root, separator=separator)
     keys = Texts.of(sample.key for sample in samples)
     arrays = {
