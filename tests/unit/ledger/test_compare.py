@@ -227,12 +227,8 @@ def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
 
 def test_mistakes(a: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for arguments, line in (
-        ((str(a), str(tmp_path)), "not a run's configuration"),
-        ((str(tmp_path / "nowhere"), str(a)), "not a run's configuration"),
-    ):
-        with pytest.raises(UserError, match=line):
-            compare_runs(*arguments, output=None, images=3)
+    with pytest.raises(UserError, match="not a run's configuration"):
+        compare_runs(str(a), str(tmp_path), output=None, images=3)
     with pytest.raises(UserError, match=r"output: .* cannot be written to"):
         compare_runs(str(a), str(a), output=str(tmp_path / "file" / "x"), images=3)
     (a / "summary.json").write_text("{")

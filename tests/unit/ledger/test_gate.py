@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pycls_fast.config.ladder import read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import p_less_accurate
 from pycls_fast.ledger.report.gate import check, compare_ledgers
-from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
+from pycls_fast.ledger.report.record import Record, Unfinished, VariantRecord, read_record
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
 from tests.unit.ledger.stand_ins import accuracy, effect, record_of, timing, variant
 
@@ -179,29 +178,20 @@ def test_the_rate_of_a_different_machine_is_not_compared(change: Change, text: s
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "line"),
+    ("change", "line"),
     [
-        ("a.json", "b.json", "cannot be read"),
-        ("good", "other", "a different experiment (vit and resnet) cannot be compared"),
-        ("nothing", "good", "nothing to compare"),
-        ("good", "unfinished", "unfinished; run the ledger's command again, which resumes it"),
-        ("good", "damaged", "cannot be read as a ledger.json (variants.1.timing.images_per_second: "),
+        (put("config_name", "resnet"), "a different experiment (vit and resnet) cannot be compared"),
+        (put("unfinished", Unfinished(done=1, of=9)), "unfinished; run the ledger's command again, which resumes it"),
+        (put("variants.1.timing.images_per_second", -1.0), "(variants.1.timing.images_per_second: "),
     ],
 )
-def test_mistakes(before: str, now: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    good = ledger().model_dump(mode="json")
-    nothing = record_of(variant("base", None)).model_dump(mode="json")
-    damaged = ledger().model_dump(mode="json")
-    damaged["variants"][1]["timing"]["images_per_second"] = -1
-    unfinished = {**good, "unfinished": {"done": 1, "of": 9}}
-    for name, values in (
-        ("good", good), ("other", {**good, "config_name": "resnet"}), ("nothing", nothing), ("damaged", damaged),
-        ("unfinished", unfinished),
-    ):  # fmt: skip
-        Path(name).write_text(json.dumps(values))
+def test_mistakes(change: Change, line: str, tmp_path: Path) -> None:
+    (tmp_path / "before").write_text(ledger().model_dump_json())
+    (tmp_path / "now").write_text(changed(change).model_dump_json())
     with pytest.raises(UserError, match=re.escape(line)):
-        check(before, now, tolerance=0.05, absolute=True)
+        check(str(tmp_path / "before"), str(tmp_path / "now"), tolerance=0.05, absolute=True)
+    with pytest.raises(UserError, match="nothing to compare"):
+        compare_ledgers(record_of(variant("base", None)), ledger(), tolerance=0.05)
 
 
 def test_the_baseline_is_that_of_the_gates_ladder() -> None:
