@@ -101,9 +101,6 @@ def read_range(address: str, start: int, size: int) -> bytes:
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
 
 
-_FOLDER = "pycls_fast_shards"
-# The folder may hold files of other programs.
-_COPY = re.compile(r"[0-9a-f]{16}-.+", re.DOTALL)
 # A partial copy has its final size in its name, so that others can leave room for it.
 _DRAFT = re.compile(r"\.[0-9a-f]{16}-.+\.(\d+)\.part", re.DOTALL)
 # A copy that was read or touched within this time is not evicted; a draft that did not grow for so long is removed.
@@ -111,16 +108,16 @@ _IN_USE_SECONDS, _STALE_SECONDS = 5.0, 60.0
 
 
 class ShardCache:
-    """A folder with copies of whole remote files, shared by all processes of a machine."""
+    """A folder with copies of whole remote files, shared by all of a user's processes on a machine."""
 
     def __init__(self, folder: Path, limit: float, processes: int = 1) -> None:
         """
         Args:
-            folder: may hold other files: copies lie in a subfolder.
+            folder: may hold other files: copies lie in a subfolder of the user's.
             limit: total bytes of all copies, complete or not. Above it the least recently used copies are evicted.
             processes: how many copy shards on this machine, each within its share of the limit.
         """
-        self.folder = folder / _FOLDER
+        self.folder = folder / f"pycls_fast_shards_{os.getuid()}"
         self.limit = limit
         self.processes = processes
         with refusing(f"data.shard_cache: {self.folder} cannot be written"):
@@ -136,9 +133,7 @@ class ShardCache:
     def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
         """Bytes of the local copy; of the remote file if there is no (whole) copy."""
         with suppress(OSError), self.place(address, version).open("rb", buffering=0) as file:
-            # Another user's copy can be read, but not touched.
-            with suppress(OSError):
-                os.utime(file.fileno())
+            os.utime(file.fileno())
             data = os.pread(file.fileno(), size, start)
             # A power cut may have truncated the copy.
             if len(data) == size:
@@ -149,8 +144,7 @@ class ShardCache:
         """Whether the copy is complete. If it is, it counts as used now."""
         with suppress(OSError):
             if place.stat().st_size == size:
-                with suppress(OSError):
-                    os.utime(place)
+                os.utime(place)
                 return True
         return False
 
@@ -185,8 +179,8 @@ class ShardCache:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Exclude this user's others while room is made or a copy named; another user's lock could not be opened."""
-        with (self.folder / f".room-{os.getuid()}.lock").open("w") as lock:
+        """Exclude other processes while room is made or a copy named."""
+        with (self.folder / ".room.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -194,10 +188,10 @@ class ShardCache:
         """Evict copies until another one fits; whether it does."""
         held, idle, now = 0, [], time.time()
         for file in self.folder.iterdir():
-            # Other processes make and evict files too, and some may belong to another user.
+            # Other processes give drafts up meanwhile.
             with suppress(OSError):
                 about, draft = file.stat(), _DRAFT.fullmatch(file.name)
-                if not draft and not _COPY.fullmatch(file.name):
+                if not draft and file.name.startswith("."):
                     continue
                 if draft and about.st_mtime < now - _STALE_SECONDS:
                     file.unlink()
