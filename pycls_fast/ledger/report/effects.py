@@ -233,7 +233,7 @@ def decide(
         tail = 0.025 if place == len(LOOKS) - 1 else levels(0.025)[place]
         effects = []
         for i, each in enumerate(estimated):
-            half, down = (float(special.stdtrit(each.freedom, 1 - share)) * each.error for share in (tail, level))
+            half, down = (_quantile(each.freedom, 1 - share) * each.error for share in (tail, level))
             low, high, least = each.difference - half, each.difference + half, each.difference - down
             word = _word(i in costs, i in free, i in gains)
             effects.append(replace(each, low=low, high=high, least=least, word=word))
@@ -245,12 +245,19 @@ def estimates(families: Iterable[tuple[Sequence[str], Fit]], margin: float) -> l
     """Effects with plain 95% intervals and without verdicts, for a ledger that is not at a planned look."""
     made = []
     for names, found in families:
-        for name, effect, error in zip(names, found.effects.tolist(), found.errors.tolist(), strict=True):
-            half = float(special.stdtrit(found.freedom, 0.975)) * error
-            p_costs, p_free = (special.stdtr(found.freedom, each / error) for each in (effect, -(effect + margin)))
+        effects, errors = found.effects, found.errors
+        p_values = [special.stdtr(found.freedom, each / errors) for each in (effects, -(effects + margin))]
+        for name, *row in zip(names, *(each.tolist() for each in (effects, errors, *p_values)), strict=True):
+            effect, error, p_costs, p_free = row
+            half = _quantile(found.freedom, 0.975) * error
             low, high = effect - half, effect + half
-            made.append(Effect(name, effect, error, found.freedom, low, high, low, float(p_costs), float(p_free), None))
+            made.append(Effect(name, effect, error, found.freedom, low, high, low, p_costs, p_free, None))
     return made
+
+
+@lru_cache
+def _quantile(freedom: int, share: float) -> float:
+    return float(special.stdtrit(freedom, share))
 
 
 def _rejected(p_values: np.ndarray, place: int, alpha: float, before: set[int]) -> set[int]:
