@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-EXPORTED = (".onnx", ".xml", ".pt2")
-"""Ends of the files that hold a network as other programs run it (ONNX, OpenVINO, torch.export)."""
+EXPORTED = (".onnx", ".xml")
+"""Ends of the files that hold a network as other programs run it (ONNX, OpenVINO) and that are data: opening one of
+torch.export may run code."""
 
 
 def user_path(text: str | Path) -> Path:

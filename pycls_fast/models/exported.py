@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ TEXTS = ("classes", "preprocessing", "weights", "step", "config")
 """What a file says of itself, as far as it is read again."""
 # Images at a time.
 _BATCH = 32
+# Else onnxruntime reports what it runs to its makers, and leaves a file in the folder of temporary ones.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def _onnx(path: Path) -> tuple[Run, Mapping[str, str]]:
@@ -41,12 +44,11 @@ def _openvino(path: Path) -> tuple[Run, Mapping[str, str]]:
 
 
 def _program(path: Path) -> tuple[Run, Mapping[str, str]]:
-    texts = dict.fromkeys(TEXTS, "")
     # The function alone: a program is no module that can be set to evaluation.
-    return torch.export.load(path, extra_files=texts).module().forward, texts
+    return torch.export.load(path).module().forward, {}
 
 
-_OPENERS = dict(zip(EXPORTED, (_onnx, _openvino, _program), strict=True))
+_OPENERS = dict(zip((*EXPORTED, ".pt2"), (_onnx, _openvino, _program), strict=True))
 
 
 def open_exported(path: Path) -> tuple[Run, Mapping[str, str]]:
@@ -76,7 +78,8 @@ class ExportedNetwork(Network):
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalised images (B, C, H, W) of whole numbers, float32 -> logits (B, K)."""
         bytes_BCHW = (255.0 * (images_BCHW.cpu() * self._std_C11 + self._mean_C11)).round().to(torch.uint8)
-        return self._run(bytes_BCHW).to(images_BCHW.device)
+        with refusing("weights: the file cannot be run", Exception):
+            return self._run(bytes_BCHW).to(images_BCHW.device)
 
 
 def drawn_images(about: About) -> Tensor:

@@ -158,6 +158,8 @@ def open_program(path: Path) -> Weights:
     """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`."""
     run, texts = open_exported(path)
     own = pretrained.own_metadata(texts)
+    if own.config is None or own.classes is None:
+        raise UserError(f"weights: {path} is not of pycls-fast export: it names no configuration or no classes")
     origin = Origin(path, texts.get("weights", "model"), own.step)
     return Weights(origin, {}, own.classes, own.config, fill=lambda tensors: None, run=run)
 

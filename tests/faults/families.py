@@ -213,6 +213,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
             _verb("test", "weights=weights.safetensors", "data.root=LAB/digits"),
         ),
     ),
+    "weights.onnx": (("*.onnx",), (_verb("test", "weights=weights.onnx", "data.root=LAB/digits"),)),
     "weights.pth": (("*.pth",), (_train("weights=weights.pth"),)),
     "weights.npz": (("*.npz",), (_train("weights=weights.npz"),)),
     "folder": (_IMAGES, (_train("data=folder", "data.root=folder"), _verb("predict", "LAB/run", "folder"))),

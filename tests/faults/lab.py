@@ -60,7 +60,8 @@ class Lab:
         self.train = ("train", *TRAINING, f"data.root={self.digits}")
         self._must(attempt(tool(*self.train, "run_dir=run"), folder, limit=600))
         self.wanted["run"] = self.fingerprint(folder)
-        self._must(attempt(tool("export", "weights=run", "output=weights.safetensors"), folder))
+        for name in ("weights.safetensors", "weights.onnx"):
+            self._must(attempt(tool("export", "weights=run", f"output={name}"), folder))
         self._must(attempt(self._write_layouts, folder))
         for name in ("folder", "tar"):
             where = (f"data.source={name}", f"data.root={folder / name}", f"data.index_cache={folder / 'index'}")

@@ -128,7 +128,7 @@ def test_other_images_are_not_resumed_with(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("program", "pt2"), ("openvino", "xml")])
+@pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("openvino", "xml")])
 def test_an_exported_file_is_scored(
     run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str, ending: str
 ) -> None:
