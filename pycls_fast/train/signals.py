@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from pycls_fast.errors import UserError, end_import, is_first_of_node
 
 # A signal that comes again sooner is the same one: `timeout` and others signal a process, then its group.
 _ECHO_SECONDS = 1.0
+# A signal whose exception was lost comes again after so long, when what lost it is over.
+_LOST_SECONDS = 0.05
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
 _REQUEUE_SECONDS = 60
 
@@ -115,11 +118,23 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
             again = f"; {'Ctrl-C' if number == signal.SIGINT else request.name} again ends at once" if alone else ""
             _say(f"{request.name}: {answer}{again}")
 
+    hook = sys.unraisablehook
+
+    def come_again(lost: sys.UnraisableHookArgs) -> None:
+        # What a handler raises in a destructor or in a weak reference's callback is lost.
+        number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
+        if number is None:
+            hook(lost)
+        else:
+            threading.Timer(_LOST_SECONDS, os.kill, (os.getpid(), number)).start()
+
     for number in before:
         signal.signal(number, remember)
+    sys.unraisablehook = come_again
     try:
         yield request
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -70,7 +70,7 @@ def odd_npz(draw: random.Random, data: bytes) -> bytes:
         new_axis, shorter, repeated = array[None], array[:-1] if array.ndim else array, np.repeat(array, 2)
         # Wide enough for the values that follow.
         wide = array.astype(np.result_type(array, np.int64)) if array.dtype.kind in "biuf" else np.arange(array.size)
-        others = (array.astype(str), wide.astype(np.complex64), wide * 0 - 1, wide[..., None] * 1000)
+        others = (np.full(array.shape, "text"), wide.astype(np.complex64), wide * 0 - 1, wide[..., None] * 1000)
         arrays[name] = draw.choice((new_axis, shorter, repeated, *others))
     np.savez(written := io.BytesIO(), **arrays)
     return written.getvalue()

@@ -67,6 +67,30 @@ def test_a_second_sigterm_ends_at_once(
     assert capfd.readouterr().err.endswith("\ninterrupted: SIGTERM again ended this at once\n")
 
 
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_second_one_is_not_lost_in_a_destructor(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, ending: type[BaseException]
+) -> None:
+    """Python prints a traceback of what is raised there, and goes on."""
+
+    class Dying:
+        def __del__(self) -> None:
+            send(number)
+
+    monkeypatch.setattr(signals, "_ECHO_SECONDS", 0.0)
+
+    def lose_it() -> None:
+        Dying()
+        time.sleep(30)
+
+    with stop_requests() as stop:
+        stop.training = True
+        send(number)
+        with pytest.raises(ending):
+            lose_it()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_who_waits_for_data_obeys_too() -> None:
     with stop_requests() as stop:
         stop.training = True
