@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 EXPORTED = (".onnx", ".xml")
-"""Ends of the files that hold a network as other programs run it (ONNX, OpenVINO) and that are data: opening one of
-torch.export may run code."""
+"""Ends of the files that hold a network as other programs run it (ONNX, OpenVINO), and that are data."""
+PROGRAMS = (*EXPORTED, ".pt2")
+"""The same, and torch.export's, which may run code when they are opened."""
 
 
 def user_path(text: str | Path) -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import refusing
-from pycls_fast.files import EXPORTED
+from pycls_fast.files import PROGRAMS
 from pycls_fast.models.export import About, Deployable
 from pycls_fast.network import Network
 
@@ -48,7 +48,7 @@ def _program(path: Path) -> tuple[Run, Mapping[str, str]]:
     return torch.export.load(path).module().forward, {}
 
 
-_OPENERS = dict(zip((*EXPORTED, ".pt2"), (_onnx, _openvino, _program), strict=True))
+_OPENERS = dict(zip(PROGRAMS, (_onnx, _openvino, _program), strict=True))
 
 
 def open_exported(path: Path) -> tuple[Run, Mapping[str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pycls_fast.config.keys import PATHS
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import EXPORTED, best_first, flush, user_path, weights_file
+from pycls_fast.files import EXPORTED, PROGRAMS, best_first, flush, user_path, weights_file
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import SUFFIXES
 from pycls_fast.models.exported import Run, open_exported
@@ -100,7 +100,7 @@ def opened(found: Path | str, world: World = ALONE) -> Weights | None:
 
     All ranks call this.
     """
-    if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *EXPORTED)):
+    if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
         return None
     return open_weights(found, world=world)
 
@@ -110,8 +110,9 @@ def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) 
     `UserError` if it has no weights of this kind ("auto": the average if there is one), or another project's."""
     if isinstance(path, str):
         raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
-    if path.suffix in EXPORTED:
-        raise UserError(f"weights: {path} is a program, which only test runs; give the weights that it was made of")
+    if path.suffix in PROGRAMS:
+        what = "only test runs" if path.suffix in EXPORTED else "may run code"
+        raise UserError(f"weights: {path} is a program, which {what}; give the weights that it was made of")
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)

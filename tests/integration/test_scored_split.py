@@ -145,3 +145,10 @@ def test_an_exported_file_is_scored(
     assert (found["top1"], found["step"], found["config_name"]) == (own["top1"], 2, "vit_digits")
     with pytest.raises(UserError, match="is a program, which only test runs"):
         train(load_config("vit_digits", [*SMALL, *words]))
+
+
+def test_a_program_of_torch_export_is_not_opened(tmp_path: Path) -> None:
+    (file := tmp_path / "model.pt2").touch()
+    config = load_config("vit_digits", [*SMALL, f"weights={file}", f"data.root={tmp_path / 'no images'}"])
+    with pytest.raises(UserError, match=r"model\.pt2 is a program, which may run code"):
+        scores_of(config)
