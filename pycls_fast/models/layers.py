@@ -85,7 +85,7 @@ class Compute:
     """How a transformer is computed; function, parameters and outer shapes are the same whatever the values."""
 
     attention: str = "reference"
-    """The kernel of the attention, a key of `attention.ATTENTION`."""
+    """The kernel of the attention, a key of `ATTENTION`."""
     layout: str = "batch_first"
     """The order of the features in the blocks: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
     qkv: str = "separate"

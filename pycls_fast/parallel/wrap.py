@@ -1,4 +1,5 @@
-"""The one place where a model is moved, compiled, sharded or replicated, in the only order that works.
+"""The one place where a model is moved, compiled, sharded or replicated, in the only order that works; what comes
+before and after is in `make_step` of `train/assemble.py`.
 
 It is compiled in place (`module.compile()`), so that names, types and parameters are unchanged; a wrapping
 `torch.compile(module)` would rename every key of a checkpoint.

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
 import platform
+import secrets
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 import yaml
 
+from pycls_fast.config import overrides_name
+from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, print_lines, refusing
-from pycls_fast.files import atomic_text, user_path
+from pycls_fast.files import atomic_text, timestamp, user_path
+from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes, read_json
 from pycls_fast.train.agreement import on_main
@@ -28,6 +34,29 @@ _METRICS_BYTES = 1 << 30
 _WRITTEN = ("checkpoints", "tensorboard", "profile")
 DAMAGED_IMAGE = "damaged image"
 """The event of an image that the run met first."""
+
+
+def choose_run_dir(config: RunConfig) -> tuple[Path, bool]:
+    """The run's folder, and whether torchrun restarted this run: then it is the folder of the first start."""
+    path = _new_folder(config.config_name, overrides_name()) if config.run_dir is None else user_path(config.run_dir)
+    # Several runs of one launch (a sweep) differ in their configuration.
+    name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    # The token distinguishes this start from an earlier one with the same given folder.
+    text, restarted = first_of_launch(f"run_dir/{name}", f"{secrets.token_hex(4)} {path}")
+    if restarted and config.run_dir is None:
+        path.rmdir()
+    return Path(text.partition(" ")[2]), restarted
+
+
+def _new_folder(experiment: str, settings: str) -> Path:
+    """Make a new folder, so that two runs that start in the same second get different ones."""
+    path = first = Path("runs") / experiment / "_".join(filter(None, [timestamp(), settings]))
+    for number in count(2):
+        with writing(path), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+        path = first.with_name(f"{first.name}~{number}")
+    return path
 
 
 def nan_to_none(value: Any) -> Any:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config import command_alone, is_command, overrides_name, tasks
+from pycls_fast.config import command_alone, is_command, tasks
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
 from pycls_fast.errors import UserError, first_few, refuse
-from pycls_fast.files import timestamp, user_path
-from pycls_fast.parallel.rendezvous import first_of_launch
+from pycls_fast.files import user_path
 from pycls_fast.parallel.world import World
 from pycls_fast.reading import SavedState
 from pycls_fast.speed import SWITCHES
@@ -27,7 +22,7 @@ from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.checkpoint import State
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
-from pycls_fast.train.folder import RunFolder, writing
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.run import Run
 from pycls_fast.train.validation import early_stop
 
@@ -69,29 +64,6 @@ _AFFECTS_RESULT = (
     "parallel.sync_batchnorm",
     *(f"speed.{switch.name}" for switch in SWITCHES.values() if switch.numerics == "training"),
 )
-
-
-def choose_run_dir(config: RunConfig) -> tuple[Path, bool]:
-    """The run's folder, and whether torchrun restarted this run: then it is the folder of the first start."""
-    path = _new_folder(config.config_name, overrides_name()) if config.run_dir is None else user_path(config.run_dir)
-    # Several runs of one launch (a sweep) differ in their configuration.
-    name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-    # The token distinguishes this start from an earlier one with the same given folder.
-    text, restarted = first_of_launch(f"run_dir/{name}", f"{secrets.token_hex(4)} {path}")
-    if restarted and config.run_dir is None:
-        path.rmdir()
-    return Path(text.partition(" ")[2]), restarted
-
-
-def _new_folder(experiment: str, settings: str) -> Path:
-    """Make a new folder, so that two runs that start in the same second get different ones."""
-    path = first = Path("runs") / experiment / "_".join(filter(None, [timestamp(), settings]))
-    for number in count(2):
-        with writing(path), suppress(FileExistsError):
-            path.mkdir(parents=True)
-            break
-        path = first.with_name(f"{first.name}~{number}")
-    return path
 
 
 def find_start(

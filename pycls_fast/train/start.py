@@ -20,8 +20,8 @@ from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display, duration, epochs, human, one_line
 from pycls_fast.train.environment import device_name, environment
-from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.resume import choose_run_dir, find_start, resume
+from pycls_fast.train.folder import RunFolder, choose_run_dir
+from pycls_fast.train.resume import find_start, resume
 from pycls_fast.train.run import Run
 from pycls_fast.train.saving import Saver
 
