@@ -96,14 +96,14 @@ class ExportVerb(Verb, default=None):
     """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
 
     All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
-    strings in their metadata, for timm in config.json; onnx, openvino and program include the normalisation. The
-    safetensors file also has the model's settings and the whole configuration. All others are run beside the network,
-    and are not written if they compute something else.
+    strings in their metadata, for timm in config.json, and all but timm's the configuration without paths; onnx,
+    openvino and program include the normalisation. All but safetensors are run beside the network, and are not written
+    if they compute something else.
     """
 
     weights: Text
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number of ranks
-    under any strategy, or an exported file."""
+    under any strategy, or a safetensors file."""
     output: Text
     """The file (or folder) to write."""
     format: Literal["safetensors", "timm", "onnx", "openvino", "program"] | None = None

@@ -118,7 +118,7 @@ class Tar(Files, name="tar"):
     shard_cache: Text | None = None
     """A local folder for copies of remote shards; null: images are read from the remote shards one by one."""
     shard_cache_gib: PositiveFloat | None = None
-    """The most that the shard cache holds, in GiB; the least recently used shards are deleted; null: no limit."""
+    """The most that a user's shard cache holds, in GiB; the least recently used shards are deleted; null: no limit."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tars import open_tars

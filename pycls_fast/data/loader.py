@@ -312,7 +312,9 @@ def in_processes(
 ) -> Iterator[R]:
     """Yield function(source, job) for every job, in order; a single job or worker runs in this process."""
     workers = min(workers, len(jobs))
-    loader = Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, batch_size=None)
+    # All jobs are handed out at once, so that none waits for a slow one before it.
+    each = max(math.ceil(len(jobs) / max(workers, 1)), 2)
+    loader = Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, prefetch_factor=each, batch_size=None)
     # A job may take minutes.
     loader.is_patient = False
     return iter(loader)

@@ -249,7 +249,7 @@ FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
 }
 """Formats that need the model itself: name -> function of model, path and description.
 
-"safetensors", in our names, needs only its tensors (`train/export.py`).
+"safetensors", in our names, needs only its tensors (`train/weights.py`).
 """
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "openvino": ".xml", "program": ".pt2"}
 """Suffix of the path that each format writes; timm's is a folder."""

@@ -5,6 +5,7 @@ Shape letters as in `layers`; h, w are the grid's rows and columns. Nothing here
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,8 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         UserError: the model is no `VisionTransformer`.
     """
     vit = _transformer(model, "attention")
-    seen: list[Tensor] = []
+    # Each is gigabytes for large images.
+    seen: deque[Tensor] = deque(maxlen=1)
     with watched(vit, seen.append):
         vit(images_BCHW)
     # Attention pooling has one query over only the patches.
@@ -49,18 +51,23 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
         UserError: the model is no `VisionTransformer`.
     """
     vit = _transformer(model, "rollout")
-    means: list[Tensor] = []
-    with watched(vit, lambda probabilities_BHNN: means.append(probabilities_BHNN.mean(dim=1))):
+    flow_BNN = torch.eye(vit.tokens)
+
+    def multiply(probabilities_BHNN: Tensor) -> None:
+        nonlocal flow_BNN
+        mean_BNN = probabilities_BHNN.mean(dim=1)
+        if mean_BNN.shape[1] == mean_BNN.shape[2]:
+            mean_BNN.diagonal(dim1=1, dim2=2).add_(1.0)
+            flow_BNN = 0.5 * mean_BNN @ flow_BNN.to(mean_BNN)
+        else:
+            # The query of attention pooling, after the blocks: it has no residual branch.
+            flow_BNN = mean_BNN @ flow_BNN[:, vit.extra_tokens :]
+
+    with watched(vit, multiply):
         vit(images_BCHW)
-    # After the blocks, and without a residual branch.
-    pooling_B1N = means.pop() if vit.classifier == "map" else None
-    eye_NN = torch.eye(vit.tokens, dtype=means[0].dtype, device=means[0].device)
-    flow_BNN = eye_NN
-    for mean_BNN in means:
-        flow_BNN = 0.5 * (mean_BNN + eye_NN) @ flow_BNN
-    if pooling_B1N is None:
-        return _on_grid(vit, _readout(vit, flow_BNN))
-    return _on_grid(vit, (pooling_B1N @ flow_BNN[:, vit.extra_tokens :])[:, 0, vit.extra_tokens :])
+    if vit.classifier == "map":
+        return _on_grid(vit, flow_BNN[:, 0, vit.extra_tokens :])
+    return _on_grid(vit, _readout(vit, flow_BNN))
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:

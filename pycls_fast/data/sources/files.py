@@ -175,7 +175,7 @@ def walk(root: str) -> Iterator[tuple[str, os.stat_result, list[str], list[str]]
     def fail(error: OSError) -> None:
         raise error
 
-    seen = {(above.stat().st_dev, above.stat().st_ino) for above in Path(root).absolute().parents}
+    seen = {(above.stat().st_dev, above.stat().st_ino) for above in Path(root).resolve().parents}
     for folder, inner, files in os.walk(root, followlinks=True, onerror=fail):
         status = Path(folder).stat()
         here = (status.st_dev, status.st_ino)

@@ -179,7 +179,8 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
         "device": _gpu() if device == "cuda" else device,
         "processor": here["processor"],
         "cores": here["cpu_count"],
-        **{name: versions()[name] for name in ("torch", "torchvision", "timm")},
+        "torch": torch.__version__,
+        **{name: versions()[name] for name in ("torchvision", "timm")},
     }
 
 

@@ -252,7 +252,7 @@ def trainings(
                 del running[run]
                 free += own
                 if ended.lacked_memory and jobs > 1:
-                    say(f"{run}: lacked memory while others ran; starting it once more by itself at the end")
+                    say(f"{run}: lacked memory; starting it once more by itself at the end")
                     again.append(run)
                 else:
                     done(run, ended)

@@ -14,6 +14,7 @@ from scipy.io import savemat
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import scan_classes
+from tests.factories import class_folders
 from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import (
     CLASSES,
@@ -57,6 +58,16 @@ def test_train_and_validation_folders(tmp_path: Path, val_name: str) -> None:
             assert data == Path(name).read_bytes()
             assert source.classes[label] == Path(name).parent.name
     assert sources["train"].describe() == f"5 images of 2 classes in {tmp_path / 'train'}"
+
+
+@pytest.mark.parametrize("root", ["..", "../../images", "."])
+def test_a_root_that_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    """Links to a folder above are not followed; `..` is no link."""
+    images = class_folders(tmp_path / "images", cat=2, dog=3)
+    (images / "dog" / "up").symlink_to(images)
+    monkeypatch.chdir(images if root == "." else images / "cat")
+    assert scan_classes(Path(root)).classes == ("cat", "dog")
+    assert len(scan_classes(Path(root))) == 5
 
 
 def test_labels_follow_the_training_classes(tmp_path: Path) -> None:
