@@ -171,8 +171,8 @@ def _run(
         os.dup2(output, 1)
         os.dup2(output, 2)
         # As Python opens them: characters that cannot be encoded are escaped on standard error.
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.chdir(folder)

@@ -289,7 +289,8 @@ def measure_stages(
         copy if that is slower, `limit`: the stage, and `images`: how many were timed.
     """
     loader = build.train_loader(config, source, world, switches, start_step=start, steps=start + repeats + 1)
-    batches = cast(Iterator[Keys], iter(loader.batch_sampler))  # type: ignore[arg-type]  # DataLoader's is optional
+    assert loader.batch_sampler is not None
+    batches = cast(Iterator[Keys], iter(loader.batch_sampler))
     keys = [Keys(batch[:_AT_MOST], batch.seed) for batch in islice(batches, repeats + 1)]
     _, *took = [(len(each), _one_batch(loader, each, world)) for each in keys]
     samples = {stage: [seconds[stage] / images for images, seconds in took] for stage in STAGES}
