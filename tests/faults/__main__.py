@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
 # Before the forks, so that each try imports nothing.
@@ -23,39 +26,61 @@ for module in ("train", "inference", "ledger.runs", "ledger.compare"):
 from tests.faults.families import FAMILIES, Try  # noqa: E402
 from tests.faults.lab import Lab  # noqa: E402
 
+# In the processes that try, which are forked from this one.
+_lab: Lab
+
 
 def run(*, seed: int, minutes: float, only: str | None = None, first: int = 0, tries: int | None = None) -> int:
-    """Try until the time is over; the number of tries that fell short."""
-    tried, short, done, spent = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    """Try until the time is over, as many at once as there are cores; the number of tries that fell short."""
+    global _lab
+    tried, short, begun, spent = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     names = [only] if only is not None else list(FAMILIES)
     # No `TemporaryDirectory`: forked processes would remove it when they exit.
     place = Path(tempfile.mkdtemp(prefix="faults"))
     (home := place / "lab").mkdir()
-    lab = Lab(home)
+    _lab = Lab(home)
     until = time.monotonic() + 60 * minutes
-    while time.monotonic() < until and (tries is None or min(done[name] for name in names) < tries):
-        # The family that has had least of its share of the time.
-        name = min(names, key=lambda name: (spent[name] / FAMILIES[name][1], names.index(name)))
-        number, begun = first + done[name], time.monotonic()
-        folder = place / f"{name.replace(' ', '_')}_{number}" / "a" / "b"
-        folder.mkdir(parents=True)
-        this = Try(seed, name, number, lab, folder)
-        try:
-            FAMILIES[name][0](this)
-        except Exception:  # noqa: BLE001  # the harness itself
-            this.short.append(traceback.format_exc())
-        tried[name] += this.tried
-        done[name] += 1
-        spent[name] += time.monotonic() - begun
-        if this.short:
-            short[name] += 1
-            print(f"SHORT {name} {number}: {this.about}", *this.short, sep="\n    ", flush=True)
-        remove(folder.parents[1])
+    running: dict[Future[tuple[Try, float]], str] = {}
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as processes:
+        while True:
+            while time.monotonic() < until and len(running) < cores:
+                if not (left := [name for name in names if tries is None or begun[name] < tries]):
+                    break
+                # Of those that do not run, the family that has had least of its share of the time.
+                busy = list(running.values())
+                name = min(left, key=lambda name: (name in busy, spent[name] / FAMILIES[name][1], names.index(name)))
+                running[processes.submit(one, seed, name, first + begun[name], place)] = name
+                begun[name] += 1
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(future)
+                this, seconds = future.result()
+                tried[name] += this.tried
+                spent[name] += seconds
+                if this.short:
+                    short[name] += 1
+                    print(f"SHORT {name} {this.number}: {this.about}", *this.short, sep="\n    ", flush=True)
     remove(place)
     for name in names:
         print(f"{name:14} tried {tried[name]:9,}   short {short[name]:3}   in {spent[name]:.0f} s")
     print(f"seed {seed}: {sum(tried.values()):,} tried, {sum(short.values())} short")
     return sum(short.values())
+
+
+def one(seed: int, name: str, number: int, place: Path) -> tuple[Try, float]:
+    """One try of a family, and its seconds."""
+    begun = time.monotonic()
+    folder = place / f"{name.replace(' ', '_')}_{number}" / "a" / "b"
+    folder.mkdir(parents=True)
+    this = Try(seed, name, number, _lab, folder)
+    try:
+        FAMILIES[name][0](this)
+    except Exception:  # noqa: BLE001  # the harness itself
+        this.short.append(traceback.format_exc())
+    remove(folder.parents[1])
+    return this, time.monotonic() - begun
 
 
 def remove(folder: Path) -> None:

@@ -8,12 +8,14 @@ import json
 import random
 import shutil
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageFile
 
 from pycls_fast.data.sources.arrays import write_digits
 from pycls_fast.files import checkpoints
@@ -66,6 +68,11 @@ class Lab:
         for name in ("folder", "tar"):
             where = (f"data.source={name}", f"data.root={folder / name}", f"data.index_cache={folder / 'index'}")
             self._must(attempt(tool("prepare", "index", *where), folder))
+        (folder / "ranks").mkdir()
+        for child in self.two_ranks(folder / "ranks"):
+            self._must(child.end())
+        self.wanted["ranks"] = self.fingerprint(folder / "ranks")
+        self._compile_decoder()
 
     def _must(self, outcome: Outcome) -> None:
         assert outcome.status == 0, outcome.text
@@ -90,6 +97,13 @@ class Lab:
         shutil.copy(_LEDGER, self.folder)
         np.savez(self.folder / "weights.npz", **{name: value.numpy() for name, value in model.items()})
         return 0
+
+    def _compile_decoder(self) -> None:
+        source = Path(__file__).with_name("jpeg_fuzz.c")
+        flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-ffp-contract=off"]
+        program = self.folder / "jpeg_fuzz"
+        subprocess.run(["cc", *flags, source, "-o", program, "-ljpeg", "-lm"], check=True, capture_output=True)
+        _write_jpegs(self.folder / "jpegs")
 
     def filled(self, arguments: Sequence[str]) -> list[str]:
         """Arguments with the lab's folder in place of LAB."""
@@ -137,6 +151,17 @@ class Lab:
             )
             for rank in range(2)
         ]
+
+
+def _write_jpegs(folder: Path) -> None:
+    ImageFile.MAXBLOCK = 1 << 20
+    folder.mkdir()
+    for number in range(24):
+        size = (8 + 7 * number, 5 + 9 * number, 3)
+        image = Image.fromarray(np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8))
+        image = image.convert("L") if number % 5 == 0 else image
+        how = {"progressive": number % 3 == 0, "restart_marker_blocks": number % 4, "subsampling": number % 3}
+        image.save(folder / f"{number}.jpg", quality=30 + 3 * number, **how)
 
 
 def _hash(values: Mapping[str, Any], digest: Any) -> None:
