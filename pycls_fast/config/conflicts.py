@@ -266,6 +266,8 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("precision.name=fp8", "model.kind=resnet", "it is for linear layers", "precision=amp_bf16"),
     ("model.class_token=false", "model.classifier=token",
      "the classifier reads it", "model.class_token=true or model.classifier=pooled"),
+    ("model.distillation_token=true", "model.classifier=pooled|map",
+     "no token is read", "model.classifier=token or model.distillation_token=false"),
     ("model.groups!=1|null", "model.depth=18|34", "its blocks have no bottleneck to group", "model.depth=50"),
     ("model.width_per_group!=64|null", "model.depth=18|34", "its blocks have no bottleneck to widen", "model.depth=50"),
     ("data.image_size_schedule!=[]", "model.kind=vit",

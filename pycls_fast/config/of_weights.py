@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ OF_WEIGHTS = "of_weights"
 """The option of the group `model` with which `weights` chooses the model."""
 
 # torchvision's vision transformers under our names; its ResNets have the same.
+_DISTILLED = re.compile("deit_(tiny|small|base)_distilled_patch16_")
 _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
 
 
@@ -108,7 +110,10 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
     hub, _, name = weights.partition(":")
     found: dict[str, Any] | None = None
     size = None
-    if hub == "timm" and name:
+    if hub == "timm" and (deit := _DISTILLED.match(name)):
+        # timm's own has two classifiers.
+        found = {**MODELS[f"deit_{ {'tiny': 'ti'}.get(deit[1], deit[1][0]) }16"], "distillation_token": True}
+    elif hub == "timm" and name:
         found = {"kind": "timm", "name": name}
     elif hub == "torchvision" and name:
         name = name.partition(".")[0]

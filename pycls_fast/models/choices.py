@@ -75,6 +75,9 @@ class ViTModel(Model, name="vit"):
     """Their strides, whose product is the patch size."""
     class_token: bool | None = None
     """Whether there is a class token; null: only if the classifier reads it. MAE's fine-tuning keeps it."""
+    distillation_token: bool = False
+    """A second token that the head reads: of both outputs, whose mean counts, `distill.teacher` teaches its own (DeiT,
+    Touvron et al., 2021)."""
     registers: NonNegativeInt = 0
     """The number of register tokens (Darcet et al., 2024), which no classifier reads."""
     classifier: Literal["token", "pooled", "map"] = "token"

@@ -87,6 +87,8 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
     elif isinstance(model, VisionTransformer):
         classifier, first = "head", "patch_embed.proj"
+        if model.distillation_token is not None:
+            classifier = ["head", "head_dist"]
     else:
         classifier, first = "fc", "conv1.0" if "conv1.0.weight" in state else "conv1"
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +150,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (any(".router." in name for name in state), "model.experts"),
         (model.pre_logits is not None, "model.pre_logits"),
+        (bool(model.distillation_token and model.registers), "model.distillation_token with model.registers"),
         (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
     ):
         if is_in_the_way:
@@ -170,7 +173,12 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         "global_pool": {"token": "token", "pooled": "avg", "map": "map"}[model.classifier],
         "fc_norm": pooled_norm,
     }
-    return "vit_base_patch16_224", arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")
+    if model.distillation_token is not None:
+        # timm's model of this kind has them as they are.
+        for name in ("class_token", "reg_tokens", "fc_norm"):
+            del arguments[name]
+    name = "vit_base_patch16_224" if model.distillation_token is None else "deit_base_distilled_patch16_224"
+    return name, arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")
 
 
 def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

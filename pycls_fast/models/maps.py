@@ -189,9 +189,12 @@ def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> Vis
 
 
 def _readout(vit: VisionTransformer, matrix: Tensor) -> Tensor:
-    """(..., N, N) -> (..., patches): the row that the classifier reads, or the mean of the patches' rows."""
+    """(..., N, N) -> (..., patches): the mean of the rows that the classifier reads."""
     to_patches = matrix[..., vit.extra_tokens :]
-    return to_patches[..., 0, :] if vit.classifier == "token" else to_patches[..., vit.extra_tokens :, :].mean(dim=-2)
+    read = (
+        slice(vit.extra_tokens, None) if vit.classifier != "token" else slice(1 + (vit.distillation_token is not None))
+    )
+    return to_patches[..., read, :].mean(dim=-2)
 
 
 def _on_grid(vit: VisionTransformer, values: Tensor, token_dim: int = -1) -> Tensor:

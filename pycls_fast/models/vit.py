@@ -122,6 +122,7 @@ class VisionTransformer(Network):
         stem_widths: Sequence[int] = (),
         stem_strides: Sequence[int] = (),
         class_token: bool | None = None,
+        distillation_token: bool = False,
         registers: int = 0,
         classifier: str = "token",
         classifier_norm: str | None = None,
@@ -146,7 +147,7 @@ class VisionTransformer(Network):
         self.classifier_norm = classifier_norm or default_classifier_norm(classifier)
         self.position_tokens = position_tokens
         self.init = init
-        self.extra_tokens = has_token + registers
+        self.extra_tokens = has_token + distillation_token + registers
         self.batch_dim = compute.batch_dim
         self.grid = (size.height // patch_size, size.width // patch_size)
         self.tokens = math.prod(self.grid) + self.extra_tokens
@@ -162,6 +163,7 @@ class VisionTransformer(Network):
                 else TokenConvStem(stem_widths, stem_strides, width)
             )
             self.class_token = ClassToken(width) if has_token else None
+            self.distillation_token = ClassToken(width) if distillation_token else None
             self.registers = RegisterTokens(registers, width) if registers else None
             self.positions = self._positions(positions, width)
             keys = self.tokens if self.padding else None
@@ -175,7 +177,7 @@ class VisionTransformer(Network):
             own: Any = {"norm_eps": norm_eps, "kernel": compute.attention}
             self.pooling = MapPooling(width, heads, mlp_width, **own) if has_map else None
             self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
-            self.head = nn.Linear(pre_logits or width, num_classes)
+            self.head = nn.Linear((pre_logits or width) * (1 + distillation_token), num_classes)
         self.to_empty(device=device)
         self.initialise()
 
@@ -198,7 +200,7 @@ class VisionTransformer(Network):
         100 standard deviations. Registers are those of "jax", as in timm.
         """
         fill, fill_pre_logits, fill_head = FILLS[self.init]
-        tokens = (self.class_token, self.registers, self.positions)
+        tokens = (self.class_token, self.distillation_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
                 yield module, fill
@@ -286,23 +288,36 @@ class VisionTransformer(Network):
         features_BD = self._pool(features_BND.transpose(0, 1) if self.batch_dim == 1 else features_BND)
         if self.pre_logits is not None:
             features_BD = torch.tanh(self.pre_logits(features_BD))
-        return self.head(features_BD)
+        return self.head(features_BD) if self.distillation_token is None else self._of_both(features_BD)
+
+    def _of_both(self, features_B2D: Tensor) -> Tensor:
+        """The logits of class and distillation token, (B, 2, K), or their mean (DeiT, section 4).
+
+        Each token has half of the head's inputs, and zeros in those of the other; one bias serves both. So the mean,
+        which is all that counts after training, is that of DeiT's two heads, and to whatever asks for the last layer's
+        input the network has one.
+        """
+        if not (self.taught and self.training):
+            return self.head(features_B2D.flatten(1) / 2)
+        own = torch.eye(2, dtype=features_B2D.dtype, device=features_B2D.device)[:, :, None]
+        return self.head((features_B2D[:, None] * own).flatten(2))
 
     def draws(self) -> list[int]:
         # Of drop-path: one for each branch of a block.
         return [2 * block.drop_path.drops for block in self.blocks if isinstance(block, Block)]
 
     def ends(self) -> tuple[list[str], list[str]]:
-        ends = ("stem", "class_token", "registers", "positions"), ("norm", "pooling", "pre_logits", "head")
+        tokens = ("class_token", "distillation_token", "registers")
+        ends = ("stem", *tokens, "positions"), ("norm", "pooling", "pre_logits", "head")
         before, after = ([name for name in names if getattr(self, name) is not None] for names in ends)
         return before, after
 
     def _embed(self, features_BND: Tensor) -> Tensor:
-        """The patches, with positions, after the class token and the registers; contiguous."""
+        """The patches, with positions, after class token, distillation token and registers; contiguous."""
         only_patches = self.position_tokens == "patches"
         if only_patches:
             features_BND = self.positions(features_BND)
-        for token in (self.registers, self.class_token):
+        for token in (self.registers, self.distillation_token, self.class_token):
             if token is not None:
                 features_BND = token(features_BND)
         # Prepending tokens makes the features contiguous; without any this has to be done here: sums keep the strides
@@ -312,8 +327,8 @@ class VisionTransformer(Network):
 
     def _pool(self, features_BND: Tensor) -> Tensor:
         if self.classifier == "token":
-            # The norm acts on each token separately, so it suffices to normalise the class token.
-            return self.norm(features_BND[:, 0])
+            # The norm acts on each token separately, so it suffices to normalise what is read.
+            return self.norm(features_BND[:, 0] if self.distillation_token is None else features_BND[:, :2])
         features_BND = features_BND[:, self.extra_tokens : self.tokens]
         before = self.classifier_norm == "before_pool"
         if before:

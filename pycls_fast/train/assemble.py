@@ -83,6 +83,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.teacher = distillation(config, train, world, switches)
+    network.taught = step.teacher is not None
     if resumed_from is None:
         _check_head(config, network, world)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)

@@ -85,9 +85,10 @@ class Step:
         return loss
 
     def _loss(self, logits_BK: Tensor, targets: Targets, images_BCHW: Tensor, auxiliary: Tensor | None) -> Tensor:
-        loss = self.loss(logits_BK, targets)
+        own_BK, taught_BK = logits_BK.unbind(1) if logits_BK.ndim == 3 else (logits_BK, logits_BK)
+        loss = self.loss(own_BK, targets)
         if self.teacher is not None:
-            loss = self.teacher(loss, logits_BK, images_BCHW)
+            loss = self.teacher(loss, taught_BK, images_BCHW)
         return loss if auxiliary is None else loss + auxiliary
 
     def _facts(self) -> Mapping[str, Tensor]:

@@ -148,6 +148,14 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
         "vit_digits", words, run_dir=tmp_path / "same", weights=teacher.run_dir, distill=distill
     )
     assert records(same.run_dir, "train")[0]["loss"] == pytest.approx(0.0, abs=1e-5)
+    # A token of its own learns from the teacher.
+    token = pycls_fast.train_net(
+        "vit_digits",
+        [*words, "model.classifier=token", "model.distillation_token=true"],
+        run_dir=tmp_path / "token",
+        distill=distill | {"share": 0.5},
+    )
+    assert token.classifier.network.head.in_features == 2 * token.classifier.network.norm.weight.numel()
     # Another network, which gets images of another normalisation.
     other = ["model.width=16", "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]"]
     config = load_config("vit_digits", [*words, *other, f"distill.teacher={teacher.run_dir}"])

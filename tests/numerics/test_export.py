@@ -42,6 +42,7 @@ MODELS = {
     "vit-mae": lambda: vit(classifier="pooled", class_token=True),
     "vit-map": lambda: vit(classifier="map", registers=2, position_tokens="patches"),
     "vit-norms": lambda: vit(num_classes=4, qk_norm=True, registers=1, layout="batch_second", qkv="fused"),
+    "vit-distilled": lambda: vit(num_classes=4, distillation_token=True, layer_scale=0.1, qk_norm=True),
     "resnet18d": lambda: resnet(num_classes=4, stem="deep", shortcut="pool"),
     "resnext50": lambda: resnet(depth=50, groups=32, width_per_group=4),
     "regnet": lambda: randomise(TimmNetwork(name="regnety_002", num_classes=4)).float().eval(),
@@ -82,6 +83,7 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
         ("vit", "head.", "patch_embed.proj."),
         ("vit-pooled", "head.", "patch_embed.proj."),
         ("vit-map", "head.", "patch_embed.proj."),
+        ("vit-distilled", ("head.", "head_dist."), "patch_embed.proj."),
         ("resnet18", "fc.", "conv1."),
         ("resnet18d", "fc.", "conv1.0."),
         ("regnet", "head.fc.", "stem.conv."),
@@ -89,7 +91,7 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     ],
 )
 def test_timm_opens_the_folder_with_other_classes_and_channels(
-    tmp_path: Path, name: str, head: str, first: str
+    tmp_path: Path, name: str, head: str | tuple[str, ...], first: str
 ) -> None:
     small = {"img_size": SIZE, "depth": 1, "num_heads": 1}
     more = {
@@ -104,9 +106,9 @@ def test_timm_opens_the_folder_with_other_classes_and_channels(
         opened = timm.create_model(source, pretrained=True, num_classes=classes).state_dict()
         assert {key for key in opened if not key.startswith(head)} == {k for k in whole if not k.startswith(head)}
         assert all(torch.equal(value, whole[key]) for key, value in opened.items() if not key.startswith(head))
-        assert [len(value) for key, value in opened.items() if key.startswith(head)] == [classes, classes][
-            : classes * 2
-        ]
+        # A weight and a bias each.
+        heads = 1 if isinstance(head, str) else len(head)
+        assert [len(value) for key, value in opened.items() if key.startswith(head)] == [7] * 2 * heads * bool(classes)
     gray = timm.create_model(source, pretrained=True, in_chans=1).state_dict()
     for key, value in gray.items():
         expected = whole[key].sum(1, keepdim=True) if key == f"{first}weight" else whole[key]

@@ -25,8 +25,8 @@ from tests.factories import Convert, in_our_names, randomise
 
 def vit(**kwargs: Any) -> VisionTransformer:
     """ViT-Ti/16."""
-    kwargs = {"image_size": 224, "num_classes": 1000} | kwargs
-    return VisionTransformer(patch_size=16, width=192, depth=12, heads=3, mlp_width=768, **kwargs)
+    kwargs = {"image_size": 224, "num_classes": 1000, "depth": 12} | kwargs
+    return VisionTransformer(patch_size=16, width=192, heads=3, mlp_width=768, **kwargs)
 
 
 def images(count: int, size: int) -> Tensor:
@@ -85,6 +85,28 @@ def test_other_names_and_shapes_are_refused() -> None:
             in_our_names(theirs | {key: torch.zeros(shape)})
     with pytest.raises(ValueError, match=r"no name for \['extra'\]"):
         pretrained.to_timm_vit(state | {"extra": torch.zeros(1)}, norm="norm")
+
+
+def test_the_mean_and_the_taught_outputs_of_deit() -> None:
+    """The mean with any biases; in training both, with their gradients, if the two heads have one bias."""
+    theirs = randomise(timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, num_classes=11, depth=2))
+    ours = vit(image_size=64, num_classes=11, depth=2, distillation_token=True).double()
+    batch, cotangent = images(3, 64), torch.randn(3, 2, 11, dtype=torch.float64)
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
+    assert relative_error(ours.eval()(batch), theirs.eval()(batch)) < 1e-9
+    theirs.head_dist.bias = theirs.head.bias
+    ours.load_state_dict(in_our_names(theirs.state_dict()))
+    back = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
+    assert back.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
+    theirs.set_distilled_training(True)
+    ours.taught = True
+    found, expected = ours.train()(batch), torch.stack(theirs.train()(batch), dim=1)
+    assert relative_error(found, expected) < 1e-9
+    for logits in (found, expected):
+        (logits * cotangent).sum().backward()
+    assert_same_gradients(ours, theirs, in_our_names)
+    torch.testing.assert_close(ours.eval()(batch), expected.mean(dim=1))
 
 
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}

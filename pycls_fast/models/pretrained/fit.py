@@ -212,7 +212,11 @@ def _fit_norm(
 
 
 # In the order of their rows, which precede the patches'.
-_TOKENS = {"class_token.value": "class token", "registers.value": "registers"}
+_TOKENS = {
+    "class_token.value": "class token",
+    "distillation_token.value": "distillation token",
+    "registers.value": "registers",
+}
 
 
 def _fit_positions(

@@ -2,7 +2,8 @@
 
 `{}` in a name stands for a number; each row holds for a tensor of that name and for those of a layer (`.weight` and so
 on). Several names of ours in a row are theirs concatenated along dimension 0. A table works in both directions. Tensors
-are renamed, reshaped, split or joined, never computed with; they may share memory with the input.
+are renamed, reshaped, split or joined, never computed with (but for two biases of DeiT's); they may share memory with
+the input.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ OTHER = "unknown"
 
 _KINDS = r"(\.(?:weight|bias|running_mean|running_var|num_batches_tracked))?"
 # How many dimensions of size 1, one for the batch, theirs has before the width: all of them are (1, N, D) or (N, 1, D).
-_TOKENS = {"class_token.value": 2, "pooling.probe": 2, "registers.value": 1, "positions.value": 1}
+_TOKENS = {
+    **dict.fromkeys(("class_token.value", "distillation_token.value", "pooling.probe"), 2),
+    **dict.fromkeys(("registers.value", "positions.value"), 1),
+}
 
 
 def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
@@ -54,6 +58,8 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
     # Swin's patches have the same names, but not its blocks.
     if {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys():
         norm = "fc_norm" if "fc_norm.weight" in state else "norm"
+        if {f"{head}.{kind}" for head in _HEADS for kind in ("weight", "bias")} <= state.keys():
+            state = _one_head(state)
         return TIMM_VIT, *_translate(state, [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")], TIMM_VIT, _DEIT3)
     if "bn1.weight" in state and "layer1.0.conv1.weight" in state:
         return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)), RESNET)
@@ -90,7 +96,24 @@ def to_timm_vit(state: State, *, norm: str) -> dict[str, Tensor]:
 
 def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[str]]:
     """Our tensors that timm's vision transformer has, in its names, and our names of the rest."""
-    return _translate_back(state, _timm_vit(norm))
+    theirs, rest = _translate_back(state, _timm_vit(norm))
+    if "distillation_token.value" in state and "head.weight" in theirs:
+        for name, weight in zip(_HEADS, theirs["head.weight"].chunk(2, dim=1), strict=True):
+            theirs |= {f"{name}.weight": weight, f"{name}.bias": theirs["head.bias"]}
+    return theirs, rest
+
+
+# Of class and distillation token.
+_HEADS = ("head", "head_dist")
+
+
+def _one_head(state: State) -> dict[str, Tensor]:
+    """DeiT's two heads as ours, which has both weights side by side and the mean of the biases: the same output."""
+    weights, biases = ([state[f"{head}.{kind}"] for head in _HEADS] for kind in ("weight", "bias"))
+    if len({weight.shape for weight in weights}) > 1 or len({bias.shape for bias in biases}) > 1:
+        raise UserError("weights: head and head_dist are not of one shape")
+    rest = {name: value for name, value in state.items() if not name.startswith("head_dist.")}
+    return {**rest, "head.weight": torch.cat(weights, dim=1), "head.bias": torch.stack(biases).mean(dim=0)}
 
 
 def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
@@ -174,6 +197,7 @@ def _timm_vit(norm: str) -> list[Row]:
     """timm's names, also of DeiT, DeiT III and MAE, whose models are older versions of timm's."""
     return [
         ("cls_token", "class_token.value"),
+        ("dist_token", "distillation_token.value"),
         ("reg_token", "registers.value"),
         ("pos_embed", "positions.value"),
         ("patch_embed.proj", "stem.projection"),

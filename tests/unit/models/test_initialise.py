@@ -34,6 +34,7 @@ MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmNetwork]] = {
     "vit-pooled-sincos2d": lambda: vit("pooled", "sincos2d"),
     "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
     "vit-conv-stem": lambda: vit(**CONV),
+    "vit-distilled": lambda: vit("token", distillation_token=True),
     "vit-all-parts": lambda: vit("map", registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64),
     "vit-trunc-normal": lambda: vit(
         "map", class_token=True, registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64, init="trunc_normal"

@@ -20,6 +20,7 @@ KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
 # The other parts, each of them in one of these.
 FAMILY: dict[str, dict[str, Any]] = {
     "conv-stem": {"stem": "conv", "stem_widths": (8, 12), "stem_strides": (2, 2), "layer_scale": 0.3},
+    "distilled": {"distillation_token": True, "position_tokens": "patches", "registers": 2},
     "registers": {"registers": 3, "qk_norm": True, "classifier": "pooled", "class_token": True, "pre_logits": 12},
     "map": {"classifier": "map", "registers": 2, "position_tokens": "patches", "drop_path_rule": "constant"},
     "map-after": {"classifier": "map", "classifier_norm": "after_pool", "positions": "sincos2d", "class_token": True},
