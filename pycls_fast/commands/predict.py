@@ -115,7 +115,8 @@ class ExportVerb(Verb, default=None):
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
-    """Of all floating-point tensors in safetensors and timm; int8: of an ONNX file's products; null: as saved."""
+    """Of all floating-point tensors in safetensors and timm; int8: of an ONNX file's products, if at least 80% of the
+    images keep their class; null: as saved."""
     images: Annotated[tuple[Text, ...], Several] = ()
     """Files and folders of images on which the file is compared with the network; int8 takes every other one to fit its
     ranges. Without them, drawn images."""

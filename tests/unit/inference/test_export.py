@@ -295,7 +295,7 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
     onnx = pytest.importorskip("onnx")
     file = tmp_path / "net.onnx"
     assert export(str(drawn), str(file), format="onnx", dtype="int8", images=[str(folder)]) == 0
-    assert " of 2 images have the network's class" in capsys.readouterr().out
+    assert " of 2 images have the network's class (at least 80% have to), logits" in capsys.readouterr().out
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
     with pytest.raises(UserError, match=r"^images: dtype=int8"):
         export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8")
@@ -303,6 +303,22 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
         export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8", images=[str(folder / "0.png")])
     with pytest.raises(UserError, match=r"^dtype: int8 is for format=onnx"):
         export(str(drawn), str(tmp_path / "net.pt2"), format="program", dtype="int8")
+
+
+def test_weights_that_int8_cannot_hold_are_not_written(drawn: Path, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    weights, file = tmp_path / "large.safetensors", tmp_path / "new" / "net.onnx"
+    tensors = write(drawn, weights)
+    with safe_open(weights, "pt") as saved:
+        about = saved.metadata()
+    # Logits whose differences are less than a step of their range.
+    save_file(tensors | {"head.bias": tensors["head.bias"] + 1e4}, weights, about)
+    assert export(str(weights), str(tmp_path / "float.onnx"), images=[str(folder)]) == 0
+    with pytest.raises(
+        UserError, match=r"^output: not written, .*: 0 of 2 images have the network's class \(at least 80% have to\)"
+    ):
+        export(str(weights), str(file), dtype="int8", images=[str(folder)])
+    assert not file.parent.exists() or not list(file.parent.iterdir())
 
 
 @pytest.mark.parametrize(
