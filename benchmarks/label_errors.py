@@ -1,15 +1,19 @@
-"""How many planted label errors are first on the page of mistakes: `python benchmarks/label_errors.py DATA WEIGHTS`.
+"""How many planted label errors are first on the error page: `python benchmarks/label_errors.py DATA WEIGHTS PAGE`.
 
 DATA is a folder of class folders (CIFAR-10's training images), WEIGHTS timm's tf_efficientnet_lite0 as safetensors. A
 tenth of one class's images get other labels. Each fold's images are predicted by a logistic head on the features of the
-others, as `finetune` begins, and put in the order in which `pycls-fast test report=` shows them. `images=5000` of each
-class, `size=128` pixels, `class=3`.
+others, as `finetune` begins. The planted ones are counted in the order of the page, which is left in the folder PAGE;
+`pycls-fast runs RUN... report=` writes such a page of all folds. `images=5000` of each class, `size=128` pixels,
+`class=3`.
 """
 
 from __future__ import annotations
 
+import html
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +25,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from torchvision import transforms
 
-from pycls_fast.train.by_class import mistakes
-from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.by_class import class_scores
+from pycls_fast.train.evaluate import Evaluation, Predictions
+from pycls_fast.train.pictures import write_report
 
 FIRST, FOLDS = 100, 5
 # Per image, of features with a variance of 1: what `fit_logistic` chooses for 1,000 images of each class.
@@ -65,11 +70,25 @@ def predicted(features_ND: Tensor, labels_N: Tensor, classes: int) -> Prediction
     )
 
 
+def shown(files: list[Path], classes: list[str], predictions: Predictions, folder: Path) -> list[Path]:
+    """Write the page; returns the images on it, in its order."""
+    source: Any = SimpleNamespace(
+        classes=classes, label_sets=None, read=lambda index: files[index].read_bytes(),
+        name=lambda index: str(files[index]),
+    )  # fmt: skip
+    top1 = 100 * float(predictions.right.mean())
+    result = Evaluation(top1, float("nan"), None, len(files), predictions)
+    folder.mkdir(parents=True, exist_ok=True)
+    page, rows = folder / "index.html", class_scores(predictions, classes)["classes"]
+    write_report(page, result, source, "planted label errors", [("top-1", f"{top1:.1f}%")], classes=rows)
+    return [Path(html.unescape(name)) for name in re.findall("<small>(.*)</small>", page.read_text(encoding="utf-8"))]
+
+
 def main() -> None:
     """Plant, predict, count."""
-    root, weights = map(Path, sys.argv[1:3])
+    root, weights, page = map(Path, sys.argv[1:4])
     options = {"images": 5000, "size": 128, "class": 3}
-    options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[3:])}
+    options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[4:])}
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     items = [
         (file, label) for label, folder in enumerate(folders) for file in sorted(folder.iterdir())[: options["images"]]
@@ -83,10 +102,11 @@ def main() -> None:
     labels_N[planted] = (true_N[planted] + draw.integers(1, len(folders), len(planted))) % len(folders)
     predictions = predicted(features(files, weights, options["size"]), torch.from_numpy(labels_N), len(folders))
     right = 100 * (predictions.predicted_N == true_N).mean()
-    found = np.isin(mistakes(predictions, len(folders))[:FIRST], planted)
+    wrong = {files[place] for place in planted}
+    found = [file in wrong for file in shown(files, [folder.name for folder in folders], predictions, page)[:FIRST]]
     name = folders[options["class"]].name
     print(f"{len(items):,} images, {len(planted)} of {name} with other labels; top-1 {right:.1f}")
-    print(f"{found.sum()} of the first {FIRST} of the page are planted")
+    print(f"{sum(found)} of the first {FIRST} of the page are planted")
 
 
 if __name__ == "__main__":

@@ -254,11 +254,18 @@ class RunsVerb(Verb, default=None, words=("folders",)):
     """By what the rows are sorted, largest first."""
     output: Annotated[str, Field(pattern=r"\.(csv|json)$")] | None = None
     """A .csv or .json file: the same rows, with every setting that differs."""
+    report: Text | None = None
+    """Of the runs of all folds: a folder for index.html, as of `pycls-fast test`, with every image predicted by the run
+    that was not trained on it."""
 
     def __call__(self) -> int:
+        from pycls_fast.ledger.folds import report_folds
         from pycls_fast.ledger.runs import list_runs
 
-        return list_runs(self.folders, sort=self.sort, output=self.output)
+        status = list_runs(self.folders, sort=self.sort, output=self.output)
+        if self.report is not None:
+            report_folds(self.folders, self.report)
+        return status
 
 
 class CompareVerb(Verb, default=None, words=("run_a", "run_b")):

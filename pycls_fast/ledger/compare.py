@@ -112,6 +112,12 @@ class RunFiles:
     source: Images | None = field(repr=False)
     missing: str | None = None
 
+    @property
+    def conversion(self) -> Conversion:
+        """How the run converted its images."""
+        data = self.run.config["data"]
+        return Conversion(data["exif_orientation"], data["transparent"] == "white")
+
 
 def read_run_files(text: str) -> RunFiles:
     """Read a run folder.
@@ -204,11 +210,9 @@ def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image
     files = a if a.source is not None else b
     if files.source is None or record["images"] is None:
         return found
-    data = files.run.config["data"]
-    convert = Conversion(data["exif_orientation"], data["transparent"] == "white")
     for each in (*record["images"]["only_a"], *record["images"]["only_b"]):
         with suppress(OSError, DamagedImage):
-            found[each["index"]] = decode(files.source.read(each["index"]), convert)
+            found[each["index"]] = decode(files.source.read(each["index"]), files.conversion)
             # No larger than it is shown.
             found[each["index"]].thumbnail((400, 400))
     return found

@@ -182,6 +182,19 @@ def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, caps
     assert (tmp_path / "report" / "confusion.png").is_file()
 
 
+def test_a_page_says_that_it_shows_the_first(config: RunConfig, tmp_path: Path) -> None:
+    with build.world(config) as world:
+        source = build.sources(config, world)["val"]
+    many = np.arange(201) % len(source)
+    labels, losses = np.zeros(201, np.int64), np.ones(201)
+    found = Predictions(many, labels, labels + 1, losses, losses)
+    write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 1.0, 201, found), source, "title", [], classes=[])
+    html = (tmp_path / "index.html").read_text()
+    assert "<p>201 images" in html
+    assert "<p>Shown and searched are the first 200.</p>" in html
+    assert html.count("<figure>") == 200
+
+
 def test_names_on_the_page_are_text(config: RunConfig, tmp_path: Path) -> None:
     with build.world(config) as world:
         source = build.sources(config, world)["val"]
