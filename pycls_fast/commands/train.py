@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from pycls_fast.data.sources.base import Images
 
+# Whose images are told; of more, those of the smallest and of the largest.
+_MOST_CLASSES = 20
+
 
 # Only the experiment's data group is used; it detects the format of what is in data.root.
 class PrepareVerb(Verb, default="resnet50", words=("mode",)):
@@ -126,8 +129,9 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
 def _summary(name: str, source: "Images", seen: "np.ndarray") -> dict[str, object]:
     """Print and return the images of each class, and the smallest, median and largest width and height."""
     counts = dict(zip(source.classes, source.class_counts().tolist(), strict=True))
-    fewest, most = (choose(counts, key=counts.__getitem__) for choose in (min, max))
-    print(f"{name}: {len(counts):,} classes of {counts[fewest]:,} images ({fewest}) to {counts[most]:,} ({most})")
+    told = [f"{counts[kind]:,} of {kind}" for kind in sorted(counts, key=counts.__getitem__)]
+    shown = ", ".join(told) if len(told) <= _MOST_CLASSES else f"{told[0]} to {told[-1]}"
+    print(f"{name}: {len(counts):,} classes: {shown}")
     sides = {}
     for side in ("width", "height") if len(seen) else ():
         ordered = sorted(seen[side].tolist())

@@ -189,6 +189,24 @@ def test_copies_with_several_labels_are_compared_by_their_classes(
     where = ("data.source=manifest", f"data.root={tmp_path}", "data.label_separator=;")
     printed = prepare("verify", *where, capsys=capsys)
     assert "groups of identical images: 3, 3 across splits, 1 across labels" in printed
+    assert "train: 2 classes: 1 of a, 2 of b\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(2, "1 of 00, 2 of 01"), (20, "1 of 00, 1 of 02, 1"), (21, "1 of 00 to 2 of 01")]
+)
+def test_verify_counts_the_images_of_each_class(
+    tmp_path: Path, count: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        for number in (*range(count), 1):
+            folder = tmp_path / split / f"{number:02}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8)).save(folder / f"{len(list(folder.iterdir()))}.png")
+    printed = prepare("verify", f"data.root={tmp_path}", "split=train", capsys=capsys)
+    (line,) = (line for line in printed.splitlines() if line.startswith(f"train: {count} classes: "))
+    assert line.startswith(f"train: {count} classes: {said}")
+    assert line.endswith("2 of 01")
 
 
 @pytest.mark.slow
