@@ -68,12 +68,14 @@ class _Workers(_MultiProcessingDataLoaderIter):
         self._waited, self._asked, self._over = 0.0, math.inf, threading.Event()
         try:
             super().__init__(loader)
+            # By now torch's handler of SIGCHLD raises for a dead worker.
+            _running.add(self)
+            threading.Thread(target=self._unblock, daemon=True).start()
         except BaseException:
+            self._over.set()
             self._kill()
             self._shutdown = True
             raise
-        _running.add(self)
-        threading.Thread(target=self._unblock, daemon=True).start()
 
     def stop(self) -> None:
         """End the workers."""
@@ -191,10 +193,11 @@ class Loader(DataLoader[Any]):
             # Each worker would make its own folder for sockets, and a killed one leave it.
             util.get_temp_dir()
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
-        with _as_chosen(), refusing("data workers cannot be started", use=way_out):
-            iterator = super().__iter__()
-        workers = iterator if isinstance(iterator, _Workers) else None
+        workers = None
         try:
+            with _as_chosen(), refusing("data workers cannot be started", use=way_out):
+                iterator = super().__iter__()
+            workers = iterator if isinstance(iterator, _Workers) else None
             for batch in iterator:
                 if isinstance(batch, Exception):
                     raise batch
