@@ -81,11 +81,13 @@ class BinaryCrossEntropy:
     The target of a class is its share in the mix, smoothed to `(1 - s) t + s / K` as in timm. `reduction` is over
     classes: "mean" (timm) or "sum" (big_vision); images are always averaged. With a `threshold`, targets above it
     become 1 and all others 0, as in timm and DeiT III (which uses 0): both classes of a mixed image count fully.
+    `positive_K` weights the present classes, as torch's `pos_weight`.
     """
 
     label_smoothing: float = 0.0
     reduction: str = "mean"
     threshold: float | None = None
+    positive_K: Tensor | None = None
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
         loss_BK = self._by_class(logits_BK, targets)
@@ -100,7 +102,7 @@ class BinaryCrossEntropy:
         target_BK = self.dense(targets, logits_BK)
         if self.threshold is not None:
             target_BK = target_BK.gt(self.threshold).to(target_BK.dtype)
-        return F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="none")
+        return F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="none", pos_weight=self.positive_K)
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
@@ -141,6 +143,8 @@ class AsymmetricLoss(BinaryCrossEntropy):
         absent_BK = (logits_BK.sigmoid() - self.margin).clamp(min=_TINY)
         present_BK = (-logits_BK).sigmoid().clamp(min=_TINY)
         missed_BK = F.softplus(-logits_BK) * present_BK**self.gamma_positive
+        if self.positive_K is not None:
+            missed_BK = self.positive_K * missed_BK
         wrong_BK = -(1.0 - absent_BK).clamp(min=_TINY).log() * absent_BK**self.gamma_negative
         return target_BK * missed_BK + (1.0 - target_BK) * wrong_BK
 
@@ -178,6 +182,11 @@ def balanced_weights(counts_K: Tensor) -> Tensor:
     present_K = counts_K > 0
     mean = counts_K.sum() / present_K.sum().clamp(min=1)
     return torch.where(present_K, mean / counts_K.clamp(min=1), 1.0).float()
+
+
+def positive_weights(counts_K: Tensor, images: int) -> Tensor:
+    """float32: the images without a class for each one with it, from 0.01 to 100."""
+    return ((images - counts_K) / counts_K.clamp(min=1)).clamp(0.01, 100.0).float()
 
 
 class FusedLoss:

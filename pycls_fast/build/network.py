@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,7 +15,15 @@ from pycls_fast.build.device import DTYPES, level, need_compiler
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refuse
-from pycls_fast.losses import ClassWeighted, FusedLoss, LossFunction, PerImage, balanced_weights
+from pycls_fast.losses import (
+    BinaryCrossEntropy,
+    ClassWeighted,
+    FusedLoss,
+    LossFunction,
+    PerImage,
+    balanced_weights,
+    positive_weights,
+)
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
@@ -208,17 +216,22 @@ def wrap(
 
 
 def loss(
-    config: RunConfig, chosen: Speed, device: torch.device, classes: int, class_counts: np.ndarray | None = None
+    config: RunConfig, chosen: Speed, device: torch.device, classes: int, train: Images | None = None
 ) -> LossFunction:
-    """The training loss for a network of so many outputs. Without the training images of each class, as when timing
-    random ones, all classes have the same weight."""
+    """The training loss for a network of so many outputs. Without the training images, as when timing random ones, all
+    classes have the same weight."""
     plain = config.loss.build(classes)
-    if config.loss.class_weights == "auto" and class_counts is not None:
-        if not isinstance(plain, PerImage):
-            raise UserError(f"loss.class_weights: loss={config.loss.name} has no loss of each image; use none")
-        weights_K = balanced_weights(torch.from_numpy(class_counts)).to(device)
+    if config.loss.class_weights == "auto" and train is not None:
+        counts_K, several = torch.from_numpy(train.class_counts()), train.label_sets is not None
+        weights_K = positive_weights(counts_K, len(train)) if several else balanced_weights(counts_K)
         # Outputs beyond the data's classes get the weight 1.
-        plain = ClassWeighted(plain, F.pad(weights_K, (0, classes - len(weights_K)), value=1.0))
+        weights_K = F.pad(weights_K, (0, classes - len(weights_K)), value=1.0).to(device)
+        if several and isinstance(plain, BinaryCrossEntropy):
+            plain = replace(plain, positive_K=weights_K)
+        elif not several and isinstance(plain, PerImage):
+            plain = ClassWeighted(plain, weights_K)
+        else:
+            raise UserError(f"loss.class_weights: loss={config.loss.name} has no weights for classes; use none")
     if chosen.cross_entropy == "plain":
         return plain
     need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")

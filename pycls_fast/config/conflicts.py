@@ -319,7 +319,6 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("optim.decay_biases=true", TRUST_RATIO, "biases begin with zeros and hardly change", "optim.decay_biases=false"),
     ("model.init=jax", TRUST_RATIO, "a head that begins with zeros hardly changes", "model.init=trunc_normal"),
     (SEVERAL, SOFTMAX, "an image may be of several classes", "loss=bce or loss=asymmetric"),
-    (SEVERAL, "loss.class_weights!=none", "an image counts for several classes", "loss.class_weights=none"),
     (SEVERAL, "data.sampling!=uniform", "an image counts for several classes", "data.sampling=uniform"),
     ("schedule.best_metric=map", ONE_LABEL, "it is for images with several labels", "schedule.best_metric=top1"),
     ("distill.teacher!=null", "loss.name=bce|asymmetric", "the teacher's target is that of a softmax",

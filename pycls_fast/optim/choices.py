@@ -353,7 +353,8 @@ class Loss(Choice, key="loss", default="cross_entropy"):
     label_smoothing: Rate = 0.0
     """The share of the target that is spread over all classes."""
     class_weights: Literal["none", "auto"] = "none"
-    """auto: each image counts by the mean number of images per class divided by its own class's."""
+    """auto: each image counts by the mean number of images per class divided by its own class's; where images have
+    several labels, each present class by the images without it divided by those with it, 0.01 to 100."""
 
     def build(self, classes: int) -> LossFunction:
         """The mean loss of a batch; for `class_weights` it needs a method `each(logits_BK, labels_B) -> loss_B`."""

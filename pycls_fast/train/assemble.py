@@ -12,13 +12,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from pycls_fast import build
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
@@ -79,8 +78,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     # Shards are contiguous, and convolutions follow the format of the images.
     network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     train = sources["train"]
-    counts = None if config.loss.class_weights == "none" else train.class_counts()
-    step = make_step(config, network, world, switches, steps_per_epoch, load, class_counts=counts)
+    step = make_step(config, network, world, switches, steps_per_epoch, load, train=train)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.teacher = distillation(config, train, world, switches)
     network.taught = step.teacher is not None
@@ -144,7 +142,7 @@ def make_step(
     steps_per_epoch: int,
     initialise: Callable[[OwnedWeights | None], None] | None = None,
     *,
-    class_counts: np.ndarray | None = None,
+    train: Images | None = None,
 ) -> Step:
     """The training step around a network that is on its device, and that is changed in place.
 
@@ -156,7 +154,7 @@ def make_step(
     again. Optimizer, average and watchdog come last, because sharding replaces parameters and modules, and because the
     average and an optimizer on the host copy the values.
     """
-    loss = build.loss(config, switches, world.device, network.last_layer().out_features, class_counts)
+    loss = build.loss(config, switches, world.device, network.last_layer().out_features, train)
     adapted = build.freeze(config, network)
     pipeline = build.cut(config, network, world)
     kind: Callable[..., Step] = Step if pipeline is None else PipelinedStep

@@ -101,7 +101,8 @@ def test_the_head_first_and_mixing(run: pycls_fast.Trained, table: Path, tmp_pat
     for name, own in (("train", [row for n, row in enumerate(rows) if n % 5]), ("val", rows[::-5])):
         (other / f"{name}.csv").write_text("\n".join([header, *own]))
     more = [
-        "head=probe", f"weights={run.best}", "loss=asymmetric", "augment.mixup_alpha=0.2",
+        "head=probe", f"weights={run.best}", "loss=asymmetric", "loss.class_weights=auto",
+        "augment.mixup_alpha=0.2",
         "schedule.warmup_epochs=0",
     ]  # fmt: skip
     tuned = pycls_fast.train_net("vit_digits", words(other, *more), epochs=1, run_dir=tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,7 +225,8 @@ def test_both_classes_of_a_mixed_image_weigh_in() -> None:
 
 
 def test_the_configuration_weighs() -> None:
-    made = build.loss(config_of("loss.class_weights=auto"), Speed(), torch.device("cpu"), 5, np.array([5, 2, 1]))
+    train: Any = SimpleNamespace(class_counts=lambda: np.array([5, 2, 1]), label_sets=None)
+    made = build.loss(config_of("loss.class_weights=auto"), Speed(), torch.device("cpu"), 5, train)
     assert isinstance(made, ClassWeighted)
     assert made.plain == CrossEntropy(0.1)
     assert made.weights_K.tolist() == pytest.approx([8 / 15, 8 / 6, 8 / 3, 1.0, 1.0])
@@ -245,6 +247,39 @@ def test_the_asymmetric_loss_is_timms(positive: float, negative: float, margin: 
     for a, b in zip(torch.autograd.grad(loss, logits_BK), torch.autograd.grad(expected, same_BK), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own.each(logits(), SETS_BK).mean(), loss)
+
+
+class _Several:
+    """Eight images; the classes of how many each is."""
+
+    label_sets = np.ones((1, 4), dtype=bool)
+
+    def __len__(self) -> int:
+        return 8
+
+    def class_counts(self) -> np.ndarray:
+        return np.array([4, 1, 8, 0])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bce", BinaryCrossEntropy), ("asymmetric", AsymmetricLoss)])
+def test_present_classes_weigh_where_images_have_several_labels(name: str, kind: type[BinaryCrossEntropy]) -> None:
+    train: Any = _Several()
+    own = ["data.label_separator=;", "data.source=manifest", "loss.class_weights=auto", "loss.label_smoothing=0"]
+    made = build.loss(config_of(f"loss={name}", *own), Speed(), torch.device("cpu"), CLASSES, train)
+    assert isinstance(made, kind)
+    assert made.positive_K is not None
+    # A class of all images, and one of none.
+    assert made.positive_K.tolist() == pytest.approx([1.0, 7.0, 0.01, 8.0, 1.0, 1.0])
+    logits_BK, same_BK = logits().requires_grad_(), logits().requires_grad_()
+    weights_K = made.positive_K.double()
+    plain = made if name == "bce" else AsymmetricLoss(0.0, "mean", None, made.positive_K, 0.0, 0.0, 0.0)
+    loss = plain(logits_BK, Targets(SETS_BK))
+    expected = F.binary_cross_entropy_with_logits(same_BK, SETS_BK, pos_weight=weights_K)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    for a, b in zip(torch.autograd.grad(loss, logits_BK), torch.autograd.grad(expected, same_BK), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    mixed = Targets(SETS_BK, SETS_BK.roll(1, 0), 0.3)
+    torch.testing.assert_close(FusedLoss(plain, backend="eager")(logits(), mixed), plain(logits(), mixed))
 
 
 def test_the_asymmetric_loss_has_finite_gradients() -> None:

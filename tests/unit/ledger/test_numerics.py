@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
+from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure import numerics as module
 from pycls_fast.ledger.measure.numerics import (
@@ -146,8 +148,8 @@ def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monke
     config = config_of(*size, f"data.root={digits}", "precision=fp32", loss, name=name)
     switches = build.switches(config, ALONE.device)
     network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
-    counts = np.arange(1, 11)
-    step = make_step(config, network, ALONE, switches, steps_per_epoch=4, class_counts=counts)
+    train: Any = SimpleNamespace(class_counts=lambda: np.arange(1, 11), label_sets=None)
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4, train=train)
     probe = synthetic_batch(10, config.data.image_size, 10, erase_probability=0.0, seed=0, device=ALONE.device)
     seen: list[int] = []
     exact.double().register_forward_pre_hook(lambda _, images: seen.append(len(images[0])))
@@ -285,9 +287,9 @@ def test_classes_weigh_as_in_a_training(
     class Built(Exception):
         pass
 
-    def loss(config: RunConfig, switches: Any, device: Any, classes: int, class_counts: np.ndarray | None) -> None:
+    def loss(config: RunConfig, switches: Any, device: Any, classes: int, train: Images) -> None:
         del config, switches, device, classes
-        raise Built(class_counts)
+        raise Built(train.class_counts())
 
     monkeypatch.setattr(build, "loss", loss)
     with pytest.raises(Built) as caught:
