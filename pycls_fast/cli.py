@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from pycls_fast.config import Verb
 
 VERBS = {
-    "train": ("train", "--config-name finetune data.root=my_images weights=timm:resnet50.a1_in1k epochs=10"),
+    "train": ("train", "data=my_images weights=timm:resnet50.a1_in1k epochs=10"),
     "test": ("score", "weights=RUN output=scores.json"),
     "predict": ("predict", "RUN more_images format=csv"),
     "export": ("predict", "weights=RUN output=model.onnx format=onnx"),
-    "prepare": ("train", "verify data.root=my_images"),
+    "prepare": ("train", "verify data=my_images"),
     "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
     "ledger": ("measure", "--config-name vit_digits ladder=modern"),
     "compare": ("measure", "RUN OTHER_RUN"),
     "runs": ("measure", "runs/finetune"),
-    "knn": ("score", "data.root=my_images weights=timm:resnet50.a1_in1k"),
+    "knn": ("score", "data=my_images weights=timm:resnet50.a1_in1k"),
     "soup": ("score", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
     "calibrate": ("score", "weights=RUN output=calibrated.safetensors"),
-    "lr-find": ("train", "data.root=my_images weights=timm:resnet50.a1_in1k"),
+    "lr-find": ("train", "data=my_images weights=timm:resnet50.a1_in1k"),
     "maps": ("predict", "RUN cat.jpg"),
     "plan": ("train", "--config-name vit_h16 cluster=h100x64"),
 }

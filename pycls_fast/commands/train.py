@@ -259,7 +259,11 @@ def table_of(run_dirs: Sequence[Path]) -> str | None:
 
 
 class TrainVerb(Verb, purpose=Purpose(trains=True)):
-    """Train a network: `pycls-fast train --config-name vit_digits [key=value ...]`."""
+    """Train a network: `pycls-fast train data=FOLDER weights=SOURCE [--config-name EXPERIMENT] [key=value ...]`.
+
+    Without `--config-name`, images or weights are for the experiment finetune; without any of them it trains a small
+    network on handwritten digits.
+    """
 
     @staticmethod
     def after_sweep() -> str | None:
@@ -273,7 +277,7 @@ class TrainVerb(Verb, purpose=Purpose(trains=True)):
 
 
 class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):
-    """Find a learning rate: `pycls-fast lr-find --config-name EXPERIMENT data.root=PATH [steps=100]`.
+    """Find a learning rate: `pycls-fast lr-find data=FOLDER weights=SOURCE [--config-name EXPERIMENT]`.
 
     Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls
     fastest and where it diverges. Writes lr_find.json and lr_find.png into `output`. Compiles nothing unless

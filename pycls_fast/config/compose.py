@@ -252,9 +252,20 @@ def long_name(override: str, folders: Sequence[Path]) -> str:
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
     # No option has a slash: a folder that is not there is told as one.
     key, separator, value = override.partition("=")
-    if key == "data" and value not in options("data", folders) and ("/" in value or exists(user_path(value))):
+    is_other = key != "data" or value.startswith("{") or value in options("data", folders)
+    if not is_other and ("/" in value or exists(user_path(value))):
         key = "data.root"
     return f"{ALIASES.get(key, key)}{separator}{value}"
+
+
+# One's own images, weights or (from Python) module.
+_OWN = re.compile(r"(weights|data[.](root|train|dataset)|model[.]module)=|data={")
+
+
+def default_experiment(overrides: Iterable[str], folders: Sequence[Path]) -> str:
+    """The experiment if none is named: `finetune` for one's own images or weights, else the digits."""
+    own = any(_OWN.match(long_name(override, folders).lstrip("+")) for override in overrides)
+    return "finetune" if own else "vit_digits"
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
+from pycls_fast.files import exists, user_path
 from pycls_fast.models.choices import ResNetModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
@@ -367,8 +368,12 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     # Every evaluation set except ReaL has its own images.
     needs_root = purpose.needs_data and (purpose.trains or name in (None, "real"))
     if needs_root and config.data.needs_root and config.data.root is None:
-        folder = "the folder that holds train/ and val/ (or one folder per class)"
-        yield "data.root", f"not set; give {folder} as data.root=PATH"
+        weights, folder = config.weights or ":", "the folder that holds train/ and val/ (or one folder per class)"
+        # A run would bring its data.
+        if ":" in weights or exists(user_path(weights)):
+            yield "data.root", f"not set; give {folder} as data.root=PATH"
+        else:
+            yield "weights", f"there is no {weights}; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
 
 
 def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str, str]]:

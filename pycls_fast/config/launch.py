@@ -33,6 +33,7 @@ from pycls_fast.config.compose import (
     as_hydra_overrides,
     check,
     compose_here,
+    default_experiment,
     import_modules,
     module_names,
     notes,
@@ -63,7 +64,8 @@ class Verb(Section):
     It is called with the checked configuration, without a `default` with nothing; returns the exit status.
 
     Attributes:
-        default: the experiment when `--config-name` is not given; None: a tool without a configuration.
+        default: the experiment when `--config-name` is not given; "": see `default_experiment`; None: a tool without a
+            configuration.
         words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
         subcommands: what a first word runs instead.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
@@ -71,7 +73,7 @@ class Verb(Section):
         example: a call.
     """
 
-    default: ClassVar[str | None] = "vit_digits"
+    default: ClassVar[str | None] = ""
     words: ClassVar[tuple[str, ...]] = ()
     subcommands: ClassVar[Mapping[str, type[Verb]]] = {}
     config_of_weights: ClassVar[bool] = False
@@ -197,7 +199,9 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
         with explaining(folders), _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            name = verb.default if flags.config_name is None else flags.config_name
+            name = flags.config_name
+            if name is None:
+                name = verb.default or default_experiment(overrides, folders)
             of_hydra = flags.info or flags.hydra_help
             if not of_hydra:
                 _call(job, flags, folders, name)

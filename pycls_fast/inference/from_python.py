@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pycls_fast.choice import give
-from pycls_fast.config.compose import check, compose, notes
+from pycls_fast.config.compose import check, compose, default_experiment, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, text_override
 from pycls_fast.errors import DONE, UserError
@@ -73,7 +73,11 @@ class Trained:
 
 
 def train_net(
-    experiment: str = "finetune", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, **values: Any
+    experiment: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | Path | None = None,
+    **values: Any,
 ) -> Trained:
     """Train as `pycls-fast train` does, in this process; `pycls_fast.train` is the same.
 
@@ -82,7 +86,8 @@ def train_net(
         run.export("model.onnx", format="onnx")
 
     Args:
-        experiment: what `--config-name` takes: a file of `configs/` or of `config_dir`, without `.yaml`.
+        experiment: what `--config-name` takes: a file of `configs/` or of `config_dir`, without `.yaml`; None: finetune
+            for own images, weights or a module, else the digits.
         overrides: as on the command line, e.g. `["model=vit_s16", "optim.lr=1e-3"]`.
         config_dir: a folder of your own experiments and groups, as `--config-dir`.
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
@@ -96,15 +101,17 @@ def train_net(
     if isinstance(overrides, str):
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
     typed = [*overrides, *(each for key, value in values.items() for each in _overrides(key.replace("__", "."), value))]
-    composed = compose(experiment, typed, [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])])
+    folders = [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])]
+    experiment = experiment or default_experiment(typed, folders)
+    composed = compose(experiment, typed, folders)
     config = check(composed, Purpose(trains=True))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for note in notes(config, composed):
             print(f"note: {note}", file=sys.stderr)
-    folders: list[Path] = []
-    status = train(config, on_start=folders.append, command=_call(experiment, typed, config_dir))
+    run_dirs: list[Path] = []
+    status = train(config, on_start=run_dirs.append, command=_call(experiment, typed, config_dir))
     model = values.get("model")
-    return Trained(folders[0], status, model if isinstance(model, nn.Module) else None)
+    return Trained(run_dirs[0], status, model if isinstance(model, nn.Module) else None)
 
 
 def _overrides(key: str, value: object) -> list[str]:

@@ -80,10 +80,7 @@ def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Pa
         assert "Traceback" not in ran.stderr
         return ran.stdout + ran.stderr
 
-    shown = verb(
-        "train", "--config-name", "finetune", f"data.root={pictures}", f"weights={name}.safetensors",
-        "schedule.max_steps=4",
-    )  # fmt: skip
+    shown = verb("train", f"data={pictures}", f"weights={name}.safetensors", "schedule.max_steps=4")
     for damaged in ("cut off.jpg", "empty.jpg", "page.png"):
         # Of each of the three classes, told once.
         assert shown.count(f"{damaged}: ") == len(CLASSES)

@@ -60,7 +60,7 @@ def test_a_mistyped_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     "words",
     [
         *("predict", "export", "maps", "compare", "runs", "soup", "prepare", "knn"),
-        *("train --config-name finetune", "export weights=RUN", "predict RUN", "lr-find lr_max=1"),
+        *("train data=.", "export weights=RUN", "predict RUN", "lr-find lr_max=1"),
     ],
 )
 def test_a_missing_value_is_answered_with_the_usage(

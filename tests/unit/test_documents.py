@@ -45,8 +45,8 @@ def trainings() -> Iterator[str]:
     whole = "\n".join(map(text, WITH_COMMANDS))
     for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", whole, flags=re.MULTILINE | re.DOTALL):
         for line in re.sub(r"\\\n *", "", block).splitlines():
-            if re.match(r"(python|torchrun) .*train_net", line):
-                yield line.partition(TRAIN)[2].partition("  #")[0].strip()
+            if found := re.match(rf"((?:python|torchrun) .*{TRAIN}|pycls-fast train) ", line):
+                yield line[found.end() :].partition("  #")[0].strip()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,7 @@ def test_a_command_composes(
     (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", text("docs/running.md"), flags=re.MULTILINE | re.DOTALL)
     (tmp_path / own[0]).parent.mkdir()
     (tmp_path / own[0]).write_text(own[1])
+    (tmp_path / "my_images").mkdir()
     # Nothing is to be queued.
     arguments = [part.replace("...", "/x") for part in shlex.split(typed) if not part.startswith("hydra")]
     if "imports=" in typed:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from torch import nn
 
+import pycls_fast
 from pycls_fast.commands.train import table_of
-from pycls_fast.config import RunConfig, Verb, command_alone, command_line, overrides_name
+from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, command_line, overrides_name
 from pycls_fast.config.keys import CONFIGS
+from pycls_fast.errors import UserError
 from tests.unit.config.conftest import Tool
 
 
@@ -98,6 +103,47 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
     assert (status, lines, calls[0][0].optim.lr) == (0, [f"note: optim=lion: {kept}"], 5e-4)
     assert tool(*arguments, "optim.lr=1e-4", "optim.weight_decay=10", "optim.lr_batch_size=null")[:2] == (0, [])
     assert tool(*arguments[:3])[:2] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "experiment"),
+    [
+        ([], "vit_digits"),
+        (["data=digits", "epochs=30"], "vit_digits"),
+        (["data=."], "finetune"),
+        (["data=/not/here"], "finetune"),
+        (["data=tar", "data.train=a.tar"], "finetune"),
+        (["data={root: /not/here}"], "finetune"),
+        (["+weights=timm:resnet18.a1_in1k"], "finetune"),
+        (["weights=timm:resnet18.a1_in1k,hf:me/mine", "--multirun"], "finetune"),
+        (["--config-name", "resnet_digits", "weights=run", "data.root=."], "resnet_digits"),
+    ],
+)
+def test_own_images_or_weights_are_fine_tuned(tool: Tool, words: list[str], experiment: str) -> None:
+    status, lines, calls = tool(*words, default="", purpose=Purpose(needs_data=False))
+    assert (status, lines, {config.config_name for config, _ in calls}) == (0, [], {experiment})
+
+
+def test_from_python_the_same_experiment_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen: list[str] = []
+
+    def train(config: RunConfig, on_start: Callable[[Path], None], command: str) -> int:
+        on_start(tmp_path)
+        chosen.append(config.config_name)
+        return 0
+
+    monkeypatch.setattr("pycls_fast.inference.from_python.train", train)
+    own: dict[str, Any] = {"data": tmp_path, "weights": "timm:resnet18.a1_in1k"}
+    for values in ({}, own, {"data": tmp_path, "model": nn.Linear(2, 2)}):
+        pycls_fast.train(**values)
+    assert chosen == ["vit_digits", "finetune", "finetune"]
+    with pytest.raises(UserError, match="weights: not set; give what to fine-tune"):
+        pycls_fast.train(data={"root": tmp_path})
+
+
+def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool) -> None:
+    status, lines, _ = tool("weights=runs/typo", default="", config_of_weights=True)
+    assert (status, [line.partition(";")[0] for line in lines]) == (2, ["error: weights: there is no runs/typo"])
 
 
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
