@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import one_hot
 
@@ -168,3 +169,34 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
         for data in (config.data, teacher.classifier.config.data)
     )
     torch.testing.assert_close(loss.target(own), teacher.classifier.network(its), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_timm(digits: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = timm.create_model("test_efficientnet", num_classes=10)
+    # Else nearly all that a network of random weights says is its bias.
+    nn.init.normal_(theirs.classifier.weight)
+    file = tmp_path / "test_efficientnet.safetensors"
+    save_file(theirs.state_dict(), file)
+    words = [
+        *TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "precision=fp32",
+        "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]", f"distill.teacher={file}", "distill.share=1.0",
+    ]  # fmt: skip
+    config = load_config("vit_digits", words)
+    switches = build.switches(config, ALONE.device)
+    loss = distillation(config, build.sources(config, ALONE)["train"], ALONE, switches)
+    pixels = torch.rand(4, 3, 8, 8)
+    own, its = (
+        (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+        for mean, std in (
+            (config.data.mean, config.data.std),
+            (theirs.default_cfg["mean"], theirs.default_cfg["std"]),
+        )
+    )
+    with torch.no_grad():
+        expected = theirs.eval()(its)
+    torch.testing.assert_close(loss.target(own), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    run = pycls_fast.train_net("vit_digits", words, run_dir=tmp_path / "run", optim__lr=0.002)
+    first, *_, last = (record["loss"] for record in records(run.run_dir, "train"))
+    assert last < first

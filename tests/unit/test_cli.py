@@ -59,7 +59,7 @@ def test_a_mistyped_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 @pytest.mark.parametrize(
     "words",
     [
-        *("predict", "export", "maps", "compare", "runs", "soup", "prepare", "knn"),
+        *("predict", "export", "maps", "compare", "runs", "soup", "prepare", "knn", "test", "calibrate"),
         *("train data=.", "export weights=RUN", "predict RUN", "lr-find lr_max=1"),
     ],
 )
