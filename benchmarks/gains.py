@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from finetune import call, link, split
+from finetune import call, link, seven_classes, split
 
 # Of airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck.
 LABELS = ("vehicle;flies", "vehicle;wheels", "animal;flies", "animal;pet", "animal;hooves", "animal;pet",
@@ -44,7 +44,10 @@ class Bench:
                 tables[name].append(f"{place},{LABELS[label] if label < len(LABELS) else label}")
         for name, lines in tables.items():
             (folder / f"{name}.csv").write_text("\n".join(lines))
-        link(folder / "tf_efficientnet_lite0.safetensors", weights)
+        self.weights = str(weights)
+        if weights.is_file():
+            link(folder / "tf_efficientnet_lite0.safetensors", weights)
+            self.weights = "timm:tf_efficientnet_lite0"
         self.call = partial(call, folder)
 
     def train(self, name: str, *options: str, experiment: str = "finetune") -> list[str]:
@@ -52,7 +55,7 @@ class Bench:
         runs = [f"{name}_{seed}" for seed in self.seeds]
         for seed, run in enumerate(runs):
             if not (self.folder / run / "summary.json").is_file():
-                given = ["weights=timm:tf_efficientnet_lite0", "data.root=data", f"data.image_size={self.size}"]
+                given = [f"weights={self.weights}", "data.root=data", f"data.image_size={self.size}"]
                 self.call("train", "--config-name", experiment, *given, f"seed={seed}", f"run_dir={run}", *options)
         return runs
 
@@ -79,7 +82,9 @@ def main() -> None:
     asked |= dict(argument.split("=") for argument in sys.argv[4:])
     task, rows = asked["task"], asked["rows"].split(",")
     size = int(task.partition("@")[2])
-    bench = Bench(split(root, task, 0), weights, size, int(asked["seeds"]), out / task)
+    out.mkdir(parents=True, exist_ok=True)
+    weights = seven_classes(root, out) if task.startswith("vit:") else weights
+    bench = Bench(split(root, task, 0), weights, size, int(asked["seeds"]), out / task.replace(":", "-"))
     runs = bench.train("default")
     sure = ("top1", "loss", "calibration_error")
     bench.row("default", [bench.score(run) for run in runs], sure)
