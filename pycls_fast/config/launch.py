@@ -10,7 +10,7 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -358,10 +358,12 @@ _NOT_NAMED = re.compile(r"data[.]root|data[.].*cache|run_dir|resume|imports|trac
 _LONGEST_VALUE, _LONGEST_NAME = 30, 100
 
 
-def overrides_name() -> str:
-    """What was typed, as part of a folder's name: `lr-0.001_epochs-3`; "" without a command."""
+def overrides_name(overrides: Iterable[str] | None = None) -> str:
+    """What was typed, as part of a folder's name: `lr-0.001_epochs-3`; None: the command line's, "" without one."""
+    if overrides is None:
+        overrides = typed_overrides(HydraConfig.get()) if HydraConfig.initialized() else ()
     parts = []
-    for override in typed_overrides(HydraConfig.get()) if HydraConfig.initialized() else ():
+    for override in overrides:
         key, separator, value = override.lstrip("+").partition("=")
         if separator and not _NOT_NAMED.match(key):
             # Of a path the last part.

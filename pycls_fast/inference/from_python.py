@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pycls_fast.choice import give
-from pycls_fast.config.compose import check, compose, default_experiment, notes
+from pycls_fast.config import overrides_name
+from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, text_override
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, Prediction, load
 from pycls_fast.inference.export import export
+from pycls_fast.train.environment import Call
 from pycls_fast.train.loop import train
 
 
@@ -100,7 +103,8 @@ def train_net(
     """
     if isinstance(overrides, str):
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
-    typed = [*overrides, *(each for key, value in values.items() for each in _overrides(key.replace("__", "."), value))]
+    given = [_overrides(key.replace("__", "."), value) for key, value in values.items()]
+    typed = [*overrides, *chain.from_iterable(given)]
     folders = [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])]
     experiment = experiment or default_experiment(typed, folders)
     composed = compose(experiment, typed, folders)
@@ -108,8 +112,10 @@ def train_net(
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for note in notes(config, composed):
             print(f"note: {note}", file=sys.stderr)
+    # Of a module or a data set only that it is given.
+    settings = overrides_name(as_hydra_overrides([*overrides, *(first for first, *_ in given)], folders))
     run_dirs: list[Path] = []
-    status = train(config, on_start=run_dirs.append, command=_call(experiment, typed, config_dir))
+    status = train(config, on_start=run_dirs.append, call=Call(_code(experiment, typed, config_dir), settings))
     model = values.get("model")
     return Trained(run_dirs[0], status, model if isinstance(model, nn.Module) else None)
 
@@ -127,7 +133,7 @@ def _overrides(key: str, value: object) -> list[str]:
     return [text_override(key, str(value)) if isinstance(value, str | Path) else f"{key}={as_typed(value)}"]
 
 
-def _call(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
+def _code(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
     """The call as Python code. The process's command line would be that of a notebook's kernel."""
     arguments = [repr(experiment), repr(list(overrides))]
     if config_dir is not None:

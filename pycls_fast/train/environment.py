@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ from pycls_fast import __version__, build
 # The code that determines a run's results, untracked files included; changes elsewhere (results, notes) do not count.
 _CODE = ("pycls_fast", "tools", "configs")
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "hydra-core", "pydantic")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call from Python that starts a run: its code, and its settings as part of the folder's name."""
+
+    code: str
+    settings: str
 
 
 def environment_command(interpreter: str = "python") -> str:

@@ -20,7 +20,6 @@ from typing import Any, Self, TextIO
 
 import yaml
 
-from pycls_fast.config import overrides_name
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, print_lines, refusing
 from pycls_fast.files import atomic_text, timestamp, user_path
@@ -36,9 +35,10 @@ DAMAGED_IMAGE = "damaged image"
 """The event of an image that the run met first."""
 
 
-def choose_run_dir(config: RunConfig) -> tuple[Path, bool]:
-    """The run's folder, and whether torchrun restarted this run: then it is the folder of the first start."""
-    path = _new_folder(config.config_name, overrides_name()) if config.run_dir is None else user_path(config.run_dir)
+def choose_run_dir(config: RunConfig, settings: str) -> tuple[Path, bool]:
+    """The run's folder, a new one named by its `settings` or the given one, and whether torchrun restarted this run:
+    then it is the folder of the first start."""
+    path = _new_folder(config.config_name, settings) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     # The token distinguishes this start from an earlier one with the same given folder.

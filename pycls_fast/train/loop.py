@@ -21,6 +21,7 @@ from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel.rendezvous import lost_ranks
 from pycls_fast.parallel.world import Agreement, World
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import Call
 from pycls_fast.train.features import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
@@ -33,14 +34,12 @@ from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations, summarise
 
 
-def train(
-    config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, command: str | None = None
-) -> int:
+def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, call: Call | None = None) -> int:
     """Train as configured; returns the exit status (0 done, 3 stopped by a signal with everything saved).
 
     Args:
         on_start: called with the run's folder before the first step.
-        command: what started the run, for its folder; None for this process's command line.
+        call: what started the run, for its folder; None for this process's command line.
 
     Raises:
         UserError: a mistake in the configuration or the data, or a loss that is not finite.
@@ -48,7 +47,7 @@ def train(
     """
     with build.world(config) as world:
         try:
-            return _train(config, world, on_start, command)
+            return _train(config, world, on_start, call)
         except RuntimeError as error:
             reason = lost_ranks(error) if world.size > 1 else None
             if reason is None:
@@ -59,12 +58,12 @@ def train(
             raise SystemExit(FAULT) from None
 
 
-def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], command: str | None) -> int:
+def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], call: Call | None) -> int:
     display = Display(speaks=world.is_main, mode=config.runtime.progress)
     reset_memory_peak(world.device)
     with (
         stop_requests() as stop,
-        started(config, replace(world, while_waiting=partial(stop.check, world.size)), display, command) as run,
+        started(config, replace(world, while_waiting=partial(stop.check, world.size)), display, call) as run,
     ):
         stop.training = True
         on_start(run.folder.path)

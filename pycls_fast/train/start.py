@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from pycls_fast import build
+from pycls_fast.config import overrides_name
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
@@ -19,7 +20,7 @@ from pycls_fast.plan.race import Race, race
 from pycls_fast.train.agreement import check_same_settings, on_main
 from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display, duration, epochs, human, one_line
-from pycls_fast.train.environment import device_name, environment
+from pycls_fast.train.environment import Call, device_name, environment
 from pycls_fast.train.folder import RunFolder, choose_run_dir
 from pycls_fast.train.resume import find_start, resume
 from pycls_fast.train.run import Run
@@ -27,12 +28,13 @@ from pycls_fast.train.saving import Saver
 
 
 @contextmanager
-def started(config: RunConfig, world: World, display: Display, command: str | None = None) -> Iterator[Run]:
+def started(config: RunConfig, world: World, display: Display, call: Call | None = None) -> Iterator[Run]:
     """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder; this is
     locked until the end, and then removed if it is new, unless training began (`RunFolder.keep`)."""
     check_same_settings(config, world)
+    settings = overrides_name() if call is None else call.settings
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
-    run_dir, restarted = on_main(world, lambda: choose_run_dir(config))
+    run_dir, restarted = on_main(world, lambda: choose_run_dir(config, settings))
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
         on_main(world, lambda: folder.occupy(on_wait=display.note))
         check_same_folder(folder, world)
@@ -45,6 +47,7 @@ def started(config: RunConfig, world: World, display: Display, command: str | No
         resume(run, opened)
         # Settings with which nothing is trained are not the run's.
         if world.is_main and not run.finished:
+            command = None if call is None else call.code
             folder.write_config(run.settings(), command)
             folder.write_json("environment.json", environment(world.device, world.size, command))
         introduce(run)

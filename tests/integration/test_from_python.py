@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig, load_config, overrides_name
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
@@ -45,6 +45,7 @@ def test_an_own_experiment_is_trained_and_loaded(
     trained = pycls_fast.train_net("short", [*small, "optim=sgd"], config_dir="mine")
     assert trained.status == 0
     assert trained.run_dir.parent == Path("runs/short")
+    assert overrides_name(TINY)[:50] in trained.run_dir.name
     # The note that the command line prints: the file's learning rate is not meant for SGD.
     assert "note: optim=sgd: lr, " in capsys.readouterr().err
     call = f"pycls_fast.train_net('short', {[*small, 'optim=sgd']!r}, config_dir='mine')"

@@ -15,6 +15,7 @@ from pycls_fast.commands.train import table_of
 from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, command_line, overrides_name
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
+from pycls_fast.train.environment import Call
 from tests.unit.config.conftest import Tool
 
 
@@ -124,19 +125,40 @@ def test_own_images_or_weights_are_fine_tuned(tool: Tool, words: list[str], expe
     assert (status, lines, {config.config_name for config, _ in calls}) == (0, [], {experiment})
 
 
-def test_from_python_the_same_experiment_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    chosen: list[str] = []
+@pytest.mark.parametrize(
+    ("values", "experiment", "settings"),
+    [
+        ({}, "vit_digits", ""),
+        (
+            {
+                "data": ".",
+                "weights": "timm:resnet18.a1_in1k",
+                "epochs": 9,
+                "optim__lr": 0.01,
+                "runtime": {"threads": 1},
+            },
+            "finetune",
+            "seed-1_weights-timm-resnet18.a1_in1k_epochs-9_lr-0.01",
+        ),
+        ({"data": ".", "model": nn.Linear(2, 2)}, "finetune", "seed-1_model-kind-given"),
+    ],
+)
+def test_from_python_experiment_and_name_are_those_of_the_same_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: dict[str, Any], experiment: str, settings: str
+) -> None:
+    chosen: list[tuple[str, str]] = []
 
-    def train(config: RunConfig, on_start: Callable[[Path], None], command: str) -> int:
+    def train(config: RunConfig, on_start: Callable[[Path], None], call: Call) -> int:
         on_start(tmp_path)
-        chosen.append(config.config_name)
+        chosen.append((config.config_name, call.settings))
         return 0
 
     monkeypatch.setattr("pycls_fast.inference.from_python.train", train)
-    own: dict[str, Any] = {"data": tmp_path, "weights": "timm:resnet18.a1_in1k"}
-    for values in ({}, own, {"data": tmp_path, "model": nn.Linear(2, 2)}):
-        pycls_fast.train(**values)
-    assert chosen == ["vit_digits", "finetune", "finetune"]
+    pycls_fast.train(overrides=["seed=1"] if values else [], **values)
+    assert chosen == [(experiment, settings)]
+
+
+def test_from_python_a_section_with_a_path(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="weights: not set; give what to fine-tune"):
         pycls_fast.train(data={"root": tmp_path})
 
