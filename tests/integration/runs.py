@@ -57,8 +57,8 @@ def command(*overrides: str, tool: str = "train_net", config_name: str | None = 
     return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *name, *overrides]
 
 
-def unpacked(folder: Path) -> tuple[Path, Path]:
-    """What the checkout's source archive and, built from it, its wheel unpack to."""
+def installed(folder: Path) -> tuple[Path, Path]:
+    """What the checkout's source archive unpacks to, and where pip installs the wheel built from that."""
     clone, site = folder / "clone", folder / "site"
     for name in ("pycls_fast", "configs", "tools"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,7 +75,8 @@ def unpacked(folder: Path) -> tuple[Path, Path]:
     sources = folder / archive.name.removesuffix(".tar.gz")
     build(sources, "wheel")
     (wheel,) = folder.glob("*.whl")
-    shutil.unpack_archive(wheel, site, "zip")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
     return sources, site
 
 

@@ -14,7 +14,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.integration.runs import run_process, unpacked
+from tests.integration.runs import installed, run_process
 
 pytestmark = pytest.mark.slow
 
@@ -68,15 +68,15 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Path) -> None:
-    """By the wheel, without a key beyond data and weights (and a number of steps, for time)."""
+    """By the installed wheel, without a key beyond data and weights (and a number of steps, for time)."""
     pytest.importorskip("setuptools", minversion="77")
     (tmp_path / "wheel").mkdir()
-    _, site = unpacked(tmp_path / "wheel")
+    _, site = installed(tmp_path / "wheel")
     name = "test_efficientnet"
     save_file(timm.create_model(name).state_dict(), tmp_path / f"{name}.safetensors")
 
     def verb(*words: str) -> str:
-        ran = run_process([sys.executable, "-m", "pycls_fast", *words], cwd=tmp_path, package=site)
+        ran = run_process([str(site / "bin" / "pycls-fast"), *words], cwd=tmp_path, package=site)
         assert "Traceback" not in ran.stderr
         return ran.stdout + ran.stderr
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import run_process, unpacked
+from tests.integration.runs import installed, run_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,18 +16,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_the_configurations_are_installed_with_the_package(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
-    sources, site = unpacked(tmp_path)
+    sources, site = installed(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
     def run(folder: Path, *arguments: str) -> str:
         return run_process([sys.executable, *arguments], cwd=folder, package=site).stdout
 
-    shipped, installed = (
+    shipped, kept = (
         {str(file.relative_to(folder)) for file in folder.rglob("*.yaml")}
         for folder in (ROOT / "configs", site / "pycls_fast" / "configs")
     )
-    assert installed == shipped
+    assert kept == shipped
     code, kept = (
         {str(file.relative_to(folder)) for suffix in ("py", "c") for file in folder.rglob(f"*.{suffix}")}
         for folder in (ROOT / "pycls_fast", site / "pycls_fast")
