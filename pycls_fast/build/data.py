@@ -40,7 +40,7 @@ def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: 
     """
     data = config.data
     if data.root is None and data.needs_root:
-        raise UserError("data.root: not set; give the folder with the images as data.root=PATH")
+        raise UserError("data.root: not set; give the folder with the images as data=PATH")
     root = data.root or ""
     root = root if "://" in root else str(user_path(root))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

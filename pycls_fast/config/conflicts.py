@@ -371,7 +371,7 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         weights, folder = config.weights or ":", "the folder that holds train/ and val/ (or one folder per class)"
         # A run would bring its data.
         if ":" in weights or exists(user_path(weights)):
-            yield "data.root", f"not set; give {folder} as data.root=PATH"
+            yield "data.root", f"not set; give {folder} as data=PATH"
         else:
             yield "weights", f"there is no {weights}; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
 
