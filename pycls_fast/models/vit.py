@@ -297,7 +297,8 @@ class VisionTransformer(Network):
         which is all that counts after training, is that of DeiT's two heads, and to whatever asks for the last layer's
         input the network has one.
         """
-        if not (self.taught and self.training):
+        # Of a stage of a pipeline only the modules know that they evaluate.
+        if not (self.taught and self.head.training):
             return self.head(features_B2D.flatten(1) / 2)
         own = torch.eye(2, dtype=features_B2D.dtype, device=features_B2D.device)[:, :, None]
         return self.head((features_B2D[:, None] * own).flatten(2))

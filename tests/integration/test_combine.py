@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, distillation
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
 from tests.factories import load_run_config
-from tests.integration.runs import TINY, records
+from tests.integration.runs import TINY, records, run_process, under_torchrun
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -149,14 +150,6 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
         "vit_digits", words, run_dir=tmp_path / "same", weights=teacher.run_dir, distill=distill
     )
     assert records(same.run_dir, "train")[0]["loss"] == pytest.approx(0.0, abs=1e-5)
-    # A token of its own learns from the teacher.
-    token = pycls_fast.train_net(
-        "vit_digits",
-        [*words, "model.classifier=token", "model.distillation_token=true"],
-        run_dir=tmp_path / "token",
-        distill=distill | {"share": 0.5},
-    )
-    assert token.classifier.network.head.in_features == 2 * token.classifier.network.norm.weight.numel()
     # Another network, which gets images of another normalisation.
     other = ["model.width=16", "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]"]
     config = load_config("vit_digits", [*words, *other, f"distill.teacher={teacher.run_dir}"])
@@ -169,6 +162,33 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
         for data in (config.data, teacher.classifier.config.data)
     )
     torch.testing.assert_close(loss.target(own), teacher.classifier.network(its), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_distillation_token_learns_from_the_teacher(digits: Path, tmp_path: Path) -> None:
+    """It alone, if the labels have no share: the class token's half of the head stays zero. Ranks do the same."""
+    words = ["--config-name", "vit_digits", *TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
+
+    def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "pycls_fast", "train", *words, f"run_dir={name}", *more]
+        run_process(under_torchrun(command, ranks) if ranks > 1 else command, cwd=tmp_path)
+        return [*records(tmp_path / name, "train"), *records(tmp_path / name, "eval")]
+
+    run("teacher", "optim.lr=0.002")
+    taught = [
+        *("distill.teacher=teacher", "distill.targets=hard", "distill.share=1.0", "model.distillation_token=true"),
+        *("model.classifier=token", "optim=sgd", "optim.lr=0.05", "optim.weight_decay=0", "schedule.max_steps=6"),
+        *("optim.accumulation_steps=2", "runtime.log_every_steps=1"),
+    ]
+    alone = run("alone", *taught)
+    head = pycls_fast.load(tmp_path / "alone").network.head.weight
+    own, its = head.chunk(2, dim=1)
+    assert not own.any()
+    assert its.any()
+    for degree, strategy in (("pipeline", "ddp"), ("tensor", "fsdp")):
+        together = run(degree, *taught, f"parallel={strategy}", f"parallel.{degree}_degree=2", ranks=2)
+        for mine, theirs in zip(together, alone, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
 
 
 @pytest.mark.slow
