@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +94,15 @@ OF_WEIGHTS = "of_weights"
 """The option of the group `model` with which `weights` chooses the model."""
 
 # torchvision's vision transformers under our names; its ResNets have the same.
-_DISTILLED = re.compile("deit_(tiny|small|base)_distilled_patch16_")
 _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
+
+_DISTILLED = {"deit_tiny": "deit_ti16", "deit_small": "deit_s16", "deit_base": "deit_b16"}
+
+
+def _of_timm(name: str) -> dict[str, Any]:
+    """timm's model; of those with two classifiers, which `TimmNetwork` refuses, our own."""
+    preset = _DISTILLED.get(name.partition("_distilled_patch16_")[0])
+    return {**MODELS[preset], "distillation_token": True} if preset else {"kind": "timm", "name": name}
 
 
 def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
@@ -110,11 +116,8 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
     hub, _, name = weights.partition(":")
     found: dict[str, Any] | None = None
     size = None
-    if hub == "timm" and (deit := _DISTILLED.match(name)):
-        # timm's own has two classifiers.
-        found = {**MODELS[f"deit_{ {'tiny': 'ti'}.get(deit[1], deit[1][0]) }16"], "distillation_token": True}
-    elif hub == "timm" and name:
-        found = {"kind": "timm", "name": name}
+    if hub == "timm" and name:
+        found = _of_timm(name)
     elif hub == "torchvision" and name:
         name = name.partition(".")[0]
         preset = MODELS.get(_TORCHVISION.get(name, name))
@@ -128,7 +131,7 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
     elif path.is_file() and (name := path.name.partition(".")[0]) not in MODELS:
         import timm
 
-        found = {"kind": "timm", "name": name} if timm.is_model(name) else None
+        found = _of_timm(name) if timm.is_model(name) else None
     if found is None:
         return given, None
     typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}

@@ -13,6 +13,7 @@ import yaml
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.errors import UserError
+from pycls_fast.models.choices import ViTModel
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.strategies import Parallel
 from pycls_fast.values import Size
@@ -258,3 +259,13 @@ def test_a_run_of_any_strategy_is_scored_by_any_number_of_ranks(tmp_path: Path, 
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(kept.model_dump(mode="json")))
     assert load_run_config(tmp_path).parallel == Parallel(backend="gloo", timeout_seconds=77)
     assert load_run_config(tmp_path, ["parallel=ddp"]).parallel.name == "ddp"
+
+
+@pytest.mark.parametrize("source", ["timm:NAME", "NAME.safetensors"])
+def test_deit_with_two_classifiers_is_our_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "deit_small_distilled_patch16_224"
+    (tmp_path / f"{name}.safetensors").write_bytes(header({}))
+    model = load_config("finetune", ["data.root=.", f"weights={source.replace('NAME', name)}"]).model
+    assert isinstance(model, ViTModel)
+    assert (model.width, model.distillation_token) == (384, True)
