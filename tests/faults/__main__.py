@@ -31,7 +31,7 @@ _lab: Lab
 
 
 def run(*, seed: int, minutes: float, only: str | None = None, first: int = 0, tries: int | None = None) -> int:
-    """Try until the time is over, as many at once as there are cores; the number of tries that fell short."""
+    """Try until the time is over, as many at once as there are cores, up to 4; the number of tries that fell short."""
     global _lab
     tried, short, begun, spent = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     names = [only] if only is not None else list(FAMILIES)
@@ -41,7 +41,8 @@ def run(*, seed: int, minutes: float, only: str | None = None, first: int = 0, t
     _lab = Lab(home)
     until = time.monotonic() + 60 * minutes
     running: dict[Future[tuple[Try, float]], str] = {}
-    cores = len(os.sched_getaffinity(0))
+    # A try of odd values may take 10 GB.
+    cores = min(len(os.sched_getaffinity(0)), 4)
     with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as processes:
         while True:
             while time.monotonic() < until and len(running) < cores:
