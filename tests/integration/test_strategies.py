@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -267,21 +269,27 @@ def two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """What so many ranks end with."""
-    cases = {case_name(*each): case(STRATEGIES[each[0]], *each[1:], digits=digits) for each in ON[request.param]}
-    return run_ranks(cases, tmp_path_factory.mktemp("ranks") / str(request.param), request.param)
+def together(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Callable[[int], Path]:
+    """What so many ranks end with, by their number; with a parametrised fixture each test would launch them anew."""
+
+    @functools.cache
+    def ends(ranks: int) -> Path:
+        cases = {case_name(*each): case(STRATEGIES[each[0]], *each[1:], digits=digits) for each in ON[ranks]}
+        return run_ranks(cases, tmp_path_factory.mktemp("ranks") / str(ranks), ranks)
+
+    return ends
 
 
 @pytest.mark.parametrize(
-    ("together", "chosen"),
+    ("ranks", "chosen"),
     [(ranks, chosen) for ranks, cases in ON.items() for chosen in cases],
-    indirect=["together"],
     ids=lambda value: case_name(*value) if isinstance(value, tuple) else str(value),
 )
-def test_ranks_equal_one_process(together: Path, chosen: tuple[Any, ...], alone: Path) -> None:
+def test_ranks_equal_one_process(
+    together: Callable[[int], Path], ranks: int, chosen: tuple[Any, ...], alone: Path
+) -> None:
     """Ten steps at the same global batch: weights, statistics, average, losses, norms, evaluations."""
-    compare(chosen, together, alone)
+    compare(chosen, together(ranks), alone)
 
 
 @pytest.mark.parametrize("name", PARTS)
