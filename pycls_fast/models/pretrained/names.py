@@ -58,9 +58,8 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
     # Swin's patches have the same names, but not its blocks.
     if {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys():
         norm = "fc_norm" if "fc_norm.weight" in state else "norm"
-        if {f"{head}.{kind}" for head in _HEADS for kind in ("weight", "bias")} <= state.keys():
-            state = _one_head(state)
-        return TIMM_VIT, *_translate(state, [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")], TIMM_VIT, _DEIT3)
+        names = [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")]
+        return TIMM_VIT, *_translate(_one_head(state), names, TIMM_VIT, _DEIT3)
     if "bn1.weight" in state and "layer1.0.conv1.weight" in state:
         return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)), RESNET)
     # Other projects' names begin with `stem.`, `blocks.` and `stages.`, too.
@@ -107,13 +106,16 @@ def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[s
 _HEADS = ("head", "head_dist")
 
 
-def _one_head(state: State) -> dict[str, Tensor]:
+def _one_head(state: State) -> State:
     """DeiT's two heads as ours, which has both weights side by side and the mean of the biases: the same output."""
-    weights, biases = ([state[f"{head}.{kind}"] for head in _HEADS] for kind in ("weight", "bias"))
-    if len({weight.shape for weight in weights}) > 1 or len({bias.shape for bias in biases}) > 1:
-        raise UserError("weights: head and head_dist are not of one shape")
+    weights, biases = (
+        [state[f"{head}.{kind}"] for head in _HEADS if f"{head}.{kind}" in state] for kind in ("weight", "bias")
+    )
+    shapes = {(tuple(weight.shape), tuple(bias.shape)) for weight, bias in zip(weights, biases, strict=False)}
+    if len(weights) < 2 or len(biases) < 2 or len(shapes) > 1 or weights[0].ndim != 2:
+        return state
     rest = {name: value for name, value in state.items() if not name.startswith("head_dist.")}
-    return {**rest, "head.weight": torch.cat(weights, dim=1), "head.bias": torch.stack(biases).mean(dim=0)}
+    return {**rest, "head.weight": torch.cat(weights, dim=1), "head.bias": (biases[0] + biases[1]) / 2}
 
 
 def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
