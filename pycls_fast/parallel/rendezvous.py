@@ -9,17 +9,23 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pycls_fast.errors import UserError, first_line
 
+_T = TypeVar("_T")
 _CURRENT = "pycls_fast/round"
 # From then on who waits for other ranks wants to know for what.
 _NOTE_SECONDS = 10.0
+# For an answer that comes a little after the timeout.
+_GRACE_SECONDS = 5.0
 # The latest round of this process.
 _round: str | None = None
 
@@ -43,14 +49,36 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     line = f"note: rank {rank} of {size} waits for the others at {where}, for up to {timeout.total_seconds():g} s"
     note = threading.Timer(_NOTE_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.start()
-    try:
+
+    def join() -> tuple[dist.Store, str]:
         _await_master(rank, timeout)
         store, _, _ = next(rendezvous("env://", timeout=_left(until)))
-        _round = meet(store, rank, size, _left(until))
+        return store, meet(store, rank, size, _left(until))
+
+    try:
+        store, _round = _in_time(join, timeout)
     finally:
         note.cancel()
     store.set_timeout(timeout)
     return dist.PrefixStore(_round, store)
+
+
+def _in_time(action: Callable[[], _T], timeout: timedelta) -> _T:
+    """What the action returns or raises. It has the timeout itself; but for the answer of a store whose process has
+    stopped, torch waits without one."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001  # raised by who waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(timeout.total_seconds() + _GRACE_SECONDS)
+    except TimeoutError:
+        raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for an answer of rank 0") from None
 
 
 def _left(until: float) -> timedelta:

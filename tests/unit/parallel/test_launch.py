@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -90,6 +92,23 @@ def test_ranks_of_a_node_that_does_not_come(
     note, line = (line for line in capfd.readouterr().err.splitlines() if not line.startswith("[W"))
     assert note == f"note: rank {rank} of 3 waits for the others at localhost:{port}, for up to 1 s"
     assert line.startswith(f"error: rank {rank}: not all 3 ranks have started (")
+
+
+def test_a_master_that_has_stopped_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its kernel still takes connections."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("MASTER_PORT", silent.getsockname()[1])):
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(dist.DistStoreError, match="waited 1 s for an answer of rank 0"):
+            open_store(1, 2, timedelta(seconds=1))
+    # torch tells of the connection that was closed.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
