@@ -355,6 +355,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return dict(record)
 
 
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
 _Ratio = Annotated[float, Field(ge=0.1, le=10.0)]
 _Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=3)]
 
@@ -366,8 +367,8 @@ class TimmConfig(_Saved):
     test_input_size: _Shape | None = None
     crop_pct: _Ratio | None = None
     test_crop_pct: _Ratio | None = None
-    mean: list[float] | None = None
-    std: list[float] | None = None
+    mean: list[_Share] | None = None
+    std: list[_Share] | None = None
     crop_mode: str | None = None
     interpolation: str | None = None
     tag: str | None = None

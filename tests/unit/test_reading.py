@@ -170,7 +170,9 @@ def test_a_text_that_is_not_utf8_in_parquet_is_one_line(tmp_path: Path) -> None:
         tables._read_parquet(tmp_path / "train.parquet")
 
 
-@pytest.mark.parametrize("kept", [{"crop_pct": 1000}, {"crop_pct": 0}, {"input_size": [3, 0, 0]}, {"mean": "x"}])
+@pytest.mark.parametrize(
+    "kept", [{"crop_pct": 1000}, {"crop_pct": 0}, {"input_size": [3, 0, 0]}, {"mean": "x"}, {"mean": [1e308, 0.0, 0.0]}]
+)
 def test_a_description_of_timm_that_makes_no_sense_is_one_line(tmp_path: Path, kept: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": kept}))
     with pytest.raises(UserError, match=r"^weights: .*config.json is not timm's description of a model \("):
