@@ -169,7 +169,9 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
     text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
     everywhere = f"pycls_fast/mistake/{attempt}/{text}"
     here = f"{everywhere}/node {os.environ.get('GROUP_RANK', '0')}"
-    try:
+
+    def ask() -> tuple[bool, bool]:
+        """Whether all ranks have hit it, and whether another one prints it, or this one when it ends."""
         store = connect(patience)
         if local_rank == 0:
             store.set(here, "told")
@@ -180,16 +182,18 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
             store.set(everyone, "here")
         with suppress(dist.DistStoreError):
             store.wait([everyone], patience)
-            return True
+            return True, True
         if local_rank == 0 or store.check([here]):
-            return False
-        if store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode():
-            return False
+            return False, True
+        return False, store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode()
+
+    try:
+        everyone_knows, is_told = _in_time(ask, patience)
     except dist.DistError:
-        if local_rank == 0:
-            return False
-    print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
-    return False
+        everyone_knows, is_told = False, local_rank == 0
+    if not is_told:
+        print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+    return everyone_knows
 
 
 def lost_ranks(error: BaseException) -> str | None:

@@ -102,10 +102,13 @@ def test_a_master_that_has_stopped_is_not_waited_for_without_end(
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("MASTER_PORT", silent.getsockname()[1])):
+        ranks = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": silent.getsockname()[1]}
+        for name, value in ranks.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(dist.DistStoreError, match="waited 1 s for an answer of rank 0"):
             open_store(1, 2, timedelta(seconds=1))
+        assert not report_mistake(UserError("told here"), timedelta(seconds=1))
+    assert "error: rank 1: told here\n" in capfd.readouterr().err
     # torch tells of the connection that was closed.
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
