@@ -177,5 +177,5 @@ def _effect(effect: Effect) -> str:
 
 
 def _machine(record: Record) -> dict[str, object]:
-    environment = record.environment
-    return {"processor": environment["processor"], "cores": environment["cpu_count"], "device": record.device}
+    machine = record.environment
+    return {"processor": machine.processor, "cores": machine.cpu_count, "device": record.device}

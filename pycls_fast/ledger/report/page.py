@@ -236,7 +236,7 @@ def _gradients(record: Record) -> Chart | None:
     if record.gradients is None:
         return None
     total = record.gradients.total
-    exponents = {int(key): count for key, count in total["exponents"].items()}
+    exponents = total.exponents
     some = max(sum(exponents.values()), 1)
     figure, axes = plain_axes(3.2)
     used = (*exponents, SMALLEST_SUBNORMAL)
@@ -253,9 +253,9 @@ def _gradients(record: Record) -> Chart | None:
     return Chart(
         "gradients",
         "Gradients of the first variant",
-        f"Zero in float16: {100 * total['below_subnormal']:.2g}%, with the loss times {record.gradients.loss_scale:g}: "
-        f"{100 * total['below_subnormal_scaled']:.2g}%. Updates that float16 weights lose without float32 masters: "
-        f"{100 * total['updates_lost_float16']:.1f}%, bfloat16 weights: {100 * total['updates_lost_bfloat16']:.1f}%.",
+        f"Zero in float16: {100 * total.below_subnormal:.2g}%, with the loss times {record.gradients.loss_scale:g}: "
+        f"{100 * total.below_subnormal_scaled:.2g}%. Updates that float16 weights lose without float32 masters: "
+        f"{100 * total.updates_lost_float16:.1f}%, bfloat16 weights: {100 * total.updates_lost_bfloat16:.1f}%.",
         figure,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import refusing
@@ -24,6 +24,35 @@ Status = Literal["measured", "cannot run", "failed"]
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class _Described(BaseModel):
+    """What is told, of which only some is asked for."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class Commit(_Described):
+    """The code's commit, and whether it was changed since."""
+
+    commit: str
+    changed: bool
+
+
+class Machine(_Described):
+    """The machine that measured, and the code on it: part of `train.environment.environment`."""
+
+    processor: str | None
+    cpu_count: int | None
+    git: Commit | None
+    memory_bytes: Positive | None = None
+
+
+class Measured(_Described):
+    """The network that was timed."""
+
+    model: str
+    parameters: int
 
 
 class Timing(_Part):
@@ -116,7 +145,7 @@ class VariantRecord(_Part):
     overrides: list[str]
     ranks: Annotated[int, Field(gt=0)]
     tree: str | None
-    git: dict[str, Any] | None
+    git: Commit | None
     before: str | None
     status: Status
     reason: str | None
@@ -125,10 +154,20 @@ class VariantRecord(_Part):
     numerics: list[Rounding] | None
 
 
+class GradientTotals(_Described):
+    """How many gradients have which exponent of 2, and the shares that 16 bits lose."""
+
+    exponents: dict[Annotated[int, Field(ge=-2000, le=2000)], NonNegativeInt]
+    below_subnormal: Finite
+    below_subnormal_scaled: Finite
+    updates_lost_float16: Finite
+    updates_lost_bfloat16: Finite
+
+
 class GradientCounts(_Part):
     """The first variant's gradients over all layers (`measure.numerics`)."""
 
-    total: dict[str, Any]
+    total: GradientTotals
     steps: int
     warmup_steps: int
     loss_scale: float
@@ -152,11 +191,11 @@ class Record(_Part):
     ladder: Ladder
     settings: LadderSettings
     base: list[str]
-    model: dict[str, Any] | None
+    model: Measured | None
     device: str | None
     versions: dict[str, str]
     code: list[str]
-    environment: dict[str, Any]
+    environment: Machine
     gradients: GradientCounts | None
     unmeasured: dict[str, str]
     unfinished: Unfinished | None

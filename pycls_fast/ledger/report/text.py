@@ -27,7 +27,7 @@ def title(record: Record) -> str:
     """The experiment, its model and the hardware."""
     found, device = record.model, record.device
     pixels = " or ".join(map(str, sorted({timing.image_size for _, timing in record.timed})))
-    what = f" ({found['model']}, {human(found['parameters'])} parameters, {pixels} pixels)" if found else ""
+    what = f" ({found.model}, {human(found.parameters)} parameters, {pixels} pixels)" if found else ""
     # Variants that cannot run here say nothing of the hardware.
     most = max((variant.ranks for variant, _ in record.timed), default=1)
     chips = f"{f'up to {most} x ' if most > 1 else ''}{device}"
@@ -35,14 +35,14 @@ def title(record: Record) -> str:
 
 
 def _cpu(record: Record) -> str:
-    cores = record.environment.get("cpu_count")
-    return (record.environment.get("processor") or "unknown processor") + (f", {cores} cores" if cores else "")
+    cores = record.environment.cpu_count
+    return (record.environment.processor or "unknown processor") + (f", {cores} cores" if cores else "")
 
 
 def facts(record: Record) -> list[str]:
     """Date, code, machine, and how much was measured."""
-    s, git, memory = record.settings, record.environment.get("git"), record.environment.get("memory_bytes")
-    commit = f"commit {git['commit'][:10]}{' with changes' if git['changed'] else ''}" if git else "commit unknown"
+    s, git, memory = record.settings, record.environment.git, record.environment.memory_bytes
+    commit = f"commit {git.commit[:10]}{' with changes' if git.changed else ''}" if git else "commit unknown"
     size = f", {memory / 1e9:.0f} GB of memory" if memory else ""
     trainings = len(record.accuracy.runs) if record.accuracy else 0
     found = [

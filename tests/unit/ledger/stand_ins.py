@@ -25,6 +25,11 @@ from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 from tests.factories import config_of
 
+# Of gradients.
+TOTAL = {
+    "exponents": {"-7": 3}, "below_subnormal": 0.1, "below_subnormal_scaled": 0.0, "updates_lost_float16": 0.2,
+    "updates_lost_bfloat16": 0.3,
+}  # fmt: skip
 LADDER = Ladder(
     description="two changes",
     baseline=Variant(name="base"),
@@ -80,7 +85,7 @@ class FakeProcess:
             "memory_peak_bytes": None, "time": time.time(),
             "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
             "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8,
-            "num_classes": 10, "data": "x", "global_batch_size": 8, "total": {}, "steps": 1, "warmup_steps": 0,
+            "num_classes": 10, "data": "x", "global_batch_size": 8, "total": TOTAL, "steps": 1, "warmup_steps": 0,
             "loss_scale": 1.0,
         }  # fmt: skip
         file.write_text(json.dumps({**record, "arguments": arguments}))

@@ -208,13 +208,13 @@ def test_the_picture_of_the_decision(record: Record) -> None:
 
 def test_what_float16_rounds_up_is_kept(record: Record) -> None:
     """From 2^-25 on, half of its smallest number."""
-    record.gradients.total["exponents"] = {"-25": 10, "-26": 5}
+    record.gradients.total.exponents = {-25: 10, -26: 5}
     bars = {
         bar.get_label(): sum(patch.get_height() for patch in bar)
         for bar in drawn(record, "gradients").figure.axes[0].containers
     }
     assert bars == pytest.approx({"zero in float16": 100 * 5 / 15, "kept": 100 * 10 / 15})
-    record.gradients.total["exponents"] = {}
+    record.gradients.total.exponents = {}
     assert drawn(record, "gradients")
 
 

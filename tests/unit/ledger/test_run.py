@@ -29,7 +29,25 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProce
     assert read_record(tmp_path / "ledger.json") == record
     # The environment is not that of any variant: each has its own ranks, and the device is that of the timings.
     assert record.device == "cpu"
-    assert not {"device", "world_size"} & set(record.environment)
+    assert not {"device", "world_size"} & set(record.environment.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("environment", {"processor": None, "cpu_count": 2, "git": {"changed": False}}),
+        ("environment", {"processor": 7, "cpu_count": 2, "git": None}),
+        ("model", {"model": "vit"}),
+        ("gradients", {"total": {"exponents": {"1000000000": 1}}, "steps": 1, "warmup_steps": 1, "loss_scale": 1.0}),
+    ],
+)
+def test_what_a_page_tells_has_the_expected_types(
+    tmp_path: Path, fake: type[FakeProcess], part: str, value: object
+) -> None:
+    record = collect(start(tmp_path, runs_at_most=0), "x").model_dump(mode="json")
+    write_json(tmp_path / "ledger.json", {**record, part: value})
+    with pytest.raises(UserError, match=rf"ledger\.json \({part}"):
+        read_record(tmp_path / "ledger.json")
 
 
 @pytest.mark.parametrize(
