@@ -10,7 +10,7 @@ import numpy as np
 from pycls_fast.data.sources.base import Subset
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.compare import read_run_files
-from pycls_fast.ledger.runs import find_runs, rows
+from pycls_fast.ledger.runs import find_runs
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.evaluate import Evaluation, Predictions
 from pycls_fast.train.folder import output_file
@@ -22,23 +22,25 @@ def report_folds(folders: Sequence[str], report: str) -> None:
     the run that was not trained on it.
 
     Raises:
-        UserError: these are not finished runs of different folds of one configuration, their images have changed or
-            have several labels, or the page cannot be written.
+        UserError: these are not runs of different folds of the same images, these have changed or have several labels,
+            or the page cannot be written.
     """
     index = output_file(f"{report}/index.html", key="report")
     files = [read_run_files(str(path)) for path in find_runs(folders)]
-    folds = {each.run.repetition[1] for each in files}
-    if len(rows([each.run for each in files], "epoch")) > 1 or len(folds) < len(files):
-        raise UserError("report: these are not one finished run of each fold of one configuration; give those alone")
     parts: list[Predictions] = []
+    wholes = set()
     for each in files:
         if not isinstance(each.source, Subset) or each.predictions is None or each.source.label_sets is not None:
             reason = each.missing or "they have several labels, have not been evaluated, or are no fold"
             raise UserError(f"report: the images of {each.run.path} cannot be shown: {reason}")
         whole, rows_M = each.source.source, each.source.rows[each.predictions.indices_N]
+        wholes.add((whole.where, whole.classes, len(whole)))
         parts.append(replace(each.predictions, indices_N=rows_M.astype(np.int64)))
     columns = zip(*(vars(part).values() for part in parts), strict=True)
     found = Predictions(*map(np.concatenate, columns))
+    # Settings may differ: some are chosen anew by each run.
+    if len(wholes) > 1 or len(np.unique(found.indices_N)) < len(found.indices_N):
+        raise UserError("report: these are not runs of different folds of the same images; give those alone")
     scores, top1 = class_scores(found, whole.classes), 100.0 * float(found.right.mean())
     facts = {
         "runs": ", ".join(str(each.run.path) for each in files),
