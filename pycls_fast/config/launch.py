@@ -199,9 +199,8 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
         with explaining(folders), _sweep_folder(flags) as settings:
             # The user's come last and win.
             flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            name = flags.config_name
-            if name is None:
-                name = verb.default or default_experiment(overrides, folders)
+            default = verb.default or default_experiment(overrides, folders)
+            name = default if flags.config_name is None else flags.config_name
             of_hydra = flags.info or flags.hydra_help
             if not of_hydra:
                 _call(job, flags, folders, name)
