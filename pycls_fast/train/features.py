@@ -259,7 +259,9 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
             votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
             knn = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
             numbers |= {"penalty": head.penalty, "held_out_top1": 100.0 * head.accuracy, "knn_top1": knn}
-            told = f"{100.0 * head.accuracy:.2f}% of held-out ones right; {k} nearest neighbours: val top-1 {knn:.2f}%"
+            right = f"{100.0 * head.accuracy:.2f}% of held-out ones right"
+            told = "too few to hold any out" if math.isnan(head.accuracy) else right
+            told = f"{told}; {k} nearest neighbours: val top-1 {knn:.2f}%"
         run.display.note(f"head: fitted to the features of {len(labels_N):,} images, {told}")
         run.folder.add_record("event", 0, 0.0, event="head fitted", **numbers)
         return fitted
