@@ -186,6 +186,8 @@ def reporting(action: Callable[[], int]) -> int:
         print(end="", flush=True)
         return status
     except UserError as error:
+        if _of_ctrl_c(error):
+            return _interrupted()
         print_lines("error", error.lines)
         return MISTAKE
     except BrokenPipeError:
@@ -196,15 +198,14 @@ def reporting(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
+        if _of_ctrl_c(error):
+            return _interrupted()
         if _lacks_host_memory(error):
             print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
             return MISTAKE
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print_lines("error", [f"{str(error.filename)[:99]}...: {error.strerror}"])
             return MISTAKE
-        if str(error).rstrip().endswith("KeyboardInterrupt:"):
-            # Pydantic's own error, if Ctrl-C comes while it builds a schema.
-            return _interrupted()
         if str(error) == "can't start new thread":
             print_lines("error", ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"])
             return MISTAKE
@@ -215,6 +216,16 @@ def reporting(action: Callable[[], int]) -> int:
         line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); lower the batch size or the model"
         print(f"error: {line}", file=sys.stderr)
         return MISTAKE
+
+
+def _of_ctrl_c(error: BaseException | None) -> bool:
+    """Whether an error came of Ctrl-C: pydantic has its own if it builds a schema then, and omegaconf fails when it
+    cleans up after a part that it has not finished."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or str(error).rstrip().endswith("KeyboardInterrupt:"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _interrupted() -> int:

@@ -94,9 +94,28 @@ def test_a_machine_without_what_is_asked_of_it_is_one_line(
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("Error building `literal`:\n  KeyboardInterrupt: ")])
-def test_ctrl_c_is_one_line_wherever_it_comes(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reporting(failing(error)) == 130
+def cleaning_up_fails() -> int:
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("'NoneType' object has no attribute '_flags'")
+    except AttributeError as error:
+        raise UserError(str(error)) from error
+
+
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        failing(KeyboardInterrupt()),
+        failing(ValueError("Error building `literal`:\n  KeyboardInterrupt: ")),
+        cleaning_up_fails,
+    ],
+)
+def test_ctrl_c_is_one_line_wherever_it_comes(
+    interrupted: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reporting(interrupted) == 130
     assert capsys.readouterr().err == "interrupted: Ctrl-C ended this at once\n"
 
 
