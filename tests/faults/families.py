@@ -321,9 +321,9 @@ FAMILIES: Mapping[str, tuple[Callable[[Try], None], float]] = {
     "stalls": (stalls, 0.04),
     "helpers": (helpers, 0.05),
     "mutants": (mutants, 0.2),
-    "values": (values, 0.08),
+    "values": (values, 0.1),
     "surroundings": (surroundings, 0.12),
-    "jpegs": (jpegs, 0.15),
+    "jpegs": (jpegs, 0.13),
 }
 
 os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
