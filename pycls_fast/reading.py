@@ -156,7 +156,7 @@ def interpolation(values: Any, key: str = "") -> str | None:
     return next((found for part in parts if (found := interpolation(part, key))), None)
 
 
-class _Saved(BaseModel):
+class Saved(BaseModel):
     """Fields that are read; a file may have more."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -167,7 +167,7 @@ _Pair = Annotated[list[Item], Field(min_length=2, max_length=2)]
 _Colors = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
-class _Batches(_Saved):
+class _Batches(Saved):
     global_batch_size: PositiveInt | str
     image_size: PositiveInt | _Pair[PositiveInt]
     root: str | None = None
@@ -178,13 +178,13 @@ class _Batches(_Saved):
     label_separator: str | None
 
 
-class _Evaluation(_Saved):
+class _Evaluation(Saved):
     eval_crop: str
     eval_crop_ratio: float
     interpolation: str
 
 
-class _Named(_Saved):
+class _Named(Saved):
     name: str
 
 
@@ -192,21 +192,21 @@ class _Accumulation(_Named):
     accumulation_steps: PositiveInt | Literal["auto"]
 
 
-class _Threads(_Saved):
+class _Threads(Saved):
     threads: PositiveInt | None
 
 
-class _Switches(_Saved):
+class _Switches(Saved):
     preset: str
     decode: str | None
 
 
-class _Parallel(_Saved):
+class _Parallel(Saved):
     tensor_degree: PositiveInt
     pipeline_degree: PositiveInt
 
 
-class SavedConfiguration(_Saved):
+class SavedConfiguration(Saved):
     """What is read of a run's configuration before `RunConfig` checks it."""
 
     config_name: str
@@ -222,7 +222,7 @@ class SavedConfiguration(_Saved):
     runtime: _Threads
 
 
-class SavedWeights(_Saved):
+class SavedWeights(Saved):
     """What a checkpoint's `state.json` says of its weights."""
 
     step: NonNegativeInt
@@ -245,7 +245,7 @@ class SavedState(SavedWeights):
     loss_scaler: dict[str, Any]
 
 
-class _Record(_Saved):
+class _Record(Saved):
     """What every line of `metrics.jsonl` has."""
 
     kind: str
@@ -299,7 +299,7 @@ _RECORDS: Mapping[str, type[_Record]] = {
 }  # fmt: skip
 
 
-class SavedSummary(_Saved):
+class SavedSummary(Saved):
     """What is read of `summary.json`."""
 
     steps: NonNegativeInt
@@ -360,7 +360,7 @@ _Ratio = Annotated[float, Field(ge=0.1, le=10.0)]
 _Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=3)]
 
 
-class TimmConfig(_Saved):
+class TimmConfig(Saved):
     """What is read of the `config.json` that timm writes beside weights."""
 
     input_size: _Shape | None = None

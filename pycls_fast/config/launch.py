@@ -212,18 +212,20 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
         print_lines("stopped", [str(error)])
         return STOPPED
     except Exception as error:
-        print_lines("error", [_lost_task(error)])
+        if (lost := _lost_task(error)) is None:
+            raise
+        print_lines("error", [lost])
         return FAULT
     note = verb.after_sweep() if len(statuses) > 1 else None
     print_lines("note", [] if note is None else [note], whole=True)
     return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
 
-def _lost_task(error: Exception) -> str:
-    """The launcher's message for a task that it has lost, and the end of the task's log; raises any other error again."""
+def _lost_task(error: Exception) -> str | None:
+    """The launcher's message for a task that it has lost, and the end of the task's log; None for any other error."""
     submitit = sys.modules.get("submitit.core.utils")
     if submitit is None or not isinstance(error, submitit.UncompletedJobError):
-        raise error
+        return None
     message = str(error).splitlines()
     last = "the logs of all tasks are in that folder; the first error may be in another one"
     return "\n".join([*message[:3], *message[3:][-40:], last])

@@ -7,7 +7,7 @@ the same runs and the same words.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError, refuse
-from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder
+from pycls_fast.ledger.ladder.measurements import Ended, Failed, read_measurement
 from pycls_fast.ledger.ladder.plan import Crossing, Family, PlannedPair, closed, crossing, families, possible, together
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
@@ -66,8 +67,7 @@ class CrossedTrainings:
     known: Crossing = field(init=False)
 
     def __post_init__(self) -> None:
-        before = self.folder.crossing
-        self.known = Crossing(**before) if before else crossing(self.ladder, self.names, self.refused)
+        self.known = self.folder.crossing or crossing(self.ladder, self.names, self.refused)
         self._pairs: dict[PlannedPair, Pair | None] = {}
 
     def groups(self, known: Crossing | None = None) -> list[list[Family]]:
@@ -113,7 +113,7 @@ class CrossedTrainings:
             for pair in self._screening():
                 if closed(self.ladder, pair.on[1]) != pair.on[1]:
                     known.alike = []
-            self.folder.keep_crossing(asdict(known))
+            self.folder.keep_crossing(known)
         for pair in self._screening() if not known.identical and not known.looked else []:
             self.train(self._runs(pair))
             found = self._predictions(pair)
@@ -121,7 +121,7 @@ class CrossedTrainings:
             if found and all(np.array_equal(*(getattr(each, key) for each in found)) for key in keys):
                 known.identical = list(known.alike)
                 self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
-            self.folder.keep_crossing(asdict(known))
+            self.folder.keep_crossing(known)
 
     def _decided(self, group: Sequence[Family]) -> bool:
         """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
@@ -135,7 +135,7 @@ class CrossedTrainings:
                 self._check_resolution(group)
                 continue
             self.known.looked = [self.settings.runs_at_most, self.settings.margin]
-            self.folder.keep_crossing(asdict(self.known))
+            self.folder.keep_crossing(self.known)
             effects = self._effects(group)[0]
             if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
@@ -153,7 +153,7 @@ class CrossedTrainings:
             raise UserError(
                 "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"
             )
-        self.folder.keep_crossing(asdict(self.known))
+        self.folder.keep_crossing(self.known)
 
     def _check_resolution(self, group: Sequence[Family]) -> None:
         """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""
@@ -194,7 +194,7 @@ class CrossedTrainings:
                 for other in self.names:
                     if name in closed(self.ladder, [other]):
                         self.known.broken.setdefault(other, f"it needs {name}, which does")
-                self.folder.keep_crossing(asdict(self.known))
+                self.folder.keep_crossing(self.known)
                 self.say(f"{name}: breaks training: {self.known.broken[name]}")
                 return True
             # At first all variants are on together; more trainings at the same rates may tell which one it is.
@@ -316,8 +316,8 @@ class CrossedTrainings:
 
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
     if not RunFolder(run.folder).finished:
-        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED)["reason"])
-    summary = read_measurement(run.folder / "summary.json")
-    top1, count = summary["final"]["top1"], summary["final"]["count"]
-    numbers = {"top1": top1, "correct": round(top1 * count / 100), "count": count, "seconds": summary["wall_seconds"]}
-    return TrainedRun(seed=run.seed, on=list(on), **numbers)
+        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED, Failed).reason)
+    ended = read_measurement(run.folder / "summary.json", Ended)
+    top1, count = ended.final.top1, ended.final.count
+    correct, seconds = round(top1 * count / 100), ended.wall_seconds
+    return TrainedRun(seed=run.seed, on=list(on), top1=top1, correct=correct, count=count, seconds=seconds)

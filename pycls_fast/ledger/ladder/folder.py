@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,9 @@ from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.run import groups
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.ledger.ladder.plan import readable, slug
-from pycls_fast.reading import read_json
+from pycls_fast.ledger.ladder.measurements import KeptPlan, Timed, Took, read_measurement
+from pycls_fast.ledger.ladder.plan import Crossing, readable, slug
+from pycls_fast.reading import check, read_json
 from pycls_fast.train.environment import environment, versions
 from pycls_fast.train.folder import RunFolder, write_json
 
@@ -47,7 +49,7 @@ class LedgerFolder:
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
         # What is known of its variants as factors of the trainings, once it trains.
-        self.crossing: dict[str, Any] = {}
+        self.crossing: Crossing | None = None
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
         # Seconds worked in earlier starts, and when this one began.
@@ -67,7 +69,7 @@ class LedgerFolder:
                 self.check(plan)
                 self._write_plan()
                 if self._took_file.is_file():
-                    self._before = read_measurement(self._took_file)["seconds"]
+                    self._before = read_measurement(self._took_file, Took).seconds
                 self._started = time.monotonic()
             stack.callback(self.lap)
             yield
@@ -85,6 +87,7 @@ class LedgerFolder:
         way_out = "choose another folder, or remove it"
         with refusing(f"output: {self._plan_file} cannot be read", OSError, ValueError, use=way_out):
             before = read_json(self._plan_file)
+            kept = check(KeptPlan, before)
         # More trainings or rounds extend the same plan.
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
         other = changed(before, asked)
@@ -93,7 +96,7 @@ class LedgerFolder:
                 f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
                 "remove it"
             )
-        self.codes, self.crossing = before["code"], before["crossing"]
+        self.codes, self.crossing = kept.code, kept.crossing
         if self._code() not in self.codes and not self._accept_code:
             raise UserError(
                 f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
@@ -110,9 +113,10 @@ class LedgerFolder:
         write_json(self._took_file, {"seconds": self.seconds})
 
     def _write_plan(self) -> None:
-        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": self.crossing})
+        known = None if self.crossing is None else asdict(self.crossing)
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": known})
 
-    def keep_crossing(self, known: dict[str, Any]) -> None:
+    def keep_crossing(self, known: Crossing) -> None:
         """Save what is known of its variants as factors of the trainings, so that a later start has the same design."""
         self.crossing = known
         self._write_plan()
@@ -142,23 +146,10 @@ class LedgerFolder:
         name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
         return self.path / "logs" / f"{name}.txt"
 
-    def timings(self, variant: Variant, rounds: int) -> list[dict[str, Any]]:
+    def timings(self, variant: Variant, rounds: int) -> list[Timed]:
         """Records of those of a variant's `rounds` rounds that exist, in order."""
         files = (self.timing_file(variant, number) for number in range(rounds))
-        return [read_measurement(file) for file in files if file.is_file()]
-
-
-def read_measurement(file: Path) -> dict[str, Any]:
-    """What a measurement has written.
-
-    Raises:
-        UserError: the file is damaged, for example by a power failure.
-    """
-    with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
-        record = read_json(file)
-        if not isinstance(record, dict):
-            raise ValueError("not an object")
-    return record
+        return [read_measurement(file, Timed) for file in files if file.is_file()]
 
 
 # What may change when a ledger is resumed.

@@ -21,7 +21,8 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import key_of, text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
-from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
+from pycls_fast.ledger.ladder.measurements import Gradients, Headline, Rounded, Timed, read_measurement
 from pycls_fast.ledger.ladder.plan import check_reference, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
@@ -32,7 +33,6 @@ from pycls_fast.ledger.report.record import (
     Machine,
     Measured,
     Record,
-    Rounding,
     Status,
     Timing,
     Unfinished,
@@ -41,6 +41,7 @@ from pycls_fast.ledger.report.record import (
 )
 from pycls_fast.ledger.report.statistics import geometric_mean
 from pycls_fast.ledger.report.text import print_table
+from pycls_fast.reading import Model
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import environment, environment_command, git_state, versions
 from pycls_fast.train.folder import write_json
@@ -214,21 +215,21 @@ def show_plan(ledger: Ledger) -> None:
         )
     ledger.say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
-        finished, timed = _measured(ledger, Path(temporary), "train")
+        finished, timed = _measured(ledger, Path(temporary), "train", Timed)
         fed_step = None
         if ledger.settings.trains:
-            fed_step = _measured(ledger, Path(temporary), "both")[1]["both"]["step_seconds_p50"]
+            fed_step = _measured(ledger, Path(temporary), "both", Headline)[1].step_seconds_p50
     announce(ledger, finished.seconds, timed, fed_step)
 
 
-def announce(ledger: Ledger, seconds: float | None, timed: Mapping[str, Any], fed_step: float | None = None) -> None:
+def announce(ledger: Ledger, seconds: float | None, timed: Timed, fed_step: float | None = None) -> None:
     """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
 
     Raises:
         UserError: the margin is smaller than one image.
     """
     say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
-    runs, images, step = ledger.trainings(), timed["evaluated_images"], timed["train"]["step_seconds_p50"]
+    runs, images, step = ledger.trainings(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:
         raise UserError(
             f"margin: {margin:g} points are less than one of {images:,} images; use "
@@ -247,35 +248,35 @@ def announce(ledger: Ledger, seconds: float | None, timed: Mapping[str, Any], fe
     left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
     say(
         f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
-        f"({step * 1e3:.0f} ms a step, {timed['steps_per_run']:,} steps a run){left_out}"
+        f"({step * 1e3:.0f} ms a step, {timed.steps_per_run:,} steps a run){left_out}"
     )
 
 
-def _measured(ledger: Ledger, folder: Path, mode: str) -> tuple[ProcessResult, dict[str, Any]]:
+def _measured(ledger: Ledger, folder: Path, mode: str, kind: type[Model]) -> tuple[ProcessResult, Model]:
     """Time the reference briefly in a separate process; returns how it ended and its record."""
     first, file = ledger.selection.variants()[0], folder / f"{mode}.json"
     more = (*timing_arguments(steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode), text_override("output", str(file)))
     finished = ledger.process("time", first, more, log=file.with_suffix(".txt")).wait()
     if finished.status != 0:
         check_reference(first, finished.reason())
-    return finished, read_measurement(file)
+    return finished, read_measurement(file, kind)
 
 
-def estimate(ledger: Ledger, seconds: float, timed: Mapping[str, Any], fed_step: float) -> dict[str, float]:
+def estimate(ledger: Ledger, seconds: float, timed: Timed, fed_step: float) -> dict[str, float]:
     """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take.
 
     Args:
         seconds: what a process of the first variant took.
-        timed: its record, of mode=train.
+        timed: its record.
         fed_step: seconds of a training step together with the loading of its images.
     """
-    s, missing, train = ledger.settings, ledger.missing(), timed["train"]
+    s, missing, train = ledger.settings, ledger.missing(), timed.train
     # Imports, building, writing. The warm-up takes half as long as the timed steps.
-    start = max(seconds - 1.5 * sum(map(sum, train["step_seconds_each"])), 0.0)
-    step = train["step_seconds_p50"]
+    start = max(seconds - 1.5 * sum(map(sum, train.step_seconds_each)), 0.0)
+    step = train.step_seconds_p50
     turn = max(s.steps * step, s.seconds) + max(s.warmup_steps * step, s.seconds / 2)
     # A forward pass is a third of a step, and each evaluation starts its own workers.
-    steps = timed["steps_per_run"] + timed["evaluated_images_per_run"] / train["images_per_step"] / 2
+    steps = timed.steps_per_run + timed.evaluated_images_per_run / train.images_per_step / 2
     # On a CPU, concurrent runs share the cores.
     jobs = s.jobs if ledger.device == "cuda" else 1
     runs = math.ceil(missing["training"] / jobs) if s.trains else 0
@@ -310,8 +311,8 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         ladder=ledger.ladder,
         settings=ledger.settings,
         base=[*ledger.flags, *ledger.typed],
-        model=Measured(**{key: timed[key] for key in _MODEL if key in timed}) if timed else None,
-        device=timed["device"] if timed else None,
+        model=Measured(**timed.model_dump(include=set(_MODEL))) if timed else None,
+        device=timed.device if timed else None,
         versions=versions(),
         code=ledger.folder.codes,
         environment=Machine(**{key: value for key, value in here.items() if key not in ("device", "world_size")}),
@@ -328,8 +329,7 @@ def _gradients(ledger: Ledger) -> GradientCounts | None:
     file = ledger.folder.file("gradients", ledger.selection.variants()[0])
     if not file.is_file():
         return None
-    record = read_measurement(file)
-    return GradientCounts(**{key: record[key] for key in GradientCounts.model_fields})
+    return GradientCounts(**read_measurement(file, Gradients).model_dump())
 
 
 def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
@@ -352,7 +352,7 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
         timing=_timing(ledger.folder.timings(variant, ledger.settings.rounds)),
-        numerics=[Rounding(**e) for e in read_measurement(numerics)["errors"]] if numerics.is_file() else None,
+        numerics=read_measurement(numerics, Rounded).errors if numerics.is_file() else None,
     )
 
 
@@ -364,30 +364,30 @@ def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
     return f"the code in {variant.tree}{commit}"
 
 
-def _timing(rounds: Sequence[Mapping[str, Any]]) -> Timing | None:
+def _timing(rounds: Sequence[Timed]) -> Timing | None:
     if not rounds:
         return None
-    parts = [record["train"] for record in rounds]
-    steps = [seconds for part in parts for turn in part["step_seconds_each"] for seconds in turn]
+    parts = [record.train for record in rounds]
+    steps = [seconds for part in parts for turn in part.step_seconds_each for seconds in turn]
     p50, p90 = (float(np.quantile(steps, q)) for q in (0.5, 0.9))
-    rate = geometric_mean([part["images_per_second"] for part in parts]).ratio
-    memory = [record["memory_peak_bytes"] for record in rounds if record["memory_peak_bytes"] is not None]
-    products = [record["matmul"]["flops_per_second"] for record in rounds if record.get("matmul")]
-    shares = [part["share_of_matmul"] for part in parts if "share_of_matmul" in part]
+    rate = geometric_mean([part.images_per_second for part in parts]).ratio
+    memory = [record.memory_peak_bytes for record in rounds if record.memory_peak_bytes is not None]
+    products = [record.matmul.flops_per_second for record in rounds if record.matmul]
+    shares = [part.share_of_matmul for part in parts if part.share_of_matmul is not None]
     return Timing(
         images_per_second=rate,
         step_seconds_p50=p50,
         step_seconds_p90=p90,
-        images_per_step=parts[0]["images_per_step"],
+        images_per_step=parts[0].images_per_step,
         samples=len(steps),
-        flops_per_second=3 * rounds[0]["train_forward_flops_per_image"] * rate
-        if "flops_per_second" in parts[0]
-        else None,
+        flops_per_second=None
+        if parts[0].flops_per_second is None
+        else 3 * rounds[0].train_forward_flops_per_image * rate,
         share_of_matmul=float(np.median(shares)) if shares else None,
         memory_peak_bytes=max(memory, default=None),
-        rounds=[part["images_per_second"] for part in parts],
+        rounds=[part.images_per_second for part in parts],
         matmul_flops_per_second=products if len(products) == len(rounds) else None,
-        image_size=rounds[0]["train_image_size"],
-        precision=rounds[0]["precision"],
-        switches=rounds[0]["switches"],
+        image_size=rounds[0].train_image_size,
+        precision=rounds[0].precision,
+        switches=rounds[0].switches,
     )

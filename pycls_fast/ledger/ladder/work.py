@@ -16,7 +16,8 @@ from typing import Any
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
-from pycls_fast.ledger.ladder.folder import LedgerFolder, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder
+from pycls_fast.ledger.ladder.measurements import Rounded, Timed, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, default_runs, merged, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
@@ -85,7 +86,7 @@ class Ledger:
     def run(
         self,
         after_phase: Callable[[], object] = lambda: None,
-        after_first: Callable[[float | None, Mapping[str, Any]], object] = lambda seconds, timed: None,
+        after_first: Callable[[float | None, Timed], object] = lambda seconds, timed: None,
     ) -> None:
         """Do everything that is not done yet.
 
@@ -104,7 +105,7 @@ class Ledger:
             finished = self._time(variant, 0)
             if place == 0:
                 took = None if finished is None else finished.seconds
-                after_first(took, read_measurement(self.folder.timing_file(variant, 0)))
+                after_first(took, read_measurement(self.folder.timing_file(variant, 0), Timed))
         s = self.settings
         for number in range(s.rounds):
             # Again for those that `_time` has put aside.
@@ -145,7 +146,7 @@ class Ledger:
         """The variants whose weights are those of the one before them, bit for bit, after `numerics_steps`."""
         variants = {variant.name: variant for variant in self.selection.runnable()}
         files = {name: self.folder.file("numerics", variant) for name, variant in variants.items()}
-        digests = {name: read_measurement(file).get("weights") for name, file in files.items() if file.is_file()}
+        digests = {name: read_measurement(file, Rounded).weights for name, file in files.items() if file.is_file()}
         return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
     def files(self) -> dict[str, list[Path]]:

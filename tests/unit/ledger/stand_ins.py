@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +49,17 @@ def slug_of(name: str) -> str:
     return next(slug(variant) for variant in plan(LADDER, "cumulative") if variant.name == name)
 
 
+STEPS = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0, "step_seconds_p50": 0.1}
+# Of any measurement.
+RECORD: dict[str, Any] = {
+    "errors": [], "train": STEPS, "both": {**STEPS, "step_seconds_p50": 0.125}, "step_seconds_p50": 0.125,
+    "steps_per_run": 9000, "evaluated_images": 100, "evaluated_images_per_run": 1600, "memory_peak_bytes": None,
+    "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
+    "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8, "num_classes": 10,
+    "data": "x", "global_batch_size": 8, "total": TOTAL, "steps": 1, "warmup_steps": 0, "loss_scale": 1.0,
+}  # fmt: skip
+
+
 class FakeProcess:
     """Writes what its tool would, or ends with the status and words that `broken` has for a part of its log's name."""
 
@@ -78,17 +88,7 @@ class FakeProcess:
             make_run(file.parent, wrong=5)
             (file.parent / "arguments").write_text(json.dumps(arguments))
             return
-        step = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0}
-        record = {
-            "errors": [], "train": {**step, "step_seconds_p50": 0.1}, "both": {**step, "step_seconds_p50": 0.125},
-            "steps_per_run": 9000, "evaluated_images": 100, "evaluated_images_per_run": 1600,
-            "memory_peak_bytes": None, "time": time.time(),
-            "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
-            "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8,
-            "num_classes": 10, "data": "x", "global_batch_size": 8, "total": TOTAL, "steps": 1, "warmup_steps": 0,
-            "loss_scale": 1.0,
-        }  # fmt: skip
-        file.write_text(json.dumps({**record, "arguments": arguments}))
+        file.write_text(json.dumps({**RECORD, "arguments": arguments}))
 
     def finished(self) -> ProcessResult:
         return ProcessResult(self._status, 1.0, self._log)

@@ -10,13 +10,14 @@ import pytest
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.measurements import Timed
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import collect, estimate
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state
 from pycls_fast.train.folder import write_json
-from tests.unit.ledger.stand_ins import FakeProcess, ladder_of, made, start, work
+from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, start, work
 
 
 def named(*names: str) -> list[Variant]:
@@ -66,13 +67,41 @@ def test_a_file_that_is_no_record(text: str | None, line: str, tmp_path: Path) -
         read_record(tmp_path / "x")
 
 
+def test_a_field_that_is_lost_is_one_line(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """A flipped bit in a name leaves valid JSON."""
+    ledger = start(tmp_path, runs_at_most=8, margin=50, numerics_steps=2, gradients=True)
+
+    def read_all() -> None:
+        with ledger.folder.opened(ledger.plan()):
+            ledger.plan_trainings()
+        collect(ledger, "x")
+
+    fields = {
+        "plan.json": "crossing",
+        "took.json": "seconds",
+        "timings": "train",
+        "numerics": "errors",
+        "gradients": "total",
+    }
+    for place, field in fields.items():
+        file = tmp_path / place
+        file = next(file.rglob("*.json")) if file.is_dir() else file
+        whole = file.read_text()
+        for damaged in (whole.replace(f'"{field}"', '"lost"'), "[]"):
+            file.write_text(damaged)
+            with pytest.raises(UserError, match=f"^output: {file} (is damaged|cannot be read)"):
+                read_all()
+        file.write_text(whole)
+    read_all()
+
+
 def test_a_variant_has_the_size_of_its_training_images(tmp_path: Path, fake: type[FakeProcess]) -> None:
     """Its steps are timed at that one, and evaluation may have another."""
     ledger = start(tmp_path)
     for number in range(2):
         file = ledger.folder.timing_file(ledger.selection.variants()[0], number)
         record = json.loads(file.read_text())
-        record["train"]["flops_per_second"] = 0.0
+        record["train"]["flops_per_second"] = 1.0
         file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
     ((_, timing), *_) = collect(ledger, "x").timed
     assert (timing.image_size, timing.flops_per_second) == ((4, 4), pytest.approx(3 * 7 * 80))
@@ -116,12 +145,12 @@ def test_why_a_variant_was_not_measured(tmp_path: Path) -> None:
 
 EVERYTHING: dict[str, Any] = {"numerics_steps": 20, "gradients": True}
 # A process took 5 s and its steps.
-TRAIN = {"step_seconds_each": [[0.5, 0.5]], "step_seconds_p50": 0.5, "images_per_step": 8}
-TIMED = {"train": TRAIN, "steps_per_run": 100, "evaluated_images_per_run": 320}
+TRAIN = {**STEPS, "step_seconds_each": [[0.5, 0.5]], "step_seconds_p50": 0.5}
+TIMED = {**RECORD, "train": TRAIN, "steps_per_run": 100, "evaluated_images_per_run": 320}
 
 
 def estimated(ledger: Ledger, **timed: Any) -> dict[str, float]:
-    return estimate(ledger, 6.5, {**TIMED, **timed}, 0.75)
+    return estimate(ledger, 6.5, Timed(**{**TIMED, **timed}), 0.75)
 
 
 def test_every_piece_counts(tmp_path: Path) -> None:
