@@ -218,7 +218,8 @@ def measure(row: Row, folder: Path, options: argparse.Namespace, ends: float = m
     batch = 4 if options.small else row.subject.batch
     found: dict[str, Any] = {}
     for _ in range(1 + HALVINGS):
-        limit = min(options.limit, ends - time.monotonic())
+        # The tests train and compile several dozen cases.
+        limit = min(options.limit * (2 if row.kind == "tests" else 1), ends - time.monotonic())
         found = attempt(command(row, batch, file, options), row, file, limit)
         if found["status"] != OUT_OF_MEMORY:
             break

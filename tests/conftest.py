@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# A slow test's own limit, in seconds; pyproject.toml has that of the others.
+# The limit of a slow test, or of one on a GPU, in seconds; pyproject.toml has that of the others.
 SLOW_LIMIT = 3600
 STARTED = time.monotonic()
 
@@ -55,9 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give slow tests their limit, and let the files take turns."""
+    """Give slow tests their limit, and let the files take turns. The first on a GPU may train for all of its file."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        is_slow = item.get_closest_marker("slow") or item.get_closest_marker("cuda")
+        if is_slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
     files = list(dict.fromkeys(item.path for item in items))
     place = {file: (number - config.option.turn) % len(files) for number, file in enumerate(files)}

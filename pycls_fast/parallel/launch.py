@@ -116,7 +116,8 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
         raise SystemExit(FAULT)
     try:
         store = open_store(rank, size, timedelta(seconds=patience))
-        device_id = world.device if world.device.type == "cuda" else None
+        # With a device, torch makes further groups by splitting the first one, which gloo cannot (2.15).
+        device_id = world.device if "nccl" in backends else None
         dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
         group.callback(dist.destroy_process_group)
         host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))

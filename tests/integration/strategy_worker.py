@@ -6,7 +6,7 @@ CASES.json: {name: {"config_name": ..., "overrides": [...], "save": false, "eval
 "double": false}}. Writes FOLDER/NAME.pt with the parameters, the average, the optimizer's state, losses, gradient norms
 and the evaluations; "began" is what a case had before its first step. With "save" a checkpoint is left in
 FOLDER/runs/NAME; with "double" all that is float32 is float64. On CUDA steps after the second of a case may not wait
-for the device.
+for the device, but for those that ask it whether gradients were finite, as FairScale's optimizer does.
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
         config, run.parts.sources["train"], world, run.parts.speed, start_step=run.start_step, steps=run.total_steps
     )
     on_cuda = world.device.type == "cuda"
+    asks = run.parts.step.wrapped.optimizer is not None and run.parts.step.scaler.is_enabled()
     with closing(to_device(loader, world.device, mode="prefetch" if on_cuda else "blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
             microbatches = list(islice(batches, config.optim.microbatches))
-            if on_cuda and step >= run.start_step + 2:
+            if on_cuda and not asks and step >= run.start_step + 2:
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 run.parts.step(step, microbatches, metrics)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -67,6 +68,27 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
     with pytest.raises(SystemExit, match="1"), start_world("cpu", Parallel(name="ddp")):
         pass
     assert capsys.readouterr().err.startswith("error: rank 1: an earlier run of this process lost the other ranks")
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("gloo", "(gloo, bound to None)"), ("auto", "(cpu:gloo,cuda:nccl, bound to cuda:0)")]
+)
+def test_only_nccl_is_bound_to_its_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: Literal["gloo", "auto"], said: str
+) -> None:
+    """With a device, torch splits groups, which gloo cannot."""
+
+    def join(backends: str, *, device_id: torch.device | None, **more: Any) -> None:
+        raise RuntimeError(f"{backends}, bound to {device_id}")
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr("pycls_fast.parallel.launch.choose_device", lambda name, rank: torch.device("cuda", rank))
+    with pytest.raises(SystemExit, match="1"), start_world("cuda", Parallel(name="hsdp", backend=backend)):
+        pass
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
