@@ -503,7 +503,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--select", default="*", help="only rows whose 'model: table: name' matches")
     parser.add_argument("--minutes", type=float, default=40.0, help="stop then; a row that is cut off is not kept")
-    parser.add_argument("--limit", type=float, default=480, help="time limit of a row in seconds")
+    parser.add_argument("--limit", type=float, default=480, help="seconds that a row may take; the tests twice that")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup-steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)

@@ -50,8 +50,8 @@ def whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, DTensor):
-        return value.full_tensor().clone()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+        value = value.full_tensor()
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
