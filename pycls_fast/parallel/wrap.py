@@ -8,6 +8,7 @@ It is compiled in place (`module.compile()`), so that names, types and parameter
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,10 @@ from pycls_fast.parallel.ddp import synchronise
 from pycls_fast.parallel.fsdp import is_empty, materialise
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
+
+# Multiply-adds in Triton's kernels are rounded once, as in nvcc's. Triton 3.9 warns in each compilation if that is not
+# said, since 3.10 will round twice by default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def place_model(model: Network, world: World, *, memory_format: str) -> Network:

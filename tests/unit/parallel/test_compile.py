@@ -211,3 +211,9 @@ def test_a_budget_keeps_less_and_computes_the_same() -> None:
         torch._dynamo.reset()
     assert held[1] < held[0]
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_triton_is_told_to_fuse() -> None:
+    """Else it warns, which is an error here, and is printed in each compilation for CUDA."""
+    language = pytest.importorskip("triton").knobs.language
+    assert language.fp_fusion_enabled(None)
