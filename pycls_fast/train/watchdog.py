@@ -41,7 +41,8 @@ class Watchdog:
             if parameter.grad is not None:
                 self._note("backward", f"the gradient of the weight {plain_name(name)}", parameter.grad)
         seen, self._seen = sorted(self._seen, key=lambda each: each[0] == "backward"), []
-        finite = torch.stack([flag for *_, flag in seen]).tolist()
+        # Gradients of shards may be on the host (speed.param_offload).
+        finite = torch.stack([flag.to(loss.device) for *_, flag in seen]).tolist()
         if all(finite):
             return
         way, place, _ = seen[finite.index(False)]
