@@ -317,11 +317,11 @@ def jpegs(this: Try) -> None:
 FAMILIES: Mapping[str, tuple[Callable[[Try], None], float]] = {
     "kills": (kills, 0.24),
     "full disks": (full_disks, 0.04),
-    "ranks": (ranks, 0.08),
+    "ranks": (ranks, 0.06),
     "stalls": (stalls, 0.04),
     "helpers": (helpers, 0.05),
-    "mutants": (mutants, 0.2),
-    "values": (values, 0.1),
+    "mutants": (mutants, 0.18),
+    "values": (values, 0.14),
     "surroundings": (surroundings, 0.12),
     "jpegs": (jpegs, 0.13),
 }
