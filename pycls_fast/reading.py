@@ -299,6 +299,13 @@ _RECORDS: Mapping[str, type[_Record]] = {
 }  # fmt: skip
 
 
+class SavedProgress(Saved):
+    """What is read of the newest checkpoint's `state.json` where runs are listed and compared."""
+
+    seconds: NonNegativeFloat | None = None
+    classes: list[str] | None = None
+
+
 class SavedSummary(Saved):
     """What is read of `summary.json`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class WordOr:
         if value == self.word:
             return self.meaning
         is_number = isinstance(value, int | self.number) and not isinstance(value, bool)
-        if is_number and (0 < value < math.inf or (value == 0 and self.zero)):
+        if is_number and (0 < value <= sys.float_info.max or (value == 0 and self.zero)):
             return _within_31_bits(value) if self.number is int else float(value)
         raise PydanticCustomError("word_or_number", f"must be {self.text.replace(',', '')}")
 
@@ -97,9 +96,10 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "T
 
 def _bytes(value: Any) -> Any:
     parts = re.fullmatch(r"(\d+\.?\d*) ?([MGT]i?B)", value) if isinstance(value, str) else None
-    if parts is None or not float(parts[1]):
+    count = 0.0 if parts is None else float(parts[1]) * _UNITS[parts[2]]
+    if not 1 <= count < 2**63:
         raise PydanticCustomError("bytes", "must be an amount of memory such as 24GB or 22.5GiB")
-    return round(float(parts[1]) * _UNITS[parts[2]])
+    return round(count)
 
 
 class Size(NamedTuple):
@@ -140,7 +140,7 @@ ImageSize = Annotated[Size, Wording(_SIZE)]
 Bytes = Annotated[
     int,
     PlainValidator(_bytes),
-    PlainSerializer(lambda value: f"{value / 1e9:.12g}GB"),
+    PlainSerializer(lambda value: f"{value / 1e9:.15g}GB"),
     Wording("an amount of memory such as 24GB or 22.5GiB"),
 ]
 

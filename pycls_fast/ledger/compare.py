@@ -31,7 +31,7 @@ from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, read
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.folder import RunFolder, write_json
+from pycls_fast.train.folder import RunFolder, write_json, write_text
 
 Record = dict[str, Any]
 
@@ -53,9 +53,8 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
     record = comparison(a, b, images)
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "compare.json", record)
-        html = comparison_page(record, _pictures(a, b, record))
-        (folder / "index.html").write_text(html, encoding="utf-8", errors="backslashreplace")
+    write_json(folder / "compare.json", record)
+    write_text(folder / "index.html", comparison_page(record, _pictures(a, b, record)))
     print_comparison(record)
     print(f"page: {folder / 'index.html'}")
     return DONE

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +17,10 @@ from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
 from pycls_fast.config.of_weights import saved_in_run
-from pycls_fast.errors import DONE, MISTAKE, UserError, cell, refuse, refusing
+from pycls_fast.errors import DONE, MISTAKE, UserError, cell, print_lines, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval
-from pycls_fast.reading import SavedSummary, check, read_json
+from pycls_fast.reading import SavedProgress, SavedSummary, check, read_json
 from pycls_fast.train.display import duration, plain_table, wide_console
 from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
@@ -72,8 +71,7 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
     keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
     if table:
         _print(table, keys)
-    for reason in left_out.values():
-        print(f"left out: {reason}", file=sys.stderr)
+    print_lines("left out", left_out.values(), whole=True)
     records = [row.record(keys) for row in table]
     if file is not None and file.suffix.lower() == ".csv":
         write_text(file, _csv(records, keys))
@@ -153,6 +151,7 @@ def read_run(path: Path) -> SavedRun:
         state = _state(path, summary, records)
         checkpoint = next(checkpoints(path / "checkpoints"), None)
         newest = (read_values(checkpoint / "state.json") if checkpoint is not None else None) or {}
+        check(SavedProgress, newest)
         summary = summary if state == "finished" else None
         if summary is not None:
             check(SavedSummary, summary)
@@ -331,16 +330,16 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     more = [f" +{len(row.runs) - 1}" if len(row.runs) > 1 else "" for row in table]
     columns["run"] = [path + others for path, others in zip(paths, more, strict=True)]
     console = wide_console()
-    console.print(f"runs in {folder}", markup=False)
+    console.tell(f"runs in {folder}")
     lines = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     console.print(plain_table(lines, right=[_COLUMNS[key][0] for key in numbers]))
     hidden = len(keys) - len(shown)
     if hidden:
-        console.print(f"{hidden} more settings differ along with those shown; output=runs.csv has them", markup=False)
+        console.tell(f"{hidden} more settings differ along with those shown; output=runs.csv has them")
     if any(row.halves["best_top1"] is not None for row in table):
         # Folds share training images: their interval is a rough guide.
         over = [head.rpartition(".")[2] for head, lists in several if any(len(set(each)) > 1 for each in lists)]
-        console.print(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s", markup=False)
+        console.tell(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s")
 
 
 def shortened(text: str) -> str:
@@ -359,7 +358,7 @@ def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     numbers = [name for key in _COLUMNS for name in (key, f"{key}_half")]
-    writer.writerow(["runs", "state", *keys, SEED, FOLD, "count", *numbers])
+    writer.writerow(["runs", "state", *map(cell, keys), SEED, FOLD, "count", *numbers])
     for row in records:
         runs, seeds, folds = (cell(";".join(row[key])) for key in ("runs", "seeds", "folds"))
         settings = ["" if value is None else cell(value) for value in row["settings"].values()]

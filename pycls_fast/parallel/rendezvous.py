@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, first_line, printable
 
 _T = TypeVar("_T")
 _CURRENT = "pycls_fast/round"
@@ -192,7 +192,8 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
     except dist.DistError:
         everyone_knows, is_told = False, local_rank == 0
     if not is_told:
-        print(*(f"error: rank {rank}: {line}" for line in error.lines), sep="\n", file=sys.stderr, flush=True)
+        lines = (printable(f"error: rank {rank}: {line}") for line in error.lines)
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     return everyone_knows
 
 

@@ -189,6 +189,10 @@ class _Console(Console):
     says_so = False
     """Whether a line on standard error says that it has failed."""
 
+    def tell(self, text: str, style: str = "") -> None:
+        """Print a text as it is: square brackets are no markup, and names in it do not control the terminal."""
+        self.print(Text(printable(text), style=style))
+
     def __exit__(self, *error: Any) -> None:
         # Everything that is printed, by the bar's thread too, is written here.
         try:
@@ -224,7 +228,7 @@ def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (
     return table
 
 
-def wide_console(file: TextIO | None = None) -> Console:
+def wide_console(file: TextIO | None = None) -> _Console:
     """A console for tables. Without a terminal nothing is wrapped: a path stays in one piece."""
     console = _Console(file=file, highlight=False, emoji=False)
     if not console.is_terminal:

@@ -27,6 +27,7 @@ from pycls_fast.data.sources.files import OpenFiles
 from pycls_fast.data.sources.index import _places
 from pycls_fast.errors import UserError, cell, printable, reporting
 from pycls_fast.files import cache_folder, user_path
+from pycls_fast.ledger.report.record import read_record
 from pycls_fast.models.pretrained import described, read_weights
 from pycls_fast.reading import parse_json, parse_record, read_bytes, read_npz, read_yaml
 
@@ -143,6 +144,7 @@ def test_names_command_neither_terminals_nor_spreadsheets() -> None:
         lambda path: OpenFiles().read(str(path), 0, 1),
         lambda path: remote.read_range(f"file://{path}", 0, 1),
         lambda path: read_weights(str(path.rename(path.with_suffix(".pth")))),
+        read_record,
     ],
 )
 def test_no_reader_waits_for_a_pipe(tmp_path: Path, read: Callable[[Path], object]) -> None:

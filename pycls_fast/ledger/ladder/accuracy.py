@@ -14,10 +14,20 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.errors import UserError, refuse
+from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder
 from pycls_fast.ledger.ladder.measurements import Ended, Failed, read_measurement
-from pycls_fast.ledger.ladder.plan import Crossing, Family, PlannedPair, closed, crossing, families, possible, together
+from pycls_fast.ledger.ladder.plan import (
+    Crossing,
+    Family,
+    PlannedPair,
+    check_runs,
+    closed,
+    crossing,
+    families,
+    possible,
+    together,
+)
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
     LOOKS,
@@ -143,12 +153,7 @@ class CrossedTrainings:
 
     def _check_plan(self) -> None:
         s, looked = self.settings, self.known.looked
-        refuse(
-            f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; use "
-            f"{2 * len(family.names) + 2} or more"
-            for family in (family for group in self.groups() for family in group)
-            if len(family.pairs) <= len(family.names)
-        )
+        check_runs(self.groups())
         if looked and looked != [s.runs_at_most, s.margin]:
             raise UserError(
                 "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"

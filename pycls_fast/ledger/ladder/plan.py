@@ -316,6 +316,16 @@ def families(ladder: Ladder, known: Crossing, runs_at_most: int | None, first_se
     return [*found, alone] if alone else found
 
 
+def check_runs(groups: Sequence[Sequence[Family]]) -> None:
+    """Raise a `UserError` if a family has too few trainings to tell its variants apart."""
+    refuse(
+        f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; use "
+        f"{2 * len(family.names) + 2} or more"
+        for family in chain(*groups)
+        if len(family.pairs) <= len(family.names)
+    )
+
+
 def _crossed(
     ladder: Ladder, names: Sequence[str], known: Crossing, count: int, first_seed: int
 ) -> tuple[tuple[PlannedPair, ...], int]:

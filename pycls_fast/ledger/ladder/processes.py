@@ -22,7 +22,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 from pycls_fast.strategies import Parallel
-from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.folder import RunFolder, output_file
 
 _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.
@@ -105,8 +105,7 @@ class Process:
             launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         self._log, self._ranks = log, ranks
         self._started = time.monotonic()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
+        with output_file(log).open("wb") as file:
             self._process = subprocess.Popen(
                 [*launcher, "-m", "pycls_fast", *verb.split(), *arguments],
                 stdin=subprocess.DEVNULL,

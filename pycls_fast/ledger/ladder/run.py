@@ -23,7 +23,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experi
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
 from pycls_fast.ledger.ladder.measurements import Gradients, Headline, Rounded, Timed, read_measurement
-from pycls_fast.ledger.ladder.plan import check_reference, tree_path
+from pycls_fast.ledger.ladder.plan import check_reference, check_runs, crossing, families, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
@@ -226,9 +226,14 @@ def announce(ledger: Ledger, seconds: float | None, timed: Timed, fed_step: floa
     """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
 
     Raises:
-        UserError: the margin is smaller than one image.
+        UserError: the margin is smaller than one image, or there are too few trainings.
     """
     say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
+    if trains:
+        names = [variant.name for variant in ledger.selection.runnable()]
+        # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
+        known = ledger.folder.crossing or crossing(ledger.ladder, names, lambda variant: False)
+        check_runs(families(ledger.ladder, known, ledger.settings.runs_at_most, ledger.settings.first_seed))
     runs, images, step = ledger.trainings(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:
         raise UserError(

@@ -28,7 +28,7 @@ from pycls_fast.ledger.ladder.processes import (
     timing_arguments,
     trainings,
 )
-from pycls_fast.train.folder import write_json
+from pycls_fast.train.folder import output_file, write_json
 from pycls_fast.train.signals import StopRequest
 
 # Rare enough to leave the cores to the process that is timed.
@@ -210,7 +210,6 @@ class Ledger:
         """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
             return None
-        file.parent.mkdir(parents=True, exist_ok=True)
         arguments = (*more, text_override("output", str(file)))
         finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
         if again and finished.status != 0:
@@ -283,7 +282,8 @@ class Ledger:
 
     def _training_done(self, run: TrainingRun, finished: ProcessResult) -> None:
         if finished.status != 0:
-            write_json(run.folder / FAILED, {"reason": finished.reason()})
+            # One that is refused leaves no folder.
+            write_json(output_file(run.folder / FAILED), {"reason": finished.reason()})
         self._report(str(run), finished, training=True)
 
     def _start(

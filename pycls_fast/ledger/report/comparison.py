@@ -151,7 +151,7 @@ def print_comparison(record: Record) -> None:
     """Print the comparison on the terminal."""
     console = wide_console()
     for name in ("a", "b"):
-        console.print(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})", markup=False)
+        console.tell(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})")
     if not record["settings"]:
         console.print("Their settings are the same.")
     for rows in (_rows(record["settings"]), _rows(record["environment"]), numbers(record)):
@@ -160,7 +160,7 @@ def print_comparison(record: Record) -> None:
             console.print(plain_table(rows))
     console.print()
     for line in (verdict(record), *notes(record)):
-        console.print(line, markup=False)
+        console.tell(line)
     classes = _class_rows(record, changed=True)[:10]
     if classes:
         console.print()

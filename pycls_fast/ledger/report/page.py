@@ -35,6 +35,7 @@ from pycls_fast.ledger.report.text import (
     unfinished,
     verdicts,
 )
+from pycls_fast.train.folder import write_text
 from pycls_fast.train.pictures import render
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
@@ -296,15 +297,20 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
 
 
 def write_page(record: Record, folder: Path) -> None:
-    """Write `index.html` and `charts/NAME.png` into the folder."""
+    """Write `index.html` and `charts/NAME.png` into the folder, which is made if it is not there.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
     drawn = charts(record)
-    (folder / "charts").mkdir(exist_ok=True)
-    for old in (folder / "charts").glob("*.png"):
-        # An earlier page may have had more charts than this one.
-        old.unlink()
-    for chart in drawn:
-        chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
-    (folder / "index.html").write_text(ledger_page(record, drawn), encoding="utf-8")
+    with refusing(f"output: {folder} cannot be written", use="choose another folder"):
+        (folder / "charts").mkdir(parents=True, exist_ok=True)
+        for old in (folder / "charts").glob("*.png"):
+            # An earlier page may have had more charts than this one.
+            old.unlink()
+        for chart in drawn:
+            chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
+    write_text(folder / "index.html", ledger_page(record, drawn))
 
 
 def redraw(ledger: str, output: str | None) -> int:
@@ -315,9 +321,7 @@ def redraw(ledger: str, output: str | None) -> int:
     """
     file = user_path(ledger)
     record, folder = read_record(file), file.parent if output is None else user_path(output)
-    with refusing(f"output: {folder} cannot be written", use="choose another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_page(record, folder)
+    write_page(record, folder)
     print_table(record)
     print(f"report: {folder / 'index.html'}")
     return DONE

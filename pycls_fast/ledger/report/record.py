@@ -12,7 +12,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import refusing
 from pycls_fast.ledger.report.effects import Effect, Interplay, Look, Together
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
-from pycls_fast.reading import check
+from pycls_fast.reading import check, read_bytes
 from pycls_fast.values import ImageSize
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -220,7 +220,7 @@ def read_record(file: Path) -> Record:
         UserError: it cannot be read, or is not the record of a ledger.
     """
     with refusing(f"{file}: cannot be read as a ledger.json", OSError, ValueError, use="give another"):
-        return check(Record, file.read_bytes())
+        return check(Record, read_bytes(file))
 
 
 def compare_speed(variants: Sequence[VariantRecord]) -> None:

@@ -6,8 +6,6 @@ import time
 from collections import Counter
 from typing import Literal
 
-from rich.text import Text
-
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.ledger.report.effects import ALPHA_INTERPLAY, CHANCE, LOOKS, Effect, more_runs, resolution
 from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
@@ -271,12 +269,12 @@ def print_table(record: Record) -> None:
     numbers = [column for column in made[0] if column != "variant"]
     console.print(plain_table(made, right=numbers))
     colors: dict[Kind, str] = {"good": "green", "bad": "red", "open": "bright_black"}
-    console.print(f"\n{headline(record)}", markup=False, highlight=False)
+    console.tell(f"\n{headline(record)}")
     found = verdicts(record)
     for variant in record.variants:
         which, said = found.get(variant.name, ("open", state(variant)))
         speed = speed_text(variant.timing.speedup_before if variant.timing else None)
         if said:
-            console.print(Text(f"{variant.name}: {'; '.join(filter(None, (speed, said)))}", style=colors[which]))
+            console.tell(f"{variant.name}: {'; '.join(filter(None, (speed, said)))}", colors[which])
     for line in accuracy_remarks(record):
-        console.print(line, markup=False, highlight=False)
+        console.tell(line)

@@ -39,6 +39,9 @@ ONE_MISTAKE = [
     ("data.image_size=[48,0]", f"data.image_size: must be a whole number greater than 0, or ...; got [48, 0] {HERE}"),
     ("augment.cutmix_alpha=1e-320", f"augment.cutmix_alpha: must be 0 or at least 2.3e-308; got 1e-320 {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),
+    (f"schedule.warmup_epochs={400 * '9'}", "schedule.warmup_epochs: must be auto or a number of at least 0; got 9..."),
+    (f"runtime.device_memory={400 * '9'}GB", "runtime.device_memory: must be an amount of memory such as 24GB or ..."),
+    ("runtime.device_memory=0.0000001MB", "runtime.device_memory: must be an amount of memory such as 24GB or ..."),
     # Things that cannot go together, wherever they were set; switches, too, if they were set by hand.
     ("data.image_size=[16,30]", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
@@ -75,6 +78,12 @@ def test_a_mistake_gets_its_line(override: str, line: str) -> None:
     beginning, dots, end = line.partition("...")
     assert found.startswith(beginning)
     assert found.endswith(end) if dots else found == line
+
+
+def test_an_amount_of_memory_is_saved_to_the_byte() -> None:
+    config = load_config("vit_digits", ["runtime.device_memory=1TiB"])
+    saved = config.model_dump(mode="json")["runtime"]["device_memory"]
+    assert load_config("vit_digits", [f"runtime.device_memory={saved}"]).runtime.device_memory == 2**40
 
 
 @pytest.mark.parametrize(

@@ -203,13 +203,15 @@ def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
 
 
-def test_other_classes_are_not_compared(a: Path, b: Path) -> None:
-    for run, classes in ((a, ["cat", "dog"]), (b, ["cat", "dog", "owl"])):
+def test_other_classes_are_not_compared(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, classes in ((a, ["cat", "dog"]), (b, ["cat", "dog", "owl\x1b[31m"])):
         state = run / "checkpoints" / "step_000000010" / "state.json"
         state.parent.mkdir()
         (state.parent / ".metadata").touch()
         state.write_text(json.dumps({"classes": classes}))
-    assert reason(a, b) == "their classes differ: A has 2, B has 3 (owl)"
+    assert reason(a, b) == "their classes differ: A has 2, B has 3 (owl\x1b[31m)"
+    compare_runs(str(a), str(b), output=str(b / "out"), images=0)
+    assert "B has 3 (owl\\x1b[31m)" in capsys.readouterr().out
 
 
 def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ class Training(FakeProcess):
         if "run_dir" in dict(a.partition("=")[::2] for a in arguments) and set(self.breaking) & set(arguments):
             self._status = 1
             folder = next(a for a in arguments if a.startswith("run_dir=")).removeprefix("run_dir=")
-            (Path(folder) / "summary.json").unlink()
+            # As one that is refused leaves it.
+            shutil.rmtree(folder)
 
     def _write(self, file: Path, arguments: list[str]) -> None:
         super()._write(file, arguments)

@@ -110,6 +110,8 @@ def test_a_process_imports_the_package_of_its_checkout(tmp_path: Path, monkeypat
     finished = Process("time", ["a=1"], ranks=1, log=log, tree=tmp_path).wait()
     said = f"{tmp_path / 'pycls_fast' / '__init__.py'} time a=1"
     assert (finished.status, log.read_text().strip()) == (0, said)
+    with pytest.raises(UserError, match=r"^output: .*/log.txt/2.txt cannot be written \("):
+        Process("time", [], ranks=1, log=log / "2.txt")
 
 
 def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,3 +198,6 @@ def test_what_is_announced_after_the_first_timing(
     with pytest.raises(UserError, match=r"^margin: 0.9 points are less than one of 100 images; use margin=2, or more"):
         work(tmp_path / "b", runs_at_most=8, margin=0.9)
     assert not list((tmp_path / "b").rglob("summary.json"))
+    with pytest.raises(UserError, match=r"^runs_at_most: 4 trainings say nothing about 2 variants; use 6 or more"):
+        work(tmp_path / "c", runs_at_most=4, margin=50)
+    assert len(list((tmp_path / "c").rglob("round_?.json"))) == 1

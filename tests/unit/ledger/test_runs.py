@@ -138,16 +138,21 @@ def test_damaged_folders_are_named_and_the_others_listed(tmp_path: Path, capsys:
     (make_run(runs / "no_config") / "config.yaml").unlink()
     (make_run(runs / "torn_summary") / "summary.json").write_text('{"final": ')
     (make_run(runs / "other_summary") / "summary.json").write_text("{}")
+    state = make_run(runs / "\x1b[31mred") / "checkpoints" / "step_000000010" / "state.json"
+    state.parent.mkdir()
+    state.write_text('{"classes": [1]}')
     (runs / "notes").mkdir()
     assert listed(runs)["rows"][0]["runs"] == [str(runs / "whole")]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1].strip().removeprefix(f"{runs}/") for line in lines] == [
+        "\\x1b[31mred",
         "no_config/config.yaml",
         "other_summary",
         "torn_summary/summary.json",
     ]
     assert all(line.startswith("left out: ") for line in lines)
-    assert "config.yaml: is not a run's" in lines[0]
+    assert "(classes.0: input should be a valid string)" in lines[0]
+    assert "config.yaml: is not a run's" in lines[1]
     # Nothing could be read: a mistake, as in tools/predict.py.
     assert list_runs([str(runs / "no_config")], sort="epoch", output=None) == 2
 

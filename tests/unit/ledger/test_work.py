@@ -233,6 +233,17 @@ def test_a_variant_runs_the_code_of_its_checkout(
         work(tmp_path / "report", ladder, mode="crossed", rounds=1)
 
 
+@pytest.mark.parametrize("name", ["charts", "index.html"])
+def test_what_cannot_be_written_is_one_line(name: str, tmp_path: Path) -> None:
+    """As on a full disk."""
+    if name == "index.html":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"^output: {tmp_path}.* \(.*\)"):
+        work(tmp_path)
+
+
 def test_names_that_look_alike_in_paths_share_nothing(tmp_path: Path, fake: type[FakeProcess]) -> None:
     names = ("基线", "注意力", "wd+", "WD -", "w" * 300)
     base, *variants = (Variant(name=name, overrides=(f"c={i}",) if i else ()) for i, name in enumerate(names))
