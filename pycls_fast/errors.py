@@ -168,6 +168,10 @@ def one_of(key: str, value: object, allowed: Iterable[object], *, more: str = ""
         raise UserError(f"{key}: must be one of {shown}{more}; got {value}{did_you_mean(str(value), map(str, names))}")
 
 
+# A disk is full or broken, or a file may not be read or written.
+_OF_FILES = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
 def reporting(action: Callable[[], int]) -> int:
     """Run `action`; turn a `UserError` into its lines on standard error (once per node) and status 2, Ctrl-C into 130.
 
@@ -203,8 +207,16 @@ def reporting(action: Callable[[], int]) -> int:
         if _lacks_host_memory(error):
             print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
             return MISTAKE
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            print_lines("error", [f"{str(error.filename)[:99]}...: {error.strerror}"])
+        if isinstance(error, OSError) and error.errno in _OF_FILES:
+            try:
+                print(end="", flush=True)
+            except OSError:
+                # Standard output is that file.
+                discard_output()
+            # An open one has no name.
+            name = str(error.filename or "")
+            place = f"{name[:99]}{'...' * (len(name) > 99)}: " if name else ""
+            print_lines("error", [f"{place}{error.strerror}"])
             return MISTAKE
         if str(error) == "can't start new thread":
             print_lines("error", ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"])

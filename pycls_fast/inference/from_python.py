@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ from pycls_fast.config import overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, text_override
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, print_lines
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, Prediction, load
 from pycls_fast.inference.export import export
@@ -109,9 +107,7 @@ def train_net(
     experiment = experiment or default_experiment(typed, folders)
     composed = compose(experiment, typed, folders)
     config = check(composed, Purpose(trains=True))
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        for note in notes(config, composed):
-            print(f"note: {note}", file=sys.stderr)
+    print_lines("note", notes(config, composed))
     # Of a module or a data set only that it is given.
     settings = overrides_name(as_hydra_overrides([*overrides, *(first for first, *_ in given)], folders))
     run_dirs: list[Path] = []

@@ -16,7 +16,6 @@ from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
-from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed, resolve
 from pycls_fast.train.assemble import make_step
@@ -214,14 +213,6 @@ class TestOptimizing:
         # max_steps stops early and leaves the curve as it is.
         assert (made.curve_steps, made.warmup_steps) == (200, 25)
 
-    def test_the_average(self) -> None:
-        weights = OwnedWeights(nn.Linear(2, 2))
-        assert build.ema(config_of(), weights, REFERENCE) is None
-        made = build.ema(
-            config_of("optim.ema_decay=0.75", "optim.ema_warmup=false"), weights, REFERENCE.replace(ema="foreach")
-        )
-        assert (made.decay, made.warmup, made.implementation) == (0.75, False, "foreach")
-
     @pytest.mark.parametrize(
         ("name", "dtype"), [("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("amp_fp16", torch.float16)]
     )
@@ -251,14 +242,14 @@ class TestOptimizing:
         monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
         for clip, foreach in (("loop", False), ("foreach", True)):
             config = config_of(
-                "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "schedule.epochs=20",
-                "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
+                "seed=9", "optim.clip_norm=0.25", "optim.ema_decay=0.75", "optim.ema_warmup=false",
+                "schedule.epochs=20", "loss.label_smoothing=0.25", "augment.mixup_alpha=0.2",
             )  # fmt: skip
-            switches = REFERENCE.replace(clip=clip)
+            switches = REFERENCE.replace(clip=clip, ema=clip)
             step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
             assert (step.seed, step.rank, step.clip_norm, step.clip_foreach) == (9, 1, 0.25, foreach)
             assert step.schedule == build.schedule(config, 7)
-            assert step.ema.decay == 0.75
+            assert (step.ema.decay, step.ema.warmup, step.ema.implementation) == (0.75, False, clip)
             assert step.loss == CrossEntropy(0.25)
             assert isinstance(step.mixer, Mixer)
 

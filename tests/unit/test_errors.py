@@ -85,6 +85,8 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (failing(RuntimeError("could not create a primitive")), "the device is out of memory (could not create a pr"),
         (failing(RuntimeError("std::bad_alloc")), "the device is out of memory (std::bad_alloc)"),
         (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
+        (failing(OSError(errno.ENOSPC, "No space left on device")), "No space left on device\n"),
+        (failing(PermissionError(errno.EACCES, "Permission denied", "/a")), "/a: Permission denied\n"),
     ],
 )
 def test_a_machine_without_what_is_asked_of_it_is_one_line(

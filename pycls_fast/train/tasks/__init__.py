@@ -1,1 +1,1 @@
-"""What is done with weights besides training: score, nearest neighbours, a sweep of the learning rate."""
+"""What is done with weights besides training: scores, neighbours, soups, calibration; a sweep of the learning rate."""

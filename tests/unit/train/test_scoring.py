@@ -122,9 +122,8 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
     assert rows[0]["class"] == source.classes[int(rows[0]["label"])]
 
 
-def test_rows_of_images_without_a_class_or_a_number(config: RunConfig) -> None:
-    with build.world(config) as world:
-        source = build.sources(config, world)["val"]
+def test_rows_of_images_without_a_class_or_a_number() -> None:
+    source = SyntheticImages(150, 8, 3, seed=0)
     labels, predicted = np.array([0, -1, 1, 2]), np.array([5, 1, -1, 2])
     losses, probabilities = np.array([0.5, 0.0, np.nan, 2.0]), np.array([0.9, 0.8, np.nan, 0.25])
     text = predictions_csv(Predictions(np.array([3, 4, 5, 6]), labels, predicted, losses, probabilities), source)
@@ -182,9 +181,8 @@ def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, caps
     assert (tmp_path / "report" / "confusion.png").is_file()
 
 
-def test_a_page_says_that_it_shows_the_first(config: RunConfig, tmp_path: Path) -> None:
-    with build.world(config) as world:
-        source = build.sources(config, world)["val"]
+def test_a_page_says_that_it_shows_the_first(tmp_path: Path) -> None:
+    source = SyntheticImages(150, 8, 3, seed=0)
     many = np.arange(201) % len(source)
     labels, losses = np.zeros(201, np.int64), np.ones(201)
     found = Predictions(many, labels, labels + 1, losses, losses)
@@ -195,9 +193,8 @@ def test_a_page_says_that_it_shows_the_first(config: RunConfig, tmp_path: Path) 
     assert html.count("<figure>") == 200
 
 
-def test_names_on_the_page_are_text(config: RunConfig, tmp_path: Path) -> None:
-    with build.world(config) as world:
-        source = build.sources(config, world)["val"]
+def test_names_on_the_page_are_text(tmp_path: Path) -> None:
+    source = SyntheticImages(150, 8, 3, seed=0)
     source.classes = ("<script>", "b", "c")
     found = Predictions(np.arange(1), np.array([0]), np.array([1]), np.array([2.0]), np.array([0.9]))
     write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 2.0, 1, found), source, "a & b", [], classes=[])

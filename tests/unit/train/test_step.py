@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,12 +18,11 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
-from pycls_fast.speed import SWITCHES
+from pycls_fast.speed import SWITCHES, Speed
 from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.graphs import WARM_UP, Action, GraphedStep
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.step import Step
 from tests.factories import config_of, nudge
 
 CPU = torch.device("cpu")
@@ -71,138 +71,6 @@ class HostReads(TorchDispatchMode):
         self._methods.__exit__(*error)
 
 
-def reads(name: str, *overrides: str) -> list[str]:
-    """Of the second step of training; the first makes the optimizer's state."""
-    config = config_of(
-        "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
-        "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.erase_probability=0.5",
-        "schedule.warmup_epochs=0", *overrides, name=name,
-    )  # fmt: skip
-    chosen = build.switches(config, CPU)
-    network = place_model(build.model(config, 10, chosen), ALONE, memory_format=chosen.memory_format).train()
-    step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU, read=chosen.metrics)
-    parts = config.optim.microbatches
-    batches = [synthetic_batch(8 // parts, 16, 10, erase_probability=0.5, seed=n, device=CPU) for n in range(parts)]
-    step(0, batches, metrics)
-    with HostReads(step.optimizer) as counted:
-        step(1, batches, metrics)
-    return counted.found
-
-
-VIT = ("vit_digits", "model.patch_size=4", "model.width=16", "model.depth=2", "model.mlp_width=24", "model.heads=2")
-RESNET = ("resnet_digits", "model.depth=18")
-
-
-@pytest.mark.parametrize("preset", ["reference", "fast"])
-@pytest.mark.parametrize(
-    "arguments",
-    [VIT, (*VIT, "optim.accumulation_steps=2"), (*VIT, "precision=amp_bf16"), RESNET],
-    ids=["vit", "vit-microbatches", "vit-bf16", "resnet"],
-)
-def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
-    name, *overrides = arguments
-    assert reads(name, *overrides, f"speed.preset={preset}", "speed.metrics=interval") == []
-
-
-# In their order: a later one on the CPU asks for those before it.
-HOST_STAGES = ["normalize_on", "erase_on", "mix_on"]
-
-
-@pytest.mark.slow
-def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
-    """Each value that a CPU runs without a compiler, alone."""
-    counted = {}
-    for switch in SWITCHES.values():
-        name, *overrides = VIT if "vit" in switch.models else RESNET
-        for value in switch.values:
-            compiles = value == "budget" or switch.name in ("compile", "compile_mode")
-            if switch.device.get(value) or compiles:
-                continue
-            if switch.name in ("optimizer_compile", "cross_entropy", "gelu"):
-                continue
-            chosen = [f"speed.{switch.name}={value}"]
-            if value == "cpu" and switch.name in HOST_STAGES:
-                chosen = [f"speed.{name}=cpu" for name in HOST_STAGES[: HOST_STAGES.index(switch.name) + 1]]
-            # What drops samples on the host knows there which ones; it reads them from nowhere.
-            if value != "skip":
-                counted[f"{switch.name}={value}"] = reads(name, *overrides, "speed.preset=fast", *chosen)
-    # The loss and the norm of the gradients, once each.
-    assert counted.pop("metrics=step") == ["aten._local_scalar_dense.default"] * 2
-    assert counted == {key: [] for key in counted}
-    assert len(counted) > 25
-
-
-MICROBATCHES = 4
-
-
-def made(name: str, *overrides: str) -> tuple[Step, nn.Module, list[Batch]]:
-    config = config_of(
-        f"optim.accumulation_steps={MICROBATCHES}", "data.global_batch_size=16", "data.image_size=16",
-        "augment.mixup_alpha=0", "augment.cutmix_alpha=0", *overrides, name=name,
-    )  # fmt: skip
-    switches = build.switches(config, CPU)
-    network = build.model(config, 10, switches)
-    nudge(network)
-    network = place_model(network, ALONE, memory_format=switches.memory_format)
-    step = make_step(config, network, ALONE, switches, 10)
-    return (
-        step,
-        network,
-        [synthetic_batch(4, 16, 10, erase_probability=0.0, seed=n, device=CPU) for n in range(MICROBATCHES)],
-    )
-
-
-SMALL = ("model.width=32", "model.mlp_width=32", "model.depth=2")
-
-
-@pytest.mark.parametrize("precision", ["bf16_params", "bf16"])
-def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_copy(precision: str) -> None:
-    step, network, batches = made("vit_digits", f"precision={precision}", *SMALL)
-    largest = max(parameter.numel() for parameter in network.parameters())
-    copies: list[list[int]] = []
-    take = step.weights.take_gradients
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if function is torch.ops.aten._to_copy.default:
-                copies[-1].append(args[0].numel())
-            return function(*args, **(kwargs or {}))
-
-    def counted() -> None:
-        copies.append([])
-        with Copies():
-            take()
-
-    step.weights.take_gradients = counted
-    step(0, batches, TrainMetrics(CPU))
-    assert len(copies) == MICROBATCHES
-    assert all(size < largest for sizes in copies for size in sizes)
-
-
-def test_gradients_are_gone_after_the_step() -> None:
-    """Nothing of them is left for the next forward pass, where memory peaks."""
-    step, network, batches = made("vit_digits", "speed=fast", *SMALL)
-    step(0, batches, TrainMetrics(CPU))
-    assert all(parameter.grad is None for parameter in network.parameters())
-
-
-@pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])
-def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
-    step, _, batches = made("vit_digits", "speed=reference", *SMALL)
-    with pytest.raises(ValueError, match="zip"):
-        step(0, (2 * batches)[:count], TrainMetrics(CPU))
-
-
-SMALL_OF_GRAPHS = {"vit": VIT, "resnet": RESNET, "moe": ("vit_moe_digits", *VIT[1:])}
-COMMON = (
-    "speed.preset=fast", "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
-    "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.mix_probability=0.7",
-    "augment.erase_probability=0.5", "augment.erase_value=noise", "schedule.warmup_epochs=2", "schedule.epochs=9",
-)  # fmt: skip
-STEPS = 9
-
-
 class OperatorTape(TorchDispatchMode):
     """Records operators with their arguments; replays them on the same tensors, into the same memory.
 
@@ -243,36 +111,159 @@ class OperatorTape(TorchDispatchMode):
         return result
 
 
-def made_of_graphs(kind: str, *overrides: str, graphed: bool) -> tuple[Any, nn.Module, OperatorTape]:
-    name, *sizes = SMALL_OF_GRAPHS[kind]
-    config = config_of(*sizes, *COMMON, *overrides, name=name)
-    switches = build.switches(config, CPU)
-    switches = switches.replace(cuda_graphs="on" if graphed else "off")
+@dataclass
+class Made:
+    """A step of a small network that is on its device, and what it is made of."""
+
+    step: Any
+    network: nn.Module
+    switches: Speed
+    tape: OperatorTape
+
+
+def made(name: str, *overrides: str, graphed: bool = False) -> Made:
+    config = config_of(*overrides, name=name)
+    switches = build.switches(config, CPU).replace(cuda_graphs="on" if graphed else "off")
     network = build.model(config, 10, switches)
     nudge(network)
     network = place_model(network, ALONE, memory_format=switches.memory_format).train()
     tape = OperatorTape()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "CudaRecorder", lambda device: tape)
-        return make_step(config, network, ALONE, switches, steps_per_epoch=2), network, tape
+        return Made(make_step(config, network, ALONE, switches, steps_per_epoch=2), network, switches, tape)
 
 
-def batch(step: int) -> Any:
-    return synthetic_batch(8, 16, 10, erase_probability=0.5, seed=step, device=CPU)
+def batch(seed: int, images: int = 8) -> Batch:
+    return synthetic_batch(images, 16, 10, erase_probability=0.5, seed=seed, device=CPU)
+
+
+VIT = ("vit_digits", "model.patch_size=4", "model.width=16", "model.depth=2", "model.mlp_width=24", "model.heads=2")
+RESNET = ("resnet_digits", "model.depth=18")
+# All that depends on where in a run it happens.
+COMMON = (
+    "data.image_size=16", "data.global_batch_size=8", "model.drop_path=0.3", "optim.clip_norm=1.0",
+    "optim.ema_decay=0.9", "augment.mixup_alpha=0.2", "augment.cutmix_alpha=1.0", "augment.mix_probability=0.7",
+    "augment.erase_probability=0.5", "augment.erase_value=noise", "schedule.warmup_epochs=2", "schedule.epochs=9",
+)  # fmt: skip
+
+
+def reads(*arguments: str) -> list[str]:
+    """Of the second step of training; the first makes the optimizer's state."""
+    name, *overrides = arguments
+    one = made(name, *COMMON, *overrides)
+    metrics, parts = TrainMetrics(CPU, read=one.switches.metrics), one.step.accumulation_steps
+    batches = [batch(number, 8 // parts) for number in range(parts)]
+    one.step(0, batches, metrics)
+    with HostReads(one.step.optimizer) as counted:
+        one.step(1, batches, metrics)
+    return counted.found
+
+
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+@pytest.mark.parametrize(
+    "arguments",
+    [VIT, (*VIT, "optim.accumulation_steps=2"), (*VIT, "precision=amp_bf16"), RESNET],
+    ids=["vit", "vit-microbatches", "vit-bf16", "resnet"],
+)
+def test_a_step_reads_nothing(arguments: tuple[str, ...], preset: str) -> None:
+    assert reads(*arguments, f"speed.preset={preset}", "speed.metrics=interval") == []
+
+
+# In their order: a later one on the CPU asks for those before it.
+HOST_STAGES = ["normalize_on", "erase_on", "mix_on"]
+
+
+@pytest.mark.slow
+def test_every_switch_reads_nothing_but_the_one_that_is_for_it() -> None:
+    """Each value that a CPU runs without a compiler, alone."""
+    counted = {}
+    for switch in SWITCHES.values():
+        model = VIT if "vit" in switch.models else RESNET
+        for value in switch.values:
+            compiles = value == "budget" or switch.name in ("compile", "compile_mode")
+            if switch.device.get(value) or compiles:
+                continue
+            if switch.name in ("optimizer_compile", "cross_entropy", "gelu"):
+                continue
+            chosen = [f"speed.{switch.name}={value}"]
+            if value == "cpu" and switch.name in HOST_STAGES:
+                chosen = [f"speed.{name}=cpu" for name in HOST_STAGES[: HOST_STAGES.index(switch.name) + 1]]
+            # What drops samples on the host knows there which ones; it reads them from nowhere.
+            if value != "skip":
+                counted[f"{switch.name}={value}"] = reads(*model, "speed.preset=fast", *chosen)
+    # The loss and the norm of the gradients, once each.
+    assert counted.pop("metrics=step") == ["aten._local_scalar_dense.default"] * 2
+    assert counted == {key: [] for key in counted}
+    assert len(counted) > 25
+
+
+MICROBATCHES = 4
+
+
+def of_microbatches(*overrides: str) -> tuple[Any, nn.Module, list[Batch]]:
+    sizes = ("model.width=32", "model.mlp_width=32", "model.depth=2", "data.image_size=16", "data.global_batch_size=16")
+    one = made("vit_digits", *sizes, f"optim.accumulation_steps={MICROBATCHES}", *overrides)
+    return one.step, one.network, [batch(number, 4) for number in range(MICROBATCHES)]
+
+
+@pytest.mark.parametrize("precision", ["bf16_params", "bf16"])
+def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_copy(precision: str) -> None:
+    step, network, batches = of_microbatches(f"precision={precision}")
+    largest = max(parameter.numel() for parameter in network.parameters())
+    copies: list[list[int]] = []
+    take = step.weights.take_gradients
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.ops.aten._to_copy.default:
+                copies[-1].append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    def counted() -> None:
+        copies.append([])
+        with Copies():
+            take()
+
+    step.weights.take_gradients = counted
+    step(0, batches, TrainMetrics(CPU))
+    assert len(copies) == MICROBATCHES
+    assert all(size < largest for sizes in copies for size in sizes)
+
+
+def test_gradients_are_gone_after_the_step() -> None:
+    """Nothing of them is left for the next forward pass, where memory peaks."""
+    step, network, batches = of_microbatches("speed=fast")
+    step(0, batches, TrainMetrics(CPU))
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])
+def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
+    step, _, batches = of_microbatches("speed=reference")
+    with pytest.raises(ValueError, match="zip"):
+        step(0, (2 * batches)[:count], TrainMetrics(CPU))
+
+
+OF_KIND = {"vit": VIT, "resnet": RESNET, "moe": ("vit_moe_digits", *VIT[1:])}
+STEPS = 9
+
+
+def of_kind(kind: str, *overrides: str, graphed: bool) -> Made:
+    name, *sizes = OF_KIND[kind]
+    return made(name, *sizes, "speed.preset=fast", *COMMON, *overrides, graphed=graphed)
 
 
 def trained(kind: str, *overrides: str, graphed: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    step, network, _ = made_of_graphs(kind, *overrides, graphed=graphed)
+    one = of_kind(kind, *overrides, graphed=graphed)
     metrics = TrainMetrics(CPU)
     numbers = []
     for position in range(STEPS):
-        step(position, [batch(position)], metrics)
+        one.step(position, [batch(position)], metrics)
         read = metrics.read(ALONE)
         facts = read.pop("facts")
         assert bool(facts) == (kind == "moe")
         numbers.append(read | facts)
-    state = {name: value.clone() for name, value in network.state_dict().items()}
-    return numbers, {**state, **{f"average of {name}": value.clone() for name, value in step.ema.values.items()}}
+    return numbers, {**one.network.state_dict(), **{f"average of {n}": v for n, v in one.step.ema.values.items()}}
 
 
 @pytest.mark.slow
@@ -304,33 +295,32 @@ def test_replayed_steps_are_the_steps(kind: str, overrides: tuple[str, ...]) -> 
 
 
 def test_the_host_reads_nothing_and_what_the_graph_reads_stays_where_it_is() -> None:
-    step, network, tape = made_of_graphs("vit", graphed=True)
-    metrics = TrainMetrics(CPU)
-    places = []
+    one = of_kind("vit", graphed=True)
+    step, metrics, places = one.step, TrainMetrics(CPU), []
     for position in range(STEPS):
         with HostReads(step.optimizer) as counted:
             step(position, [batch(position)], metrics)
         # The first step makes the optimizer's state, whose counters are not known before.
         assert position == 0 or counted.found == []
         assert step.fixed.keys() == {"images_BCHW", "labels_B", "mixed_B", "lam", "ema_share"}
-        held = [*step.fixed.values(), metrics._sums, *network.parameters(), *step.ema.values.values()]
+        held = [*step.fixed.values(), metrics._sums, *one.network.parameters(), *step.ema.values.values()]
         held += [value for state in step.optimizer.state.values() for value in state.values()]
         held += [group["lr"] for group in step.optimizer.param_groups]
         places.append([tensor.data_ptr() for tensor in held])
         if position == WARM_UP:
-            recorded = len(tape.calls)
+            recorded = len(one.tape.calls)
     assert all(place == places[0] for place in places[1:])
-    assert recorded == len(tape.calls) > 100
+    assert recorded == len(one.tape.calls) > 100
     assert float(step.optimizer.param_groups[0]["lr"]) == pytest.approx(step.schedule(STEPS - 1))
 
 
 @pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused() -> None:
-    step, _, _ = made_of_graphs("vit", "augment.mixup_alpha=0", "augment.cutmix_alpha=0", graphed=True)
+    step = of_kind("vit", "augment.mixup_alpha=0", "augment.cutmix_alpha=0", graphed=True).step
     metrics = TrainMetrics(CPU)
     step(0, [batch(0)], metrics)
     with pytest.raises(ValueError, match="recorded with images"):
-        step(1, [synthetic_batch(4, 16, 10, erase_probability=0.5, seed=1, device=CPU)], metrics)
+        step(1, [batch(1, 4)], metrics)
     with pytest.raises(ValueError):
         step(1, [batch(1), batch(2)], metrics)
     assert isinstance(step, GraphedStep)
@@ -348,14 +338,14 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
     for read in ("step", "interval"):
         # With a scale that overflows at first: skipped steps have no norm that counts.
         scale = ["precision.loss_scale_start=1e9"] if precision == "fp16_master" else []
-        step, network, _ = made_of_graphs("vit", f"precision={precision}", *scale, graphed=False)
+        one = of_kind("vit", f"precision={precision}", *scale, graphed=False)
         metrics = TrainMetrics(CPU, read=read)
         numbers = []
         for position in range(20):
-            step(position, [batch(position)], metrics)
+            one.step(position, [batch(position)], metrics)
             if position % 4 == 3:
                 numbers.append(metrics.read(ALONE))
-        found.append((numbers, {name: value.clone() for name, value in network.state_dict().items()}))
+        found.append((numbers, dict(one.network.state_dict())))
     (expected, plain), (numbers, state) = found
     assert repr(numbers) == repr(expected)
     assert len({each["loss"] for each in numbers}) == 5
