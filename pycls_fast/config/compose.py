@@ -75,10 +75,10 @@ class Composed:
         except OmegaConfBaseException as error:
             raise messages.interpolation_mistake(error, composed.where) from error
         values = {str(key): value for key, value in found.items()}
-        if composed.choices.get("model") == OF_WEIGHTS:
+        if composed.choices.get("model") == OF_WEIGHTS and isinstance(values.get("model"), dict):
             values["model"], size = of_weights(values, composed.overrides)
-            if size is not None:
-                values["data"].setdefault("image_size", size)
+            if size is not None and isinstance(data := values.setdefault("data", {}), dict):
+                data.setdefault("image_size", size)
         return dataclasses.replace(composed, values=values)
 
     def where(self, key: str) -> str:
@@ -361,7 +361,7 @@ def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
     files = {shown_path(file) for file in map(composed.file, names) if file is not None}
     for group in ("optim", "augment"):
         chosen = [override for override in composed.overrides if override.startswith(f"{group}=")]
-        kept = [key for key in composed.values[group] if chosen and composed.where(f"{group}.{key}") in files]
+        kept = [key for key in composed.values.get(group, ()) if chosen and composed.where(f"{group}.{key}") in files]
         if kept:
             yield (
                 f"{chosen[-1]}: {', '.join(kept)}: the experiment's own, which win; change them with {group}.KEY=VALUE"

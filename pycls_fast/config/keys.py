@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 
 
 def _configs() -> Path:
@@ -55,6 +59,21 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def key_of(override: str) -> str:
     """`++data.root=/photos` -> `data.root`; `~weights` -> `weights`."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def typed_values(overrides: Iterable[str]) -> dict[str, Any]:
+    """The values of overrides by key, without deletions; those in a dictionary (`data={root: x}`) by theirs, too."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, value = override.lstrip("+").partition("=")
+        if separator and not key.startswith("~"):
+            found[key] = value
+        if value.startswith("{"):
+            # What cannot be read is told when it is composed.
+            with suppress(OverrideParseException):
+                (parsed,) = OverridesParser.create().parse_overrides([override])
+                found |= {} if parsed.is_sweep_override() else flat({key: parsed.value()})
+    return found
 
 
 def as_typed(value: Any) -> str:

@@ -21,8 +21,8 @@ from pycls_fast.config.keys import shown_path
 from pycls_fast.config.run import options
 from pycls_fast.errors import UserError, did_you_mean, nearest
 
-# Raised by composing when a file or an override is wrong.
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
+# Raised by composing when a file or an override is wrong, or cannot be read.
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 Where = Callable[[str], str]
 
@@ -80,6 +80,8 @@ def explaining(folders: Sequence[Path]) -> Iterator[None]:
     """Within the block, which composes, an error of Hydra or of a file is one line of a `UserError`."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except _COMPOSE_ERRORS as error:
         raise UserError(_explained(error, folders)) from error
 

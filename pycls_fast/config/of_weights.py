@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycls_fast.config.keys import typed_values
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import EXPORTED, STATE, best_first, exists, user_path, weights_file
 from pycls_fast.models.choices import PRESETS as MODELS
@@ -134,5 +135,5 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
         found = _of_timm(name) if timm.is_model(name) else None
     if found is None:
         return given, None
-    typed = {override.lstrip("+").partition("=")[0].removeprefix("model.") for override in overrides}
+    typed = {key.removeprefix("model.") for key in typed_values(overrides)}
     return {**found, **{key: value for key, value in given.items() if key in typed}}, size

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config.compose import long_name, module_names, validate
-from pycls_fast.config.keys import CONFIGS, key_of
+from pycls_fast.config.keys import CONFIGS, key_of, typed_values
 from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.run import RunConfig, groups
 from pycls_fast.errors import UserError, refuse
@@ -53,7 +53,7 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
         raise UserError(*error.lines, *_not_imported(values, where)) from error
 
 
-def as_data(saved: SavedConfig, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The values of a saved configuration without those that count only where they are typed: modules, and folders of
     caches. It may be a stranger's.
 
@@ -66,7 +66,8 @@ def as_data(saved: SavedConfig, given: Mapping[str, str] = MappingProxyType({}))
     lines = [] if "imports" in given else list(_not_imported(saved.values, str(saved.file)))
     values = {key: value for key, value in saved.values.items() if key != "imports"}
     data = values.get("data")
-    if isinstance(data, Mapping) and "data" not in given:
+    # A dictionary is merged into what was saved; only a name takes its place.
+    if isinstance(data, Mapping) and given.get("data", "{").startswith("{"):
         values["data"] = {key: value for key, value in data.items() if key not in _CACHES or value == "off"}
         source = given.get("data.source", data.get("source"))
         for key in ("root", "train", "val"):
@@ -124,15 +125,14 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
-    overrides = [long_name(override, [CONFIGS]) for override in overrides]
-    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    found = as_data(saved, {key_of(key): value for key, value in given.items()})
+    given = typed_values(long_name(override, [CONFIGS]) for override in overrides)
+    found = as_data(saved, given)
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
-    chosen = {key for key, value in given.items() if not value.startswith("{")}
+    chosen = {name for name in names if not given.get(name, "{").startswith("{")}
     values: dict[str, Any] = {"defaults": ["_self_", *({name: None} for name in names)]}
     for key, value in found.items():
-        if key != "config_name" and not (key in names and key in chosen):
+        if key != "config_name" and key not in chosen:
             kept = _KEPT.get(key) if isinstance(value, dict) else None
             tag = FAMILIES[key].tag if key in FAMILIES and isinstance(value, dict) else None
             if tag is not None and given.get(f"{key}.{tag}", value.get(tag)) != value.get(tag):

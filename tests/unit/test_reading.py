@@ -81,9 +81,12 @@ def test_nothing_in_a_saved_configuration_is_resolved(tmp_path: Path, values: di
 )
 def test_no_place_counts_that_only_a_saved_configuration_names(tmp_path: Path, data: dict[str, str]) -> None:
     saved = SavedConfig({"data": {**data, "index_cache": "here", "shard_cache": "there"}}, tmp_path / "config.yaml")
-    with pytest.raises(UserError, match=r"^data\.root: .* names it; to allow it, give data\.root"):
-        register(saved, [])
-    register(saved, ["data.root=ftp://127.0.0.1/x"])
+    # A dictionary without it is merged into the saved one.
+    for typed in ([], ["data={image_size: 32}"], ["+data={image_size: 32}"]):
+        with pytest.raises(UserError, match=r"^data\.root: .* names it; to allow it, give data\.root"):
+            register(saved, typed)
+    for allows in ("data.root=ftp://127.0.0.1/x", "data={root: here}", "data=synthetic"):
+        register(saved, [allows])
     assert as_data(saved, {"data.root": "x"})["data"] == data
 
 

@@ -282,8 +282,8 @@ def name_classes(
         )
         raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; {use}")
     found, positions = np.unique(np.asarray(labels), return_inverse=True)
-    kinds = found.tolist()
-    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", str(kind)) for kind in kinds):
+    kinds = [str(kind) for kind in found.tolist()]
+    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", kind) for kind in kinds):
         place = {name: label for label, name in enumerate(names or kinds)}
         unknown = [kind for kind in kinds if kind not in place]
         if unknown:

@@ -89,11 +89,11 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column = stamp["columns"]
     separator = stamp["separator"]
+    if separator is not None and path_column in table and label_column not in table:
+        table |= _columns_of_marks(table, label_column)
     if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}
-    if separator is not None and label_column not in table:
-        table |= _columns_of_marks(table, label_column)
     for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
         if column not in table:
             raise missing_column(str(path), column, list(table), key)

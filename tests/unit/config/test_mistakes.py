@@ -95,6 +95,7 @@ def test_an_amount_of_memory_is_saved_to_the_byte() -> None:
         ("run_dir: caf\xe9", "a configuration file is not written in UTF-8 "),
         ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of m"),
         ("defaults: [vit_digits, {optim: sgd}]", "Multiple values for optim. To override a value use 'override optim:"),
+        ("3 # defaults", "Invalid loaded object type: int"),
         ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
     ],
 )
@@ -116,6 +117,7 @@ def test_a_mistake_in_an_own_experiment_names_the_file(tool: Tool, tmp_path: Pat
         (["precision=auto", "precision.loss_scale=1024"], False),
         (["optim.ema_every_steps=2"], True),
         (["optim.ema_every_steps=2", "optim.ema_decay=0.9"], False),
+        (["~augment"], False),
     ],
 )
 def test_typed_keys_that_nothing_reads_are_noted(overrides: list[str], noted: bool) -> None:

@@ -148,6 +148,8 @@ def test_weights_choose_the_model(home: Path, weights: str, kind: str, what: dic
     config = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model.drop_path=0.1"])
     assert (config.model.kind, config.model.drop_path) == (kind, 0.1)
     assert {key: getattr(config.model, key) for key in what} == what
+    typed = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model={drop_path: 0.1}"])
+    assert typed.model == config.model
     # A model that is named stays.
     named = load_config("finetune", ["data.root=/nowhere", f"weights={source}", "model=resnet18"])
     assert named.model.kind == "resnet"
@@ -162,6 +164,9 @@ def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:
     chosen = ["data.root=images", f"weights={home / 'run'}"]
     assert load_config("finetune", chosen).data.image_size == (20, 20)
     assert load_config("finetune", [*chosen, "data.image_size=24"]).data.image_size == (24, 24)
+    for deleted, line in (("~model", "model: missing"), ("~data", "data.root: not set")):
+        with pytest.raises(UserError, match=f"^{line}"):
+            load_config("finetune", [chosen[1], deleted])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,8 @@ def test_several_labels_as_numbers_lists_and_a_random_split(tmp_path: Path) -> N
         found = {source.name(index): own for source in splits.values() for index, own in enumerate(said(source))}
         assert {Path(name).name: own for name, own in found.items()} == dict(zip(names, wanted, strict=True))
         assert {name: len(source) for name, source in splits.items()} == {"train": 8, "val": 2}
+    # A column for each class is labels of test images, too.
+    (tmp_path / "both").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(tmp_path / "marked.csv", tmp_path / "both" / f"{name}.csv")
+    assert counts(tmp_path / "both", label_separator="|") == {"train": 10, "val": 10}
