@@ -143,7 +143,7 @@ def _decision(record: Record) -> Chart | None:
     found = [(effect, speeds[effect.variant]) for effect in effects if effect.variant in speeds]
     if not found:
         return None
-    figure, axes = plain_axes(4.2 + 0.17 * len(found))
+    figure, axes = plain_axes(3.6 + 0.085 * len(found))
     margin = record.settings.margin
     axes.axhspan(-margin, 0, color=BAND, zorder=0, linewidth=0)
     axes.axhline(0, color=LINE, linewidth=1, zorder=1)
@@ -156,15 +156,20 @@ def _decision(record: Record) -> Chart | None:
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
             label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
         )  # fmt: skip
+    axes.margins(x=0.08)
+    axes.annotate(
+        "a loss that does not matter", (0.01, -margin), (0, 3), fontsize=7.5, color=INK,
+        xycoords=("axes fraction", "data"), textcoords="offset points", zorder=1,
+    )  # fmt: skip
     axes.set(xlabel="speed-up over what it is added to", ylabel="top-1 gained, points")
     axes.xaxis.set_major_formatter("{x:.2f}x")
     axes.locator_params(axis="x", nbins=6)
-    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=1)
+    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
     return Chart(
         "decision",
         "Speed gained and accuracy lost",
-        "Each point is a variant, with the 95% interval of its effect on top-1. Right of 1 it is faster; above the "
-        f"dashed line, {margin:g} points, a loss does not matter.",
+        "Each point is a variant, with the 95% interval of its effect on top-1. Right of 1 it is faster; losses "
+        f"above the dashed line, {margin:g} points, do not matter.",
         figure,
     )
 
