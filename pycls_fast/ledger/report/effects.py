@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import special, stats
 
 LOOKS = (0.5, 0.75, 1.0)
@@ -198,8 +199,8 @@ class Look:
     """A look at the results: its place in `LOOKS`, the trainings of each family up to it, and the `levels` of 'free',
     'costs' and 'gains', at Holm's first step. It is settled if every variant has a verdict."""
 
-    place: int
-    runs: int
+    place: Annotated[int, Field(ge=0, lt=len(LOOKS))]
+    runs: Annotated[int, Field(gt=0, lt=10**6)]
     levels: tuple[float, float, float]
     effects: list[Effect]
 
@@ -347,5 +348,5 @@ def p_less_accurate(before: Effect, now: Effect) -> float:
     difference = now.difference - before.difference
     if not squares:
         return 0.5 if not difference else float(difference > 0)
-    freedom = squares**2 / sum(each.error**4 / each.freedom for each in (before, now) if each.error)
+    freedom = squares**2 / sum(each.error**4 / max(each.freedom, 1) for each in (before, now) if each.error)
     return float(special.stdtr(freedom, difference / math.sqrt(squares)))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from pycls_fast.config.ladder import Ladder, LadderSettings
 from pycls_fast.errors import refusing
 from pycls_fast.ledger.report.effects import Effect, Interplay, Look, Together
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
-from pycls_fast.reading import check, read_bytes
-from pycls_fast.values import ImageSize
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
+from pycls_fast.reading import check, parse_json, read_bytes
+from pycls_fast.values import ImageSize, PositiveFloat
 
 Status = Literal["measured", "cannot run", "failed"]
 
@@ -45,7 +41,7 @@ class Machine(_Described):
     processor: str | None
     cpu_count: int | None
     git: Commit | None
-    memory_bytes: Positive | None = None
+    memory_bytes: PositiveFloat | None = None
 
 
 class Measured(_Described):
@@ -63,31 +59,37 @@ class Timing(_Part):
     all steps would contradict it.
     """
 
-    images_per_second: Positive
-    step_seconds_p50: Positive
-    step_seconds_p90: Positive
+    images_per_second: PositiveFloat
+    step_seconds_p50: PositiveFloat
+    step_seconds_p90: PositiveFloat
     images_per_step: int
     samples: int
     # None if parts of the network are frozen, which makes the backward pass smaller.
-    flops_per_second: Positive | None
-    share_of_matmul: Finite | None
-    memory_peak_bytes: int | None
-    rounds: Annotated[list[Positive], Field(min_length=1)]
+    flops_per_second: PositiveFloat | None
+    share_of_matmul: float | None
+    memory_peak_bytes: NonNegativeInt | None
+    rounds: Annotated[list[PositiveFloat], Field(min_length=1)]
     # The machine's own speed in each round.
-    matmul_flops_per_second: list[Positive] | None
+    matmul_flops_per_second: list[PositiveFloat] | None
     image_size: ImageSize
     precision: str
     switches: dict[str, Any]
     speedup: Speedup | None = None
     speedup_before: Speedup | None = None
 
+    @model_validator(mode="after")
+    def _each_round_has_its_product(self) -> Self:
+        if self.matmul_flops_per_second is not None and len(self.matmul_flops_per_second) != len(self.rounds):
+            raise ValueError("a round is without its matrix product")
+        return self
+
 
 class Rounding(_Part):
     """Relative errors against float64 after `step` steps; "not finite" if they are not."""
 
     step: int
-    logit_error: Finite | Literal["not finite"] | None
-    gradient_error: Finite | Literal["not finite"] | None
+    logit_error: float | Literal["not finite"] | None
+    gradient_error: float | Literal["not finite"] | None
 
 
 class TrainedRun(_Part):
@@ -136,6 +138,16 @@ class Accuracy(_Part):
     broken: dict[str, str]
     fit: OverallFit | None
 
+    @model_validator(mode="after")
+    def _effects_make_sense(self) -> Self:
+        looked = [effect for look in self.looks for effect in look.effects]
+        for effect in self.effects:
+            if not effect.low <= effect.difference <= effect.high:
+                raise ValueError("an effect is outside of its interval")
+            if effect.word == "undecided" and effect not in looked:
+                raise ValueError("an effect is undecided at no look")
+        return self
+
 
 class VariantRecord(_Part):
     """What was measured of a variant; `before` is the one that it is one step away from."""
@@ -158,10 +170,10 @@ class GradientTotals(_Described):
     """How many gradients have which exponent of 2, and the shares that 16 bits lose."""
 
     exponents: dict[Annotated[int, Field(ge=-2000, le=2000)], NonNegativeInt]
-    below_subnormal: Finite
-    below_subnormal_scaled: Finite
-    updates_lost_float16: Finite
-    updates_lost_bfloat16: Finite
+    below_subnormal: float
+    below_subnormal_scaled: float
+    updates_lost_float16: float
+    updates_lost_bfloat16: float
 
 
 class GradientCounts(_Part):
@@ -185,7 +197,7 @@ class Record(_Part):
 
     kind: Literal["ledger"] = "ledger"
     config_name: str
-    time: float
+    time: Annotated[float, Field(ge=0, lt=1e11)]
     wall_seconds: float | None
     command: str
     ladder: Ladder
@@ -220,7 +232,21 @@ def read_record(file: Path) -> Record:
         UserError: it cannot be read, or is not the record of a ledger.
     """
     with refusing(f"{file}: cannot be read as a ledger.json", OSError, ValueError, use="give another"):
-        return check(Record, read_bytes(file))
+        record = check(Record, text := read_bytes(file))
+        _check_numbers(parse_json(text))
+        return record
+
+
+def _check_numbers(values: Any) -> None:
+    """Raise a `ValueError` for a number, at any depth, that nobody has measured and whose square overflows."""
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            _check_numbers(value)
+    elif isinstance(values, int | float) and not abs(values) < _TOO_LARGE:
+        raise ValueError("a number is not finite, or too large")
+
+
+_TOO_LARGE = 1e24
 
 
 def compare_speed(variants: Sequence[VariantRecord]) -> None:

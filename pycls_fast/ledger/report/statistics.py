@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
+from pycls_fast.values import PositiveFloat, PositiveInt
+
 CONFIDENCE = 0.95
 """Confidence level of every interval of the ledger."""
 
@@ -52,10 +54,10 @@ class Speedup:
     """A rate over the reference's, from rounds (or pairs of turns) in which both were measured: the geometric mean and
     its 95% interval (Student's t of the logarithms over the rounds; None below two rounds)."""
 
-    ratio: float
-    low: float | None
-    high: float | None
-    rounds: int
+    ratio: PositiveFloat
+    low: PositiveFloat | None
+    high: PositiveFloat | None
+    rounds: PositiveInt
 
 
 def geometric_mean(ratios: Sequence[float]) -> Speedup:
