@@ -124,7 +124,6 @@ def load(
     """
     if model is not None:
         give(model)
-    one_of("which", which, ("auto", "model", "ema"))
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, _PRECISIONS)
     weights = open_weights(find_weights(run), kind=which)
@@ -249,6 +248,7 @@ class Classifier:
         Raises:
             UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
+        one_of("tta", tta, ("none", "flip"))
         source = images if isinstance(images, GivenImages) else self.given(images, every)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch, tta).double()

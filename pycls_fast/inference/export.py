@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError
+from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.files import BEST, user_path
 from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
@@ -23,6 +23,9 @@ from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.tasks.score import SCORES
 from pycls_fast.train.weights import Weights, about_weights, checked, find_weights, open_weights, preprocessing, publish
 
+# Values of `dtype`, which are those of tensors where a file has nothing else.
+_OF_TENSORS = ("null", "float32", "bfloat16", "float16")
+_DTYPES = {"onnx": ("null", "int8"), "openvino": ("null",), "program": ("null",)}
 # A protocol buffers file holds 2 GiB; some of it is reserved for the graph.
 _ONNX_LIMIT = 2**31 - 2**24
 # What is put beside an ONNX file, and into timm's folder.
@@ -51,7 +54,9 @@ def export(
     """
     path, by_suffix = user_path(output), {suffix: name for name, suffix in SUFFIXES.items() if suffix}
     kind = format or by_suffix.get(path.suffix, "safetensors")
-    checked(path, kind, dtype, overwrite=overwrite)
+    one_of("format", kind, SUFFIXES)
+    one_of("dtype", dtype or "null", _DTYPES.get(kind, _OF_TENSORS), more=f" with format={kind}")
+    checked(path, kind, overwrite=overwrite)
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
     weights, said = open_weights(find_weights(source), kind=which), [""]

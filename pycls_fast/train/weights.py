@@ -16,7 +16,7 @@ from safetensors.torch import _getdtype, save_file
 from torch import Tensor
 
 from pycls_fast.config.keys import PATHS
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.files import EXPORTED, PROGRAMS, best_first, flush, user_path, weights_file
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import SUFFIXES
@@ -116,10 +116,9 @@ def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) 
     if path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
-    has_ema = bool(saved.part("ema"))
-    if kind == "ema" and not has_ema:
-        raise UserError(f"{path}: has no average (the run had no optim.ema_decay); use the weights of the model")
-    chosen = ("ema" if has_ema else "model") if kind == "auto" else kind
+    kinds = ("ema", "model") if saved.part("ema") else ("model",)
+    one_of("which", kind, ("auto", *kinds), more=f" for {path}")
+    chosen = kinds[0] if kind == "auto" else kind
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
         saved.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
@@ -142,8 +141,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
         slices = {name: file.get_slice(name) for name in names}
         specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
     saved = about.get("weights", "model")
-    if kind not in ("auto", saved):
-        raise UserError(f"{path}: holds the weights of the {saved}, not of the {kind}")
+    one_of("which", kind, ("auto", saved), more=f" for {path}")
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
         with safe_open(path, "pt") as file:
@@ -200,12 +198,8 @@ def publish(path: Path, write: Callable[[Path], None]) -> int:
     return size
 
 
-def checked(path: Path, format: str, dtype: str | None, *, overwrite: bool) -> Path:  # noqa: A002
+def checked(path: Path, format: str, *, overwrite: bool) -> Path:  # noqa: A002
     """The path, if this format can be written there; its folder is made."""
-    if dtype == "int8" and format != "onnx":
-        raise UserError("dtype: int8 is for format=onnx")
-    if dtype not in (None, "int8") and format in ("onnx", "openvino", "program"):
-        raise UserError(f"dtype: format={format} computes in float32; leave it out")
     suffix, problem = SUFFIXES[format], None
     try:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):

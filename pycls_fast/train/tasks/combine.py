@@ -56,7 +56,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
     of the other images. A `UserError` if the scores are not those of the last layer.
     """
-    path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
+    path = checked(user_path(output), "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup, split)
@@ -142,7 +142,7 @@ def soup(
     """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights. For
     the arguments see `SoupVerb`.
     """
-    path = checked(user_path(output), "safetensors", None, overwrite=overwrite)
+    path = checked(user_path(output), "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         found = [open_weights(find_weights(each), kind=which) for each in (setup.weights, *others)]
         for each in found[1:]:

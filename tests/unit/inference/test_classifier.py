@@ -227,13 +227,15 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
         (tmp_path / "nowhere", {}, "is neither a weights file nor a run folder"),
         ("timm:vit_tiny_patch16_224", {}, "names weights of another project"),
         (tmp_path / "other.safetensors", {}, "does not say which model and classes it belongs to"),
-        (run_dir, {"which": "ema"}, "has no average"),
-        (run_dir, {"which": "best"}, "which: must be one of auto, model, ema; got best"),
+        (run_dir, {"which": "ema"}, "which: must be one of auto, model for .*; got ema"),
+        (run_dir, {"which": "best"}, "which: must be one of auto, model for .*; got best"),
         (run_dir, {"device": "tpu"}, "device: must be one of auto, cpu, cuda; got tpu"),
         (run_dir, {"precision": "int8"}, "precision: must be one of fp32"),
     ):
         with pytest.raises(UserError, match=line):
             pycls_fast.load(source, **settings)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="tta: must be one of none, flip; got mirror"):
+        pycls_fast.load(run_dir).predict(pixels, tta="mirror")
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:

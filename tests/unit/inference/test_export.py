@@ -141,7 +141,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["format=timm"], "output: format=timm writes a folder net; give another path"),
         (["format=timm", "output=run"], "output: run exists; use overwrite=true"),
         (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
-        (["format=onnx", "output=new/n.onnx", "dtype=float16"], "dtype: format=onnx computes in float32; leave it out"),
+        (["output=new/n.onnx", "dtype=float16"], "dtype: must be one of null, int8 with format=onnx; got float16"),
         (["output=there.safetensors/net.safetensors"], "net.safetensors cannot be written (File exists)"),
         (["output=there.safetensors"], "output: there.safetensors exists; use overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
@@ -301,8 +301,10 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
         export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8")
     with pytest.raises(UserError, match=r"^images: 1 are too few"):
         export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8", images=[str(folder / "0.png")])
-    with pytest.raises(UserError, match=r"^dtype: int8 is for format=onnx"):
-        export(str(drawn), str(tmp_path / "net.pt2"), format="program", dtype="int8")
+    with pytest.raises(UserError, match=r"^dtype: must be one of null with format=program; got int8"):
+        export(str(drawn), str(tmp_path / "net.pt2"), dtype="int8")
+    with pytest.raises(UserError, match=r"^format: must be one of .*; got ONNX"):
+        export(str(drawn), str(tmp_path / "net"), format="ONNX")
 
 
 def test_weights_that_int8_cannot_hold_are_not_written(drawn: Path, folder: Path, tmp_path: Path) -> None:
