@@ -26,7 +26,7 @@ from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.compose import ALIASES
 from pycls_fast.config.keys import CONFIGS, as_typed
 from pycls_fast.config.messages import USUAL_KEYS, known_keys, section_keys
-from pycls_fast.config.run import LADDERS, RunConfig, groups, options
+from pycls_fast.config.run import LADDERS, PRESETS, RunConfig, groups, options
 from pycls_fast.errors import DONE, UserError, did_you_mean, one_of, refuse
 from pycls_fast.values import Wording, WordOr
 
@@ -111,6 +111,8 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
     word, _, choice = word.partition("=")
     if choice:
         members = FAMILIES[word].choices()
+        # The name of sizes stands for their family.
+        choice = PRESETS.get(word, {}).get(choice, {}).get(FAMILIES[word].tag, choice)
         one_of(word, choice, members)
         keys = [(key, section) for key, section in keys if section is members[choice]]
     named = [key for key in keys if key[0] == word] or [key for key in keys if key[0].rpartition(".")[2] == word]

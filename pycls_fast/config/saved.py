@@ -29,15 +29,16 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     given = [override.partition("=")[2] for override in overrides if key_of(override) == "weights"]
     if not given:
         return None
+    path = given[-1].strip("'\"")
     try:
-        value = OmegaConf.create({"weights": given[-1].strip("'\"")})["weights"]
+        value = str(OmegaConf.create({"weights": path})["weights"])
     except OmegaConfBaseException as error:
         raise UserError(
             f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there; write "
             "the path, or name an experiment with --config-name (the command line)"
         ) from error
-    # A sweep may name several, which are of one configuration.
-    found = (saved_at(user_path(source)) for source in str(value).split(","))
+    # A sweep may name several, which are of one configuration; in quotes a comma is a part of the name.
+    found = (saved_at(user_path(source)) for source in (value.split(",") if path == given[-1] else [value]))
     return next((saved for saved in found if saved is not None), None)
 
 

@@ -8,7 +8,6 @@ tensor, because recomputation and compilation by blocks can handle no others.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, first_line, refusing
+from pycls_fast.errors import UserError, did_you_mean, first_line, refusing
 from pycls_fast.models.complexity import meta_copy
 from pycls_fast.network import Network, Units
 from pycls_fast.values import Size
@@ -302,10 +301,9 @@ def _built_for_one_size(name: str) -> bool:
     import timm
 
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "python -c 'import timm; print(timm.list_models())'"
+        hint = did_you_mean(name, timm.list_models()) or "; python -c 'import timm; print(timm.list_models())'"
         raise UserError(
-            f"model.name: timm {timm.__version__} has no model {name}; {hint}; if it is your own, name the module that "
+            f"model.name: timm {timm.__version__} has no model {name}{hint}; if it is your own, name the module that "
             "registers it: imports=[MODULE] (in Python: import it first)"
         )
     with refusing(f"model.name: {name} has a tag that timm does not know", RuntimeError, use="leave out the tag"):

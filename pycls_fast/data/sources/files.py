@@ -187,7 +187,8 @@ def walk(root: str) -> Iterator[tuple[str, os.stat_result, list[str], list[str]]
 
 def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
     files: list[str] = []
-    for name in _expand_braces(pattern):
+    # One that counts down ({3..1}) stands for itself, a file that is not there.
+    for name in _expand_braces(pattern) or (pattern,):
         if is_remote(name) or (is_remote(root) and not Path(name).is_absolute()):
             place = name if is_remote(name) else f"{root.rstrip('/')}/{name}"
             matching = list_files(place) if "*" in place else [place]
@@ -202,8 +203,6 @@ def _expand(root: str, pattern: str, key: str) -> tuple[str, ...]:
         if not matching:
             raise UserError(f"{key}: there is no file {place}")
         files += matching
-    if not files:
-        raise UserError(f"{key}: {pattern} counts down and names no file; use {{FIRST..LAST}}")
     return tuple(files)
 
 
@@ -284,7 +283,7 @@ def name_classes(
     found, positions = np.unique(np.asarray(labels), return_inverse=True)
     kinds = [str(kind) for kind in found.tolist()]
     if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", kind) for kind in kinds):
-        place = {name: label for label, name in enumerate(names or kinds)}
+        place = {name: label for label, name in enumerate(dict.fromkeys(names or kinds))}
         unknown = [kind for kind in kinds if kind not in place]
         if unknown:
             raise UserError(f"{where}: the label {first_few(unknown)} is not among the {len(place):,} class names")

@@ -50,7 +50,7 @@ def file_system(address: str) -> tuple[Any, str]:
     return files, path
 
 
-def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> T:
+def attempt(what: str, action: Callable[[], T]) -> T:
     """Run a network operation, with retries after growing pauses.
 
     Raises:
@@ -67,7 +67,7 @@ def attempt(what: str, action: Callable[[], T], pause: float = _FIRST_PAUSE) -> 
             if number == _ATTEMPTS - 1:
                 text = " ".join(str(error).split()) or type(error).__name__
                 raise UserError(f"{what} failed {_ATTEMPTS} times: {text}") from error
-            time.sleep(pause * 4**number)
+            time.sleep(_FIRST_PAUSE * 4**number)
     raise AssertionError("unreachable")
 
 

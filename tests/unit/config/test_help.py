@@ -57,6 +57,7 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
         ("augment.policy", [
             "augment.policy.num_ops=2  whole number greater than 0  (only rand_augment, timm_rand_augment)",
         ]),
+        ("model=vit_b16", ["model=vit: Vision Transformer (Dosovitskiy et al., 2021)", "model.patch_size=16  whole"]),
         ("speed.qkv", ["speed.qkv=separate  one of separate, fused", "  Queries, keys and values by"]),
         ("schedule", ["Learning rate per step: a linear warm-up, then a curve.", "schedule.max_steps=null  whole"]),
     ],

@@ -95,6 +95,7 @@ def test_an_amount_of_memory_is_saved_to_the_byte() -> None:
         ("run_dir: caf\xe9", "a configuration file is not written in UTF-8 "),
         ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of m"),
         ("defaults: [vit_digits, {optim: sgd}]", "Multiple values for optim. To override a value use 'override optim:"),
+        ("defaults: [finetune, _self_]\nmodel: null", "model: must be an object; got null ({file})"),
         ("3 # defaults", "Invalid loaded object type: int"),
         ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
     ],

@@ -102,19 +102,6 @@ def test_erased_boxes_become_noise_of_the_default_generator() -> None:
     assert torch.equal(first[3], plain[3])
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_host_never_waits() -> None:
-    prepare = Prepare(MEAN, STD, erase_value="noise", device="cuda")
-    batch = random_batch(erase=True).to(torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        images_BCHW = prepare(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert images_BCHW.is_cuda
-
-
 CPU = torch.device("cpu")
 # What is left of the order normalise, erase, mix when its beginning is done by the workers.
 PLACES = [("cpu", "device", "device"), ("cpu", "cpu", "device"), ("cpu", "cpu", "cpu")]
@@ -287,18 +274,6 @@ def test_cuda_mixes_as_the_cpu_and_keeps_the_layout(mixer: Mixer) -> None:
     mixed_BCHW, _ = mixer(images_BCHW.cuda(), 1)
     assert mixed_BCHW.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(mixed_BCHW.cpu(), expected_BCHW)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_mixing_never_waits() -> None:
-    images_BCHW = random_images().cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for seed in range(10):
-            Mixer(mixup_alpha=0.8, cutmix_alpha=1.0)(images_BCHW, seed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])

@@ -95,6 +95,9 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
     assert "the label 3: labels count the classes" in mistake("manifest", tmp_path)
     (tmp_path / "train.csv").write_text("path,label\na.jpg,gnu\n")
     assert "the label gnu is not among the 3 class names" in mistake("manifest", tmp_path)
+    # A name that is there twice is one class.
+    (tmp_path / "classes.txt").write_text("cat\ncat\ngnu\n")
+    assert opened("manifest", tmp_path)["train"].classes_of(0) == {"gnu"}
 
 
 @pytest.mark.parametrize(
