@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Verb
-from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of, refuse
+from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of, printable, refuse
 from pycls_fast.files import user_path
 from pycls_fast.precision import Name
 from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
@@ -61,7 +61,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             one_of("split", self.split, splits)
         chosen = {name: source for name, source in splits.items() if self.split in (None, name)}
         for name, source in chosen.items():
-            print(f"{name}: {source.describe()}")
+            _tell(f"{name}: {source.describe()}")
         workers = build.num_workers(config)
         with cleanup_at_signals():
             if self.mode == "pack":
@@ -87,7 +87,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             is_new = not is_packed(root / name)
             packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
             for image, reason in packed.about["damaged"]:
-                print(f"warning: {image}: {reason}; left out")
+                _tell(f"warning: {image}: {reason}; left out")
             print(f"{root / name}: {len(packed):,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
             if not is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
@@ -111,14 +111,14 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             damaged, parts = [], []
             for part in verify(source, workers=workers, title=f"verify {name}"):
                 for image in part.damaged:
-                    print(f"{image.name}: {image.reason}", flush=True)
+                    _tell(f"{image.name}: {image.reason}")
                     damaged.append({"index": image.position, "name": image.name, "reason": image.reason})
                 parts.append(part.seen)
             print(f"{name}: {len(damaged):,} of {len(source):,} images are damaged")
             seen[name] = np.concatenate(parts)
             report[name] = {"images": len(source), "damaged": damaged, **_summary(name, source, seen[name])}
         for kind, names in left_out.items():
-            print(f"left out: {len(names):,} {kind or 'without an ending'} ({first_few(names)})")
+            _tell(f"left out: {len(names):,} {kind or 'without an ending'} ({first_few(names)})")
         report["left_out"] = dict(left_out)
         report["copies"] = {kind: _told(kind, groups, splits) for kind, groups in copies(seen).items()}
         if file is not None:
@@ -126,12 +126,17 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         return MISTAKE if any(report[name]["damaged"] for name in splits) else DONE
 
 
+def _tell(text: str) -> None:
+    """Print a line with names of images or classes, which do not control the terminal."""
+    print(printable(text), flush=True)
+
+
 def _summary(name: str, source: "Images", seen: "np.ndarray") -> dict[str, object]:
     """Print and return the images of each class, and the smallest, median and largest width and height."""
     counts = dict(zip(source.classes, source.class_counts().tolist(), strict=True))
     told = [f"{counts[kind]:,} of {kind}" for kind in sorted(counts, key=counts.__getitem__)]
     shown = ", ".join(told) if len(told) <= _MOST_CLASSES else f"{told[0]} to {told[-1]}"
-    print(f"{name}: {len(counts):,} classes: {shown}")
+    _tell(f"{name}: {len(counts):,} classes: {shown}")
     sides = {}
     for side in ("width", "height") if len(seen) else ():
         ordered = sorted(seen[side].tolist())
@@ -149,7 +154,7 @@ def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) 
     print(f"groups of {kind} images: {len(groups):,}, {said}")
     names = [[f"{name}: {splits[name].name(index)}" for name, index in groups[number]] for number in order]
     for group in names[:5]:
-        print(f"  {first_few(group)}")
+        _tell(f"  {first_few(group)}")
     return names
 
 

@@ -187,7 +187,10 @@ def _resume(this: Try) -> Outcome:
 _IMAGES = ("*.JPEG",)
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...]]] = {
     "run": (
-        ("config.yaml", "metrics.jsonl", "summary.json", "state.json", ".metadata", "*.distcp", "predictions.npz"),
+        (
+            *("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "state.json", ".metadata"),
+            *("*.distcp", "predictions.npz"),
+        ),
         (
             _verb("runs", "run", "output=runs.csv"),
             _verb("compare", "run", "run", "output=compared"),

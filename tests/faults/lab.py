@@ -43,7 +43,7 @@ _TIMM = {
         "crop_mode": "center", "interpolation": "bicubic", "num_classes": 10, "first_conv": "patch_embed.proj",
     },
 }  # fmt: skip
-_LEDGER = Path(__file__).parents[2] / "docs" / "results" / "ledger_cpu" / "ledger.json"
+_LEDGER = Path(__file__).parents[2] / "docs" / "results" / "ledger_modern" / "ledger.json"
 
 
 class Lab:

@@ -199,6 +199,10 @@ CASES: Mapping[str, Case] = {
     "a device to predict": Case(_odd_image(lambda path: path.symlink_to("/dev/zero"), "predict", "RUN", "IMAGES")),
     "a pipe to verify": Case(_odd_image(os.mkfifo, "prepare", "verify", "data=folder", "data.root=folder")),
     "an evil name in a terminal": Case(_odd_image(_evil_name, *_ON_FOLDER)),
+    "an evil name to verify": Case(_odd_image(_evil_name, "prepare", "verify", "data=folder", "data.root=folder")),
+    "a pipe as a ledger": Case(
+        lambda lab, folder: os.mkfifo(folder / "x") or ["ledger", "report", "x"], allowed=(2,)
+    ),
     "an evil name in a table": Case(
         _odd_image(_evil_name, "predict", "RUN", "IMAGES", "format=csv", "output=out.csv"), after=_formulas
     ),

@@ -18,6 +18,7 @@ from pycls_fast.config import load_config
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
+from tests.factories import class_folders
 from tests.integration.runs import TINY, command, records, run_process, scored, under_torchrun
 from tests.unit.data.layouts import CLASSES, LAYOUTS, make_content, write_folder
 
@@ -173,6 +174,16 @@ def test_verify_lists_the_damaged(
     printed = prepare("verify", f"data.root={root}", "split=val", f"output={report_file}", capsys=capsys)
     assert "left out: 1 .jpg (loose.jpg)" in printed
     assert json.loads(report_file.read_text())["left_out"] == {".jpg": ["loose.jpg"]}
+
+
+def test_no_name_in_the_data_controls_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "val"):
+        class_folders(tmp_path / split, **{"red\x1b[31m": 2, "b": 1})
+    (tmp_path / "val" / "b" / "odd\x1b[31m.jpg").write_bytes(b"no image")
+    printed = prepare("verify", f"data.root={tmp_path}", capsys=capsys, expect=2)
+    assert "\x1b" not in printed
+    assert "odd\\x1b[31m.jpg: " in printed
+    assert "train: 2 classes: 1 of b, 2 of red\\x1b[31m" in printed
 
 
 def test_copies_with_several_labels_are_compared_by_their_classes(

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Po
 
 from pycls_fast.errors import refusing
 from pycls_fast.ledger.ladder.plan import Crossing
-from pycls_fast.ledger.report.record import GradientCounts, Rounding
+from pycls_fast.ledger.report.record import Rounding
 from pycls_fast.reading import Model, Saved, check, read_json
 from pycls_fast.values import ImageSize
 
@@ -53,12 +53,6 @@ class Rounded(Saved):
 
     errors: list[Rounding]
     weights: str | None = None
-
-
-class Gradients(GradientCounts):
-    """Those of all layers; the file also has each layer's."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class Headline(Saved):

@@ -22,7 +22,7 @@ from pycls_fast.config.keys import key_of, text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
-from pycls_fast.ledger.ladder.measurements import Gradients, Headline, Rounded, Timed, read_measurement
+from pycls_fast.ledger.ladder.measurements import Headline, Rounded, Timed, read_measurement
 from pycls_fast.ledger.ladder.plan import check_reference, check_runs, crossing, families, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
@@ -304,7 +304,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
     variants, total = ledger.selection.variants(), ledger.total()
     records = [_variant(ledger, variant) for variant in variants]
     compare_speed(records)
-    rounds = ledger.settings.rounds
+    rounds, gradients = ledger.settings.rounds, ledger.folder.file("gradients", variants[0])
     timed = next((record for variant in variants for record in ledger.folder.timings(variant, rounds)), None)
     # Device and ranks of this process, which measures nothing, are not the variants'.
     here = environment(torch.device("cpu"), 1)
@@ -321,20 +321,12 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         versions=versions(),
         code=ledger.folder.codes,
         environment=Machine(**{key: value for key, value in here.items() if key not in ("device", "world_size")}),
-        gradients=_gradients(ledger),
+        gradients=read_measurement(gradients, GradientCounts) if gradients.is_file() else None,
         unmeasured=ledger.unmeasured,
         unfinished=None if finished else Unfinished(done=total - sum(ledger.missing().values()), of=total),
         accuracy=ledger.crossed.record() if ledger.crossed else None,
         variants=records,
     )
-
-
-def _gradients(ledger: Ledger) -> GradientCounts | None:
-    """Gradient counts over all layers; those of each layer stay in their own file."""
-    file = ledger.folder.file("gradients", ledger.selection.variants()[0])
-    if not file.is_file():
-        return None
-    return GradientCounts(**read_measurement(file, Gradients).model_dump())
 
 
 def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:

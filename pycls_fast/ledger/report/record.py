@@ -177,7 +177,9 @@ class GradientTotals(_Described):
 
 
 class GradientCounts(_Part):
-    """The first variant's gradients over all layers (`measure.numerics`)."""
+    """The first variant's gradients over all layers (`measure.numerics`, whose file also has each layer's)."""
+
+    model_config = ConfigDict(extra="ignore")
 
     total: GradientTotals
     steps: int

@@ -93,16 +93,14 @@ class ImagePair:
     images: int
 
 
-def pair_images(
-    labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray, *, resamples: int = 10_000
-) -> ImagePair:
+def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> ImagePair:
     """Compare two runs image by image, from the true classes and those that each predicted."""
     images = len(labels_N)
     right_first, right_second = first_N == labels_N, second_N == labels_N
     lost, won = int((right_first & ~right_second).sum()), int((~right_first & right_second).sum())
     # Resampling the images is a multinomial draw of how many of them were lost, won or neither.
     shares = np.array([lost, won, images - lost - won]) / images
-    draws = np.random.default_rng(0).multinomial(images, shares, size=resamples)
+    draws = np.random.default_rng(0).multinomial(images, shares, size=10_000)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(100.0 * (draws[:, 1] - draws[:, 0]) / images, [tail, 100 - tail])
     difference = (won - lost) / images

@@ -12,7 +12,7 @@ import pytest
 
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.ledger.report.effects import more_runs
-from pycls_fast.ledger.report.page import Chart, charts, ledger_page, redraw, write_page
+from pycls_fast.ledger.report.page import Chart, charts, ledger_page, write_page
 from pycls_fast.ledger.report.record import Record, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, verdicts
@@ -241,10 +241,3 @@ def test_a_committed_ledger_says_today_what_its_page_says(path: Path) -> None:
     """But for the charts, which follow matplotlib's version."""
     page = re.sub(r"<figure>.*</figure>\n", "", path.with_name("index.html").read_text(), flags=re.DOTALL)
     assert ledger_page(read_record(path), []) == page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", LEDGERS[:1])
-def test_a_committed_report_can_be_drawn(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert redraw(str(path), str(tmp_path / "a")) == 0
-    assert f"report: {tmp_path / 'a' / 'index.html'}" in capsys.readouterr().out

@@ -297,14 +297,10 @@ def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(processes, "_EVERY_SECONDS", 0.0)
     scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "metrics.jsonl").write_text(line(5, 1.25))
+    record = {"kind": "train", "step": 5, "epoch": 0.5, **TRAINED, "loss": 1.25}
+    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     scene.advance()
     assert scene.said == [
         "a: training, seed 0: no step logged yet",
         "b: training, seed 0: epoch 0.50, step 5, loss 1.2500",
     ]
-
-
-def line(step: int, loss: float | None) -> str:
-    record = {"kind": "train", "step": step, "epoch": step / 10, **TRAINED, "loss": loss}
-    return json.dumps(record) + "\n"
