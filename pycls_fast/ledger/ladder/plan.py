@@ -101,25 +101,24 @@ def override_key(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def plan(ladder: Ladder, mode: Mode, *, ranks: int = 1, impossible: Collection[str] = ()) -> list[Variant]:
+def plan(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> list[Variant]:
     """The variants that are timed, after the reference, in the order of the ladder.
 
     Args:
         mode: "cumulative": each on top of those before it. "crossed": each by itself on the baseline, compared with the
             baseline or with the variant that it is against.
-        ranks: processes of each, unless the ladder sets them.
         impossible: those that cannot run here: the report shows them as missing, others do not include their change.
     """
 
-    def on_top(variant: Variant, below: Sequence[str], ranks: int | None, against: str | None) -> Variant:
+    def on_top(variant: Variant, below: Sequence[str], ranks: int, against: str | None) -> Variant:
         overrides = merged(below, variant.overrides)
         return variant.model_copy(update={"overrides": overrides, "ranks": variant.ranks or ranks, "against": against})
 
-    base = below = on_top(ladder.baseline, (), ranks, None)
+    base = below = on_top(ladder.baseline, (), 1, None)
     made = [base]
     for variant in ladder.variants:
         against = variant.against or base.name if mode == "crossed" else below.name
-        made.append(on_top(variant, below.overrides, below.ranks, against))
+        made.append(on_top(variant, below.overrides, below.ranks or 1, against))
         if mode == "cumulative" and variant.name not in impossible:
             below = made[-1]
     return made
@@ -139,10 +138,10 @@ class Selection:
         UserError: a baseline that is not for this device.
     """
 
-    def __init__(self, ladder: Ladder, mode: Mode, ranks: int, device: str) -> None:
+    def __init__(self, ladder: Ladder, mode: Mode, device: str) -> None:
         self.impossible: dict[str, str] = {}
         self.failed: dict[str, str] = {}
-        self._ladder, self._mode, self._ranks = ladder, mode, ranks
+        self._ladder, self._mode = ladder, mode
         # Those that later variants do not include.
         self._excluded: set[str] = set()
         for variant in self.variants():
@@ -157,7 +156,7 @@ class Selection:
 
     def variants(self) -> list[Variant]:
         """The variants, given what is known so far about which can run here."""
-        return plan(self._ladder, self._mode, ranks=self._ranks, impossible=self._excluded)
+        return plan(self._ladder, self._mode, impossible=self._excluded)
 
     def runnable(self) -> list[Variant]:
         """The variants that are not known to fail."""
@@ -254,7 +253,8 @@ class Crossing:
 def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], bool]) -> Crossing:
     """Sort the variants of these names, which run here, into those that can be combined and those that cannot."""
     chosen = [v for v in ladder.variants if v.name in names and not refused(together(ladder, closed(ladder, [v.name])))]
-    alone = [v.name for v in chosen if v.tree is not None or v.ranks not in (None, ladder.baseline.ranks)]
+    base = ladder.baseline
+    alone = [v.name for v in chosen if (v.tree, v.ranks or base.ranks) != (base.tree, base.ranks)]
     known = {v.name: v for v in chosen}
     # What needs one that is compared alone, or that does not run, is compared alone as well.
     for variant in chosen:
@@ -286,8 +286,8 @@ def together(ladder: Ladder, on: Sequence[str]) -> Variant:
         name=" + ".join(on) or ladder.baseline.name,
         overrides=merged(ladder.baseline.overrides, *(variant.overrides for variant in chosen)),
         ranks=last.ranks or ladder.baseline.ranks,
-        # Only one that is compared alone has a tree.
-        tree=last.tree or ladder.baseline.tree,
+        # One with other code than the baseline's is compared alone.
+        tree=last.tree,
     )
 
 

@@ -66,7 +66,11 @@ class Ledger:
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
-        self.selection = Selection(self.ladder, self.settings.mode, self.settings.ranks, self.device)
+        base = self.ladder.baseline
+        if base.ranks is None and self.settings.ranks > 1:
+            base = base.model_copy(update={"ranks": self.settings.ranks})
+            self.ladder = self.ladder.model_copy(update={"baseline": base})
+        self.selection = Selection(self.ladder, self.settings.mode, self.device)
         # Of this start: seconds of processes, those of trainings apart; timings.
         self._took: dict[bool, list[float]] = {False: [], True: []}
         self._timed: set[Path] = set()

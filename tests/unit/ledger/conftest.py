@@ -18,4 +18,5 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(FakeProcess, "broken", {})
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(FakeProcess, "trees", [])
+    monkeypatch.setattr(FakeProcess, "ranks", [])
     return FakeProcess

@@ -66,12 +66,14 @@ class FakeProcess:
     broken: ClassVar[Mapping[str, tuple[int, str]]] = {}
     started: ClassVar[list[list[str]]] = []
     trees: ClassVar[list[object]] = []
+    ranks: ClassVar[list[int]] = []
 
     def __init__(
         self, verb: str, arguments: list[str], *, ranks: int, log: Path, tree: object = None, devices: object = ()
     ) -> None:  # fmt: skip
-        del ranks, devices
+        del devices
         self.trees.append(tree)
+        self.ranks.append(ranks)
         self.started.append([verb, *arguments])
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log

@@ -13,7 +13,7 @@ import pytest
 
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.plan import Family, crossing, families
+from pycls_fast.ledger.ladder.plan import Family, crossing, families, together
 from pycls_fast.ledger.ladder.processes import FAILED
 from pycls_fast.ledger.ladder.run import collect
 from pycls_fast.ledger.ladder.work import Ledger
@@ -78,6 +78,14 @@ def test_alternatives_are_never_on_together_and_children_need_their_parent() -> 
     assert all("compile" in half for half in halves if "gelu" in half)
     assert all(sum(name in half for half in halves) > 10 for name in crossed[0].names)
     assert alone[0].pairs[3].on == (("two",), ())
+
+
+def test_a_baseline_may_have_older_code() -> None:
+    variants = (Variant(name="now"), Variant(name="larger", overrides=("a=2",), against="now"))
+    ladder = LADDER.model_copy(update={"baseline": Variant(name="before", tree="../before"), "variants": variants})
+    now, larger = planned(ladder)[0]
+    trees = {on: together(ladder, on).tree for family in (now, larger) for on in family.pairs[0].on}
+    assert trees == {(): "../before", ("now",): None, ("now", "larger"): None}
 
 
 class Training(FakeProcess):

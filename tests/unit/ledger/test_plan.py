@@ -47,7 +47,8 @@ def test_what_cannot_run_is_listed_and_not_below_the_others() -> None:
 
 
 def test_alone_they_stand_on_the_baseline() -> None:
-    made = plan(LADDER, "crossed", ranks=3)
+    base = LADDER.baseline.model_copy(update={"ranks": 3})
+    made = plan(LADDER.model_copy(update={"baseline": base}), "crossed")
     assert [(a.against, a.ranks) for a in made] == [(None, 3), ("base", 3), ("base", 2), ("base", 3)]
     assert made[3].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
 

@@ -140,6 +140,13 @@ def test_rounding_is_that_of_variants_with_one_rank(tmp_path: Path, fake: type[F
     assert sum(ledger.missing().values()) == 0
 
 
+def test_trainings_have_as_many_ranks_as_timings(tmp_path: Path, fake: type[FakeProcess]) -> None:
+    two = (Variant(name="B", overrides=("b=1",)), Variant(name="three", overrides=("c=1",), ranks=3))
+    start(tmp_path, ladder_of(*two), mode="crossed", ranks=2, rounds=1, runs_at_most=6, margin=50)
+    trained = {fake.ranks[place] for place, (verb, *_) in enumerate(fake.started) if verb == "train"}
+    assert trained == set(fake.ranks) == {2, 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cumulative", "crossed"])
 def test_what_the_experiment_cannot_have_is_not_timed(
