@@ -51,7 +51,6 @@ def open_manifest(
     says train, val or test, else "all" of them. Test images without labels are left out. Paths in them are absolute,
     or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
     (named by `classes.txt`, if that lies beside the table), or several of them (`data.label_separator`).
-    Paths may have been written on Windows.
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 from torch import nn
 
 import pycls_fast
 from pycls_fast.commands.train import table_of
-from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, command_line, overrides_name
+from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, overrides_name
+from pycls_fast.config.compose import as_hydra_overrides, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.train.environment import Call
@@ -50,8 +50,6 @@ def test_off_and_on_need_no_quotes(tool: Tool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("experiment", ["mine", "vit_digits"])
 def test_a_folder_of_configurations_from_python(tmp_path: Path, experiment: str) -> None:
     """Experiments of both folders find groups of both."""
-    from pycls_fast.config.compose import compose
-
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "own.yaml").write_text("name: sgd\nlr: 1e-3\n")
     (tmp_path / "mine.yaml").write_text("defaults: [vit_digits, _self_]\nseed: 5\n")
@@ -178,23 +176,10 @@ def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Broken(Verb):
-        def __call__(self, config: RunConfig) -> int:
-            raise ValueError("ours")
-
-    monkeypatch.setattr("sys.argv", ["tool.py"])
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            command_line(Broken)
-    finally:
-        GlobalHydra.instance().clear()
-    assert stopped.value.code == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("Traceback")
-    assert "ours" in printed.splitlines()[-1]
+def test_a_fault_in_the_tool_is_not_taken_for_a_mistake(tool: Tool) -> None:
+    status, lines, _ = tool(reads_images=property(lambda verb: int("ours")))
+    assert (status, lines[0][:9]) == (1, "Traceback")
+    assert lines[-1].startswith("ValueError: ")
 
 
 def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
@@ -255,18 +240,6 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
         ([], ""),
     ],
 )
-def test_a_folder_is_named_by_what_was_typed(monkeypatch: pytest.MonkeyPatch, arguments: list[str], name: str) -> None:
-    seen: list[str] = []
-
-    class Own(Verb):
-        def __call__(self, config: RunConfig) -> int:
-            seen.append(overrides_name())
-            return 0
-
-    # Whether the values can be used does not matter.
-    monkeypatch.setattr("pycls_fast.config.launch.check", lambda *_: None)
-    monkeypatch.setattr("pycls_fast.config.launch.notes", lambda *_: [])
-    monkeypatch.setattr("sys.argv", ["tool.py", *arguments])
-    with pytest.raises(SystemExit):
-        command_line(Own)
-    assert seen == [name]
+def test_a_folder_is_named_by_what_was_typed(arguments: list[str], name: str) -> None:
+    """Whether the values can be used does not matter."""
+    assert overrides_name(as_hydra_overrides(arguments, [CONFIGS])) == name

@@ -56,11 +56,6 @@ def own_tool(folder: Path, body: str) -> Path:
             ],
         ),
         ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS, LEDGER]),
-        (
-            "knn_net",
-            ["data.eval_set=v2", "data.eval_root=."],
-            ["data.eval_set: only pycls-fast test scores it; use data.eval_set=null (the command line)"],
-        ),
         ("predict", ["run=x", "topk=0"], ["topk: must be greater than 0; got 0 (the command line)"]),
     ],
 )
