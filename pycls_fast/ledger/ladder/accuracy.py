@@ -78,6 +78,9 @@ class CrossedTrainings:
 
     def __post_init__(self) -> None:
         self.known = self.folder.crossing or crossing(self.ladder, self.names, self.refused)
+        if not any(self.folder.path.glob(f"runs/*/*/{FAILED}")):
+            # Removed, to try again.
+            self.known.broken = {}
         self._pairs: dict[PlannedPair, Pair | None] = {}
 
     def groups(self, known: Crossing | None = None) -> list[list[Family]]:
