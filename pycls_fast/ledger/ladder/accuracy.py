@@ -61,7 +61,7 @@ class CrossedTrainings:
     Attributes:
         names: the variants that run here.
         alike: those of them that made no difference to the bits of the weights after some steps.
-        refused: whether the settings of a combination are refused.
+        refused: why the settings of a combination are refused, if they are.
         train: starts the runs that are not done, and waits for them.
         known: what is known of the variants, also from earlier starts.
     """
@@ -71,7 +71,7 @@ class CrossedTrainings:
     folder: LedgerFolder
     names: Sequence[str]
     alike: Sequence[str]
-    refused: Callable[[Variant], bool]
+    refused: Callable[[Variant], str | None]
     train: Callable[[Sequence[TrainingRun]], None]
     say: Callable[[str], None]
     known: Crossing = field(init=False)

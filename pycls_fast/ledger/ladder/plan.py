@@ -250,7 +250,7 @@ class Crossing:
     looked: list[float | None] = field(default_factory=list)
 
 
-def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], bool]) -> Crossing:
+def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], str | None]) -> Crossing:
     """Sort the variants of these names, which run here, into those that can be combined and those that cannot."""
     chosen = [v for v in ladder.variants if v.name in names and not refused(together(ladder, closed(ladder, [v.name])))]
     base = ladder.baseline

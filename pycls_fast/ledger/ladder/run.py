@@ -85,16 +85,7 @@ def run_ladder(
     code = partial(code_digest, configs, _trees(chosen))
     place = LedgerFolder(folder, say=display.note, code=code, accept_code=accept_code)
     why_not = partial(refusal, compose=compose, device=torch.device(device))
-    ledger = Ledger(
-        chosen,
-        settings,
-        base[0],
-        typed,
-        device,
-        place,
-        say=display.note,
-        refused=lambda variant: why_not(variant) is not None,
-    )
+    ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)
     # Before any timing: variants that are known to fail, even if only in training.
     refused = ledger.selection.rule_out(why_not)
     _divide_devices(ledger)
@@ -232,7 +223,7 @@ def announce(ledger: Ledger, seconds: float | None, timed: Timed, fed_step: floa
     if trains:
         names = [variant.name for variant in ledger.selection.runnable()]
         # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
-        known = ledger.folder.crossing or crossing(ledger.ladder, names, lambda variant: False)
+        known = ledger.folder.crossing or crossing(ledger.ladder, names, lambda variant: None)
         check_runs(families(ledger.ladder, known, ledger.settings.runs_at_most, ledger.settings.first_seed))
     runs, images, step = ledger.trainings(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:

@@ -18,7 +18,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.folder import LedgerFolder
 from pycls_fast.ledger.ladder.measurements import Rounded, Timed, read_measurement
-from pycls_fast.ledger.ladder.plan import Selection, default_runs, merged, tree_path
+from pycls_fast.ledger.ladder.plan import Selection, closed, default_runs, merged, together, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     ONE_PROCESS,
@@ -44,7 +44,7 @@ class Ledger:
         device: "cpu" or "cuda": where the variants run.
         cuda_devices: those that concurrent training runs divide among them; empty if there is no need to.
         conditions: what else must be the same at every start, by name (`folder.conditions`).
-        refused: whether the settings of a combination are refused.
+        refused: why the settings of a combination are refused, if they are.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
         crossed: the trainings, once they start.
         stop: may come true while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
@@ -59,7 +59,7 @@ class Ledger:
     say: Callable[[str], None] = print
     cuda_devices: Sequence[str] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    refused: Callable[[Variant], bool] = lambda variant: False
+    refused: Callable[[Variant], str | None] = lambda variant: None
     selection: Selection = field(init=False)
     unmeasured: dict[str, str] = field(default_factory=dict)
     crossed: CrossedTrainings | None = None
@@ -144,6 +144,12 @@ class Ledger:
             train=self.train,
             say=self.say,
         )
+        known = self.crossed.known
+        for name in (v.name for v in variants if v.name not in (*known.crossed, *known.alone)):
+            # In a cumulative ladder it was timed on top of others, without which its settings may be refused.
+            why = self.refused(together(self.ladder, closed(self.ladder, [name]))) or "it did not run at first"
+            self.unmeasured[f"{name}: accuracy"] = why
+            self.say(f"{name}: not trained: {why}")
         return self.crossed
 
     def _alike(self) -> list[str]:

@@ -34,7 +34,7 @@ LADDER = Ladder(
 
 def planned(ladder: Ladder = LADDER, **settings: Any) -> list[list[Family]]:
     """The families of a ladder whose combinations are all allowed."""
-    known = crossing(ladder, [v.name for v in ladder.variants], lambda variant: False)
+    known = crossing(ladder, [v.name for v in ladder.variants], lambda variant: None)
     return families(ladder, known, settings.get("runs_at_most"), 0)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from pycls_fast.config.ladder import Mode, Variant
+from pycls_fast.config import RunConfig
+from pycls_fast.config.ladder import LadderSettings, Mode, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.plan import plan
@@ -17,7 +19,7 @@ from pycls_fast.ledger.ladder.run import collect, refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from tests.factories import config_of
-from tests.unit.ledger.stand_ins import LADDER, FakeProcess, given, ladder_of, slug_of, start, work
+from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, given, ladder_of, slug_of, start, work
 
 pytestmark = pytest.mark.usefixtures("fake")
 OWN = ("a=", "b=", "c=", "precision=")
@@ -138,6 +140,24 @@ def test_rounding_is_that_of_variants_with_one_rank(tmp_path: Path, fake: type[F
     found = [variant.name for variant in collect(ledger, "x").variants if variant.numerics is not None]
     assert found == ["base", "C"]
     assert sum(ledger.missing().values()) == 0
+
+
+def test_what_cannot_be_trained_by_itself_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Timed on top of others it runs."""
+
+    def composed(overrides: Sequence[str]) -> RunConfig:
+        if "c=1" in overrides and "b=1" not in overrides:
+            raise UserError("c: 1 needs b=1")
+        return config_of()
+
+    settings = LadderSettings(**{**SETTINGS, "rounds": 1, "runs_at_most": 8, "margin": 50})
+    running.run_ladder(
+        config_of(), LADDER, settings, base=([], []), compose=composed, folder=tmp_path, dry_run=False
+    )  # fmt: skip
+    record = read_record(tmp_path / "ledger.json")
+    assert record.unmeasured == {"C: accuracy": "c: 1 needs b=1"}
+    assert [effect.variant for effect in record.accuracy.effects] == ["B"]
+    assert "C: not trained: c: 1 needs b=1" in capsys.readouterr().out
 
 
 def test_trainings_have_as_many_ranks_as_timings(tmp_path: Path, fake: type[FakeProcess]) -> None:
