@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Section, given
 from pycls_fast.data.policies import Policy
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Files, Opening, Source
 from pycls_fast.values import (
     Hue,
     NonNegativeFloat,
@@ -49,24 +49,6 @@ class Folder(Source, name="folder"):
         return open_folder(root, self, how)
 
 
-class Files(Source):
-    """A source of tables or shards."""
-
-    train: Text | None = None
-    """The training files, if they do not have the usual names: a path, with `*` and `{000..146}`."""
-    val: Text | None = None
-    """The validation files, likewise."""
-    label_column: Text = "label"
-    """The column, or the field of a tar's .json, that holds the classes."""
-
-    @field_validator("val")
-    @classmethod
-    def _has_training_files(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("train") is None:
-            raise ValueError("given without data.train; give both, or neither")
-        return value
-
-
 class Manifest(Files, name="manifest"):
     """A CSV, TSV or Parquet table of paths and labels."""
 
@@ -77,7 +59,7 @@ class Manifest(Files, name="manifest"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tables import open_manifest
 
-        return open_manifest(root, self, how, **self.own())
+        return open_manifest(root, self, how, self.path_column)
 
 
 class Parquet(Files, name="parquet"):
@@ -89,7 +71,7 @@ class Parquet(Files, name="parquet"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_parquet
 
-        return open_parquet(root, self, **self.own())
+        return open_parquet(root, self, self.image_column)
 
 
 class Hub(Source, name="hub"):
@@ -123,7 +105,7 @@ class Tar(Files, name="tar"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.tars import open_tars
 
-        return open_tars(root, self, how, **self.own())
+        return open_tars(root, self, how, self.shard_cache, self.shard_cache_gib)
 
 
 class Packed(Source, name="packed"):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from pycls_fast.data.source import Files
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.remote import is_remote, list_files
@@ -115,9 +116,7 @@ class _File:
         weakref.finalize(self, os.close, self.descriptor)
 
 
-def find_files(
-    root: str, suffixes: Sequence[str], *, train: str | None = None, val: str | None = None, deep: bool = True
-) -> dict[str, tuple[str, ...]]:
+def find_files(root: str, suffixes: tuple[str, ...], data: Files, *, deep: bool = True) -> dict[str, tuple[str, ...]]:
     """The files of each split: "train" and others of "val" and "test", or "all" if no name tells them apart.
 
     A file's split is given by a word in its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`), else by
@@ -126,17 +125,17 @@ def find_files(
     Args:
         root: a file, a folder or an address of one.
         suffixes: how the names end, e.g. (".tar",).
-        train, val: the files of a split by name instead: a path below `root`, an absolute one or an address, with `*`
-            and `{000..146}`.
+        data: `train` and `val` are the files of a split by name instead: a path below `root`, an absolute one or an
+            address, with `*` and `{000..146}`.
         deep: look in folders of `root`, too.
 
     Raises:
         OSError, UserError: no files, a shard that is missing, or names that do not tell the split.
     """
-    if train is not None:
-        named = {"train" if val is not None else "all": _expand(root, train, "data.train")}
-        return named if val is None else {**named, "val": _expand(root, val, "data.val")}
-    found = sorted(files_below(root, tuple(suffixes), deep=deep))
+    if data.train is not None:
+        train = _expand(root, data.train, "data.train")
+        return {"all": train} if data.val is None else {"train": train, "val": _expand(root, data.val, "data.val")}
+    found = sorted(files_below(root, suffixes, deep=deep))
     if not found:
         raise UserError(f"there are no {' or '.join(suffixes)} files in {root} (see data/README.md)")
     _check_complete(found)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.data.source import Source
+from pycls_fast.data.source import Files, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, Labels, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, one_of, refusing
@@ -35,24 +34,13 @@ class ArrowImages(Images):
         return image
 
 
-def open_parquet(
-    root: str,
-    data: Source,
-    *,
-    train: str | None,
-    val: str | None,
-    image_column: str | None,
-    label_column: str,
-) -> dict[str, Images]:
+def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, Images]:
     """The parts of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
     """
     names = read_class_list(root)
-    found = find_files(root, (".parquet",), train=train, val=val)
-    open_split = partial(
-        _open_split, image_column=image_column, label=label_column, separator=data.label_separator, names=names
-    )
+    found = find_files(root, (".parquet",), data)
     opened: dict[str, Images] = {}
     with _datasets(root) as hf:
         for split, files in found.items():
@@ -60,8 +48,10 @@ def open_parquet(
                 open_file(file, None).close()
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
-            where = f"{root} ({split})"
-            opened[split] = open_split(where, dataset, is_test=split == "test")
+            opened[split] = _open_split(
+                f"{root} ({split})", dataset, image_column=image_column, label=data.label_column,
+                separator=data.label_separator, names=names, is_test=split == "test",
+            )  # fmt: skip
     return opened
 
 
@@ -79,9 +69,6 @@ def open_hub(
     `save_to_disk` wrote."""
 
     repository, _, revision = name.partition("@")
-    open_split = partial(
-        _open_split, image_column=image_column, label=label_column, separator=data.label_separator, names=None
-    )
     opened: dict[str, Images] = {}
     with _datasets(name) as hf:
         if Path(name).is_dir():
@@ -99,8 +86,10 @@ def open_hub(
             named |= {} if other is None else {SPLIT_OF[other]: other}
         for own, split in named.items():
             one_of(f"data.{own}", split, sorted(loaded))
-            where = f"{name} ({split})"
-            opened[own] = open_split(where, loaded[split], is_test=own == "test")
+            opened[own] = _open_split(
+                f"{name} ({split})", loaded[split], image_column=image_column, label=label_column,
+                separator=data.label_separator, names=None, is_test=own == "test",
+            )  # fmt: skip
     return opened
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Files, Opening
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import (
     ENCODING,
@@ -35,16 +35,7 @@ _SPLIT_COLUMN = "split"
 _SPLITS = ("train", "val", "test")
 
 
-def open_manifest(
-    root: str | Path,
-    data: Source,
-    how: Opening,
-    *,
-    train: str | None,
-    val: str | None,
-    path_column: str,
-    label_column: str,
-) -> dict[str, Images]:
+def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str) -> dict[str, Images]:
     """The parts of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
@@ -56,7 +47,7 @@ def open_manifest(
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    files = find_files(str(place), EXTENSIONS, train=train, val=val, deep=False)
+    files = find_files(str(place), EXTENSIONS, data, deep=False)
     names = read_class_list(str(place))
     base = place if place.is_dir() else place.parent
     opened: dict[str, Images] = {}
@@ -66,7 +57,7 @@ def open_manifest(
         path = Path(found[0])
         status = path.stat()
         stamp: dict[str, Any] = {"size": status.st_size, "time": status.st_mtime_ns, "separator": data.label_separator}
-        stamp |= {"columns": [path_column, label_column], "classes": None if names is None else list(names)}
+        stamp |= {"columns": [path_column, data.label_column], "classes": None if names is None else list(names)}
         index = load_or_build(
             path.absolute(),
             "manifest",

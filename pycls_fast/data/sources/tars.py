@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Files, Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
 from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
@@ -87,15 +87,7 @@ class TarImages(CachedShards):
 
 
 def open_tars(
-    root: str,
-    data: Source,
-    how: Opening,
-    *,
-    train: str | None,
-    val: str | None,
-    label_column: str,
-    shard_cache: str | None,
-    shard_cache_gib: float | None,
+    root: str, data: Files, how: Opening, shard_cache: str | None, shard_cache_gib: float | None
 ) -> dict[str, Images]:
     """The parts of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 
@@ -114,10 +106,10 @@ def open_tars(
         limit = float("inf") if shard_cache_gib is None else shard_cache_gib * 2**30
         cache = ShardCache(user_path(shard_cache), limit, processes=how.processes)
     opened: dict[str, Images] = {}
-    for split, shards in find_files(root, (".tar",), train=train, val=val).items():
+    for split, shards in find_files(root, (".tar",), data).items():
         with ThreadPoolExecutor(_THREADS) as pool:
             stamps = list(pool.map(_stamp, shards))
-        stamp: dict[str, Any] = {"shards": stamps, "label": label_column, "separator": data.label_separator}
+        stamp: dict[str, Any] = {"shards": stamps, "label": data.label_column, "separator": data.label_separator}
         stamp["classes"] = None if names is None else list(names)
         index = load_or_build(
             root if is_remote(root) else Path(root).absolute(),
