@@ -16,6 +16,7 @@ curves take several times as long, within 6%.
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,8 @@ from pycls_fast.config import load_config
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.parallel.wrap import place_model
-from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import SWITCHES, Speed, resolve
-from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import TrainMetrics
-from tests.factories import config_of
+from tests.factories import config_of, take_steps
 
 CPU = torch.device("cpu")
 STEPS, TOGETHER = 100, 10
@@ -119,19 +116,8 @@ def batches(images: Path, experiment: str, decode: str, seed: int) -> list[Batch
 def curve(images: Path, experiment: str, chosen: str, seed: int) -> torch.Tensor:
     """The loss, a mean for each ten steps, and the norm of the averaged weights behind them."""
     config = config_of(*RECIPE, *SIZES_OF[experiment], *chosen.split(), f"seed={seed}", name=experiment)
-    switches = build.switches(config, CPU)
-    network = build.model(config, 10, switches)
-    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
-    step = make_step(config, network, ALONE, switches, steps_per_epoch=STEPS // 10)
-    metrics = TrainMetrics(CPU, read=switches.metrics)
-    host = build.prepare_on_host(config, switches)
-    losses = []
-    for number in range(STEPS):
-        batch = batches(images, experiment, switches.decode, seed)[number % 20]
-        if host is not None:
-            batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
-        step(number, [batch], metrics)
-        losses.append(metrics.read(ALONE)["loss"])
+    epoch = batches(images, experiment, build.switches(config, CPU).decode, seed)
+    losses, step, _ = take_steps(config, islice(cycle(epoch), STEPS), steps_per_epoch=STEPS // 10)
     floating = [value for value in step.ema.values.values() if value.is_floating_point()]
     # No loss reads the average.
     norm = torch.stack([value.norm() for value in floating]).norm()

@@ -22,13 +22,8 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel.world import ALONE
-from pycls_fast.parallel.wrap import place_model
-from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
-from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import TrainMetrics
-from tests.factories import config_of, nudge
+from tests.factories import config_of, nudge, take_steps
 
 Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
@@ -192,21 +187,9 @@ class Trained(NamedTuple):
 
 def train(config: RunConfig, *, steps: int = 2) -> Trained:
     """A few steps of the training step that a run makes."""
-    chosen = build.switches(config, CPU)
-    network = build.model(config, 10, chosen)
-    nudge(network)
-    network = place_model(network, ALONE, memory_format=chosen.memory_format).train()
-    step = make_step(config, network, ALONE, chosen, steps_per_epoch=4)
-    metrics = TrainMetrics(CPU, read=chosen.metrics)
-    host = build.prepare_on_host(config, chosen)
-    losses = []
-    for number in range(steps):
-        batch = synthetic_batch(8, 16, 10, erase_probability=0.5, seed=number, device=CPU)
-        if host is not None:
-            batch = host(batch, microbatch_seed(config.seed, step=number, position=0, rank=0))
-        step(number, [batch], metrics)
-        losses.append(metrics.read(ALONE)["loss"])
-    weights = {key: value.detach().clone() for key, value in network.state_dict().items()}
+    batches = (synthetic_batch(8, 16, 10, erase_probability=0.5, seed=number, device=CPU) for number in range(steps))
+    losses, step, chosen = take_steps(config, batches, steps_per_epoch=4, first=nudge)
+    weights = {key: value.detach().clone() for key, value in step.weights.state_dict().items()}
     return Trained(losses, weights, step.ema.values, chosen)
 
 

@@ -32,6 +32,10 @@ ONE_MISTAKE = [
     ("model.kind=vitt", 'model.kind: must be one of vit, resnet, timm, given; got "vitt"; did you mean vit? ...'),
     # Types and ranges.
     ("optim.lr=fast", f'optim.lr: must be a valid number; got "fast" {HERE}'),
+    *(
+        (f"precision.loss_scale={value}", "precision.loss_scale: must be dynamic or a number greater than 0; got ...")
+        for value in ("dynamicc", "0", "-1", "null", "true")
+    ),
     ("schedule.epochs=1.5", f"schedule.epochs: must be auto or a whole number greater than 0; got 1.5 {HERE}"),
     ("data.root=3", "data.root: must be a valid string; got 3; quotes within quotes make it text: ..."),
     ("augment.scale=[0.1]", f"augment.scale[1]: field required; got [0.1] {HERE}"),

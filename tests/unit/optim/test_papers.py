@@ -211,14 +211,6 @@ def test_formula(name: str, implementation: str, dtype: torch.dtype, tolerance: 
     assert errors(classic(name, implementation), lambda _: FORMULAS[name], dtype) < tolerance
 
 
-@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_the_implementation_is_the_one_asked_for(name: str, implementation: str) -> None:
-    optimizer = classic(name, implementation)([{"params": [nn.Parameter(torch.ones(1))]}])
-    for flag in ("foreach", "fused"):
-        assert optimizer.defaults[flag] == (implementation == flag)
-
-
 @compiles
 @pytest.mark.parametrize(("name", "implementation"), COMPILED)
 def test_a_compiled_step_is_as_near_to_float64_as_the_loop_and_compiles_once(name: str, implementation: str) -> None:
