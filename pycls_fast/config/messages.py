@@ -22,7 +22,7 @@ from pycls_fast.config.run import options
 from pycls_fast.errors import UserError, did_you_mean, nearest
 
 # Raised by composing when a file or an override is wrong, or cannot be read.
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
 
 Where = Callable[[str], str]
 
@@ -104,6 +104,8 @@ def _explained(error: Exception, folders: Sequence[Path]) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}"
+    if isinstance(error, RecursionError):
+        return "the defaults of a configuration file lead back to it; give it a name that none of them has"
     if isinstance(error, UnicodeDecodeError):
         return f"a configuration file is not written in UTF-8 ({error}); save it as UTF-8"
     return _one_line(error)

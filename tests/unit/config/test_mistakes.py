@@ -100,6 +100,7 @@ def test_an_amount_of_memory_is_saved_to_the_byte() -> None:
         ("defaults: [vit_digitz]", "vit_digitz: no such file in configs/; did you mean vit_digits? (the defaults of m"),
         ("defaults: [vit_digits, {optim: sgd}]", "Multiple values for optim. To override a value use 'override optim:"),
         ("defaults: [finetune, _self_]\nmodel: null", "model: must be an object; got null ({file})"),
+        ("defaults: [mine, _self_]", "the defaults of a configuration file lead back to it; give it a name that none"),
         ("3 # defaults", "Invalid loaded object type: int"),
         ("defaults: 3", "Invalid defaults list in 'mine', defaults must be a list (got int)"),
     ],
