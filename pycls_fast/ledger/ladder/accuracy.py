@@ -100,7 +100,8 @@ class CrossedTrainings:
         Raises:
             UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
         """
-        self._check_plan()
+        check_runs(self.groups())
+        self.folder.keep_crossing(self.known)
         self._screen()
         place = 0
         while place < len(groups := self.groups()):
@@ -153,15 +154,6 @@ class CrossedTrainings:
             if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
         return True
-
-    def _check_plan(self) -> None:
-        s, looked = self.settings, self.known.looked
-        check_runs(self.groups())
-        if looked and looked != [s.runs_at_most, s.margin]:
-            raise UserError(
-                "runs_at_most, margin: fixed, as there were verdicts already; keep both, or choose another folder"
-            )
-        self.folder.keep_crossing(self.known)
 
     def _check_resolution(self, group: Sequence[Family]) -> None:
         """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""

@@ -88,8 +88,9 @@ class LedgerFolder:
         with refusing(f"output: {self._plan_file} cannot be read", OSError, ValueError, use=way_out):
             before = read_json(self._plan_file)
             kept = check(KeptPlan, before)
-        # More trainings or rounds extend the same plan.
-        asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW}
+        # After a verdict its trainings and the margin are fixed, too.
+        fixed = _UNTIL_VERDICTS if kept.crossing is not None and kept.crossing.looked else ()
+        asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW or key in fixed}
         other = changed(before, asked)
         if other:
             raise UserError(
@@ -152,8 +153,9 @@ class LedgerFolder:
         return [read_measurement(file, Timed) for file in files if file.is_file()]
 
 
-# What may change when a ledger is resumed.
-_MAY_GROW = ("rounds", "jobs", "margin", "runs_at_most", "gradients")
+# What may change when a ledger is resumed: more trainings or rounds extend the same plan.
+_UNTIL_VERDICTS = ("margin", "runs_at_most")
+_MAY_GROW = ("rounds", "jobs", "gradients", *_UNTIL_VERDICTS)
 
 
 def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:

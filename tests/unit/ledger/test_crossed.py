@@ -172,7 +172,7 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
     again = work(crossed(tmp_path / "stopped"))
     assert again.accuracy == whole.accuracy
     # The plan is fixed after a verdict.
-    with pytest.raises(UserError, match="fixed"):
+    with pytest.raises(UserError, match="a ledger with different runs_at_most; choose another folder"):
         work(crossed(tmp_path / "stopped", runs_at_most=128))
 
     page = ledger_page(whole, [])
