@@ -24,6 +24,7 @@ from pycls_fast.build.data import (
 from pycls_fast.build.device import (
     autocast,
     compile_for_gpu,
+    compiles,
     compute_dtype,
     cores,
     cores_per_rank,

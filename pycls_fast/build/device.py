@@ -229,6 +229,12 @@ def compile_for_gpu(config: RunConfig, chosen: Speed, world: World, *, images: i
     return chosen if any(switch_problems(config, replayed, "cuda")) else replayed
 
 
+def compiles(config: RunConfig, chosen: Speed) -> bool:
+    """Whether a training step is compiled code in part, whose operations nobody can watch."""
+    in_parts = chosen.cross_entropy == "fused" or chosen.optimizer_compile == "on" or config.optim.compiles_itself
+    return in_parts or chosen.compile != "off"
+
+
 def has_compiler(kind: Device) -> bool:
     """Whether torch.compile finds what it needs: Python.h, and a compiler for Inductor (C++, for a CPU) or Triton (C,
     for its kernel launchers on CUDA)."""

@@ -73,9 +73,8 @@ def export(
     script = path.parent / _SCRIPT.name
     if kind == "onnx" and (overwrite or not script.exists()):
         shutil.copyfile(_SCRIPT, script)
-    origin = weights.origin
     count = sum(math.prod(spec.shape) for spec in weights.specs.values())
-    print(f"{origin.path} ({origin.kind} weights, step {origin.step})")
+    print(weights.origin)
     print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{said[0]}")
     if kind == "timm":
         print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")

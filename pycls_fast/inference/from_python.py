@@ -123,6 +123,8 @@ def _overrides(key: str, value: object) -> list[str]:
         outputs = [layer.out_features for layer in value.modules() if isinstance(layer, nn.Linear)][-1:]
         own += [f"{key}.num_classes={count}" for count in outputs]
         return [f"{key}=given", f"{key}.module={give(value)}", *own]
+    if getattr(value, "shape", ()):
+        raise UserError(f"{key}: must not be an array; give a list of numbers, or images as a torch Dataset")
     several = value.values() if isinstance(value, Mapping) else [value]
     if any(isinstance(each, Dataset) for each in several):
         return [f"{key}.source=given", f"{key}.dataset={give(value)}"]

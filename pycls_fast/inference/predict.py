@@ -166,8 +166,7 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
         sure = ", ".join(percent(guess.probability) for guess in first)
         rows.append({"image": name, "class": _names(first), "%": sure, "then": more})
     console = wide_console(stream)
-    origin = classifier.origin
-    console.print(f"{origin.path} ({origin.kind} weights, step {origin.step})", markup=False, soft_wrap=True)
+    console.print(str(classifier.origin), markup=False, soft_wrap=True)
     console.print(plain_table(rows, right=("%",)))
 
 

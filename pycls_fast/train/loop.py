@@ -90,9 +90,7 @@ class Loop:
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, board, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
-        speed = run.parts.speed
-        compiled = speed.cross_entropy == "fused" or speed.optimizer_compile == "on" or speed.compile != "off"
-        self.memory = StepMemory(run.world, compiled=compiled or run.config.optim.compiles_itself)
+        self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.parts.speed))
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",

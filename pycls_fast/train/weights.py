@@ -38,6 +38,11 @@ class Origin:
     kind: str
     step: int | None
 
+    def __str__(self) -> str:
+        """For the user."""
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.path} ({self.kind} weights{step})"
+
 
 @dataclass(frozen=True)
 class Weights:

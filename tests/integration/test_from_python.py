@@ -243,6 +243,8 @@ def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err.startswith("error: rank 1 lost other ranks")
 
 
-def test_overrides_that_are_one_text() -> None:
+def test_values_of_wrong_kinds() -> None:
     with pytest.raises(UserError, match=r"^overrides: must be a list of key=value; got the text seed=1"):
         pycls_fast.train_net("vit_digits", "seed=1")
+    with pytest.raises(UserError, match=r"^data: must not be an array; give a list of numbers, or images as a torch"):
+        pycls_fast.train_net(data=np.zeros((4, 8, 8, 3), np.uint8))

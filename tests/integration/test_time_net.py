@@ -13,6 +13,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger import time_variants
 from pycls_fast.ledger.measure import timed as timed_variant
+from tests.factories import compiles
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
 KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
@@ -52,6 +53,14 @@ def check_stages(found: dict[str, Any]) -> None:
     assert found["limit"] in {max(by_worker, key=by_worker.__getitem__), "copy"}
     assert sum(stage["share"] for stage in found["stages"].values()) == pytest.approx(1)
     assert found["images"] == KEYS["repeats"] * 64
+
+
+@compiles
+def test_a_compiled_loss_is_timed(tmp_path: Path, digits: Path) -> None:
+    """The memory of the first steps is counted, but not in compiled code."""
+    keys = [f"data.root={digits}", f"run_dir={tmp_path}", "precision=fp32", "speed.cross_entropy=fused"]
+    config = load_config("vit_digits", [*TINY, *keys])
+    assert time_variants([("fused", config)], **{**KEYS, "mode": "train"}) == 0  # type: ignore[arg-type]  # mixed values
 
 
 @pytest.mark.slow

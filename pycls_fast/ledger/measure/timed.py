@@ -37,6 +37,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
+from pycls_fast.train.metrics import StepMemory
 from pycls_fast.train.resolving import with_precision
 from pycls_fast.values import Size
 
@@ -139,7 +140,8 @@ class TimedVariant:
         if "train" in parts:
             size, erase = config.data.training_image_sizes[0], config.augment.erase_probability
             trained = batch(microbatch, size, _TRAINING_BATCH, erase_probability=erase, host=host)
-            self.parts["train"] = TrainPart(self.trainer, trained, config.optim.microbatches, world)
+            memory = StepMemory(world, compiled=build.compiles(config, switches))
+            self.parts["train"] = TrainPart(self.trainer, trained, config.optim.microbatches, memory, world)
         if "inference" in parts:
             count, host = config.data.eval_batch_size or microbatch, host and replace(host, mixer=None)
             scored = batch(count, config.data.image_size, _EVALUATION_BATCH, erase_probability=0.0, host=host)

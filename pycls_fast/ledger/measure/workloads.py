@@ -178,7 +178,6 @@ class Trainer:
     def __init__(self, step: Step, world: World, switches: Speed) -> None:
         self.step = step
         self.metrics = TrainMetrics(world.device, read=switches.metrics)
-        self.compiled = switches.compile != "off"
         self._done = 0
 
     def __call__(self, microbatches: Iterable[Batch]) -> None:
@@ -196,11 +195,11 @@ class TrainPart:
     trainer: Trainer
     microbatch: Batch
     accumulation_steps: int
+    memory: StepMemory
     world: World
 
     def __post_init__(self) -> None:
         self.images_per_step = len(self.microbatch) * self.accumulation_steps * self.world.data_size
-        self.memory = StepMemory(self.world, compiled=self.trainer.compiled)
 
     def warm_up(self, steps: int) -> None:
         # Kernels are chosen, and the optimizer's state is allocated.

@@ -110,8 +110,7 @@ class Setup:
     def show(self, title: str, origin: Loaded, record: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Print a record and where the weights came from; returns the lines of the table."""
         whose = "" if self.preprocessing is None else ", preprocessed as the weights say"
-        step = "" if origin.step is None else f", step {origin.step}"
-        self.display.note(f"{origin.path} ({origin.kind} weights{step}{whose})")
+        self.display.note(f"{origin}{whose}")
         if origin.fitted.adapted or origin.fitted.left_out:
             self.display.table("weights", origin.fitted.table())
         rows, known = [], record.get("intervals", {})
