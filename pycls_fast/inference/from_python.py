@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from pycls_fast.choice import give
 from pycls_fast.config import overrides_name
-from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, notes
+from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, long_name, notes
 from pycls_fast.config.conflicts import Purpose
-from pycls_fast.config.keys import CONFIGS, as_typed, text_override
+from pycls_fast.config.keys import CONFIGS, as_typed, quoted, text_override
 from pycls_fast.errors import DONE, UserError, print_lines
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, Prediction, load
@@ -101,9 +101,9 @@ def train_net(
     """
     if isinstance(overrides, str):
         raise UserError(f"overrides: must be a list of key=value; got the text {overrides}; write [{overrides!r}]")
-    given = [_overrides(key.replace("__", "."), value) for key, value in values.items()]
-    typed = [*overrides, *chain.from_iterable(given)]
     folders = [CONFIGS, *([] if config_dir is None else [user_path(config_dir)])]
+    given = [_overrides(key.replace("__", "."), value, folders) for key, value in values.items()]
+    typed = [*overrides, *chain.from_iterable(given)]
     experiment = experiment or default_experiment(typed, folders)
     composed = compose(experiment, typed, folders)
     config = check(composed, Purpose(trains=True))
@@ -116,7 +116,7 @@ def train_net(
     return Trained(run_dirs[0], status, model if isinstance(model, nn.Module) else None)
 
 
-def _overrides(key: str, value: object) -> list[str]:
+def _overrides(key: str, value: object, folders: Sequence[Path]) -> list[str]:
     if isinstance(value, nn.Module):
         # It brings its weights, and nobody knows what they were normalised with.
         own = ["needs_weights=false", "data.normalization=configured"]
@@ -128,7 +128,13 @@ def _overrides(key: str, value: object) -> list[str]:
     several = value.values() if isinstance(value, Mapping) else [value]
     if any(isinstance(each, Dataset) for each in several):
         return [f"{key}.source=given", f"{key}.dataset={give(value)}"]
-    return [text_override(key, str(value)) if isinstance(value, str | Path) else f"{key}={as_typed(value)}"]
+    if isinstance(value, Path):
+        # Whatever its name looks like.
+        return [f"{'data.root' if key == 'data' else key}={quoted(str(value))}"]
+    if isinstance(value, str):
+        key, _, value = long_name(f"{key}={value}", folders).partition("=")
+        return [text_override(key, value)]
+    return [f"{key}={as_typed(value)}"]
 
 
 def _code(experiment: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:

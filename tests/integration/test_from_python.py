@@ -20,6 +20,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config, overrides_name
 from pycls_fast.errors import UserError
+from pycls_fast.inference import from_python
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
 from pycls_fast.train.assemble import build_parts
@@ -241,6 +242,26 @@ def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         pycls_fast.train_net("vit_digits")
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith("error: rank 1 lost other ranks")
+
+
+@pytest.mark.parametrize("name", ["a,b", "{a}", '"a"', "null", "1e3", " a", "a\\"])
+def test_a_path_is_a_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name means on a command line."""
+    configs: list[RunConfig] = []
+
+    def train(config: RunConfig, on_start: Callable[[Path], None], call: object) -> int:
+        configs.append(config)
+        on_start(Path(name))
+        return 0
+
+    monkeypatch.setattr(from_python, "train", train)
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    pycls_fast.train_net("vit_digits", data=Path(name), run_dir=Path(name))
+    assert (configs[0].data.root, configs[0].run_dir) == (name, name)
+    if name == "a,b":
+        pycls_fast.train_net("vit_digits", data=name, run_dir=name)
+        assert configs[0] == configs[1]
 
 
 def test_values_of_wrong_kinds() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,16 @@ from pycls_fast.models.export import timm_form
 from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.wrapped import TimmNetwork
-from pycls_fast.network import Network, Units
+from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.weights import find_weights
-from tests.factories import config_of
+from tests.factories import config_of, small_vit
 
 
 def vit(classes: int) -> VisionTransformer:
-    model = VisionTransformer(
-        image_size=16, patch_size=8, width=12, depth=1, heads=3, mlp_width=20, num_classes=classes
-    )
+    model = small_vit(image_size=16, depth=1, num_classes=classes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -176,21 +174,12 @@ def test_weights_of_another_size_belong_to_another_model(tmp_path: Path, other: 
 class Toy(Network):
     """An architecture of a contributor's."""
 
-    head_name = "head"
-    first_conv_name = None
-
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(4, 2)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         return self.head(images_BCHW.flatten(1))
-
-    def units(self) -> Units:
-        return []
-
-    def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        yield self.head, nn.Linear.reset_parameters
 
 
 def test_a_new_architecture_loads_its_own_weights_and_has_no_form_of_timm(tmp_path: Path) -> None:
