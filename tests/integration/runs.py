@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,16 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of one kind."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """Until a run that goes on in a process has recorded the step."""
+    done, file = 0, run_dir / "metrics.jsonl"
+    while done < step:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+        lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+        done = max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:

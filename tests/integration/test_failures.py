@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.integration.runs import (
     environment,
     newest_checkpoint,
     records,
+    wait_for_step,
 )
 from tests.started import Started
 
@@ -199,7 +199,7 @@ def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> 
     """In the middle of an epoch: the same epoch goes on, every image once."""
     run_dir = tmp_path / "run"
     first = Launch(tmp_path, digits, f"run_dir={run_dir}")
-    wait_for_step(tmp_path, 10, first.process)
+    wait_for_step(first.process, run_dir, 10)
     first.process.send_signal(signal.SIGTERM)
     first.process.communicate()
     stopped = newest_checkpoint(run_dir)["step"]
@@ -211,23 +211,6 @@ def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> 
     Launch(tmp_path, digits, f"run_dir={run_dir}", ranks=1).end()
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 1
     assert_every_image_once(seen(tmp_path))
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None:
-        if len(seen_steps(folder)) >= step:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run does not get on")
-
-
-def seen_steps(folder: Path) -> set[int]:
-    return {
-        json.loads(line)["step"]
-        for file in (folder / "seen").glob("0.*.jsonl")
-        for line in file.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    }
 
 
 def free_port() -> int:
@@ -244,7 +227,7 @@ def two_nodes(started: Started, folder: Path, digits: Path) -> list[subprocess.P
     own = (f"data.root={digits}", f"run_dir={folder / 'run'}", "runtime.checkpoint_every_steps=1")
     training, port = command(*OVERRIDES, *own)[2:], free_port()
     agents = [agent(started, folder, port, *training, is_host=is_host) for is_host in (True, False)]
-    wait_for_step(folder, 6, agents[0])
+    wait_for_step(agents[0], folder / "run", 6)
     return agents
 
 

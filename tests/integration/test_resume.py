@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tests.integration.runs import (
     newest_checkpoint,
     records,
     run_process,
+    wait_for_step,
 )
 from tests.started import Started
 
@@ -49,13 +49,6 @@ EVERYTHING = (
 
 def arguments(run_dir: Path, digits: Path, *overrides: str) -> list[str]:
     return command(*TINY, *EVERYTHING, f"data.root={digits}", f"run_dir={run_dir}", *overrides)
-
-
-def steps_done(run_dir: Path) -> int:
-    if not (run_dir / "metrics.jsonl").is_file():
-        return 0
-    text = (run_dir / "metrics.jsonl").read_text()
-    return max((json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")), default=0)
 
 
 def start_and_interrupt(
@@ -83,9 +76,7 @@ def start_and_interrupt(
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
-    while steps_done(run_dir) < at_step:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    wait_for_step(process, run_dir, at_step)
     interrupt(process)
     out, err = process.communicate()
     return process.returncode, out or "", err

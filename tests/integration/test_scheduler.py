@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import TINY, command, environment, records, run_process
+from tests.integration.runs import TINY, command, environment, records, run_process, wait_for_step
 from tests.started import Started
 
 pytestmark = pytest.mark.slow
@@ -75,10 +74,7 @@ def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, s
     process = started(
         command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    metrics = run / "metrics.jsonl"
-    while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    wait_for_step(process, run, 3)
     os.kill(int((run / ".lock").read_text().split()[1]), signal.SIGUSR2)
     out, err = process.communicate()
     assert process.returncode == 0, (out, err)

@@ -150,7 +150,10 @@ def test_workers_deliver_what_the_sampler_asks_for(layouts: dict[str, dict[str, 
 
 def test_a_dataset_of_torch_with_several_labels() -> None:
     marks_NK = torch.tensor([[k in own for k in range(3)] for own in SETS])
-    source = DatasetImages(TensorDataset(torch.zeros(8, 4, 4, 3, dtype=torch.uint8), marks_NK.float()))
+    dataset: Any = TensorDataset(torch.zeros(8, 4, 4, 3, dtype=torch.uint8), marks_NK.float())
+    # An attribute of the user's own, not that of a `Subset`.
+    dataset.indices = [0]
+    source = DatasetImages(dataset)
     assert source.classes == ("0", "1", "2")
     assert said(source) == [{str(k) for k in own} for own in SETS]
 
@@ -180,11 +183,18 @@ def test_a_dataset_of_torch(labels: tuple[Any, ...]) -> None:
         ((0.5, 1.5), r"data: labels of the Labelled are no whole numbers or names, .*, but float64 \(2,\)"),
         (((0, 1), (0,)), "data: labels of the Labelled are no whole numbers or names, .*inhomogeneous"),
         (((0, 1, 1),), "data: labels of the Labelled have 3 columns, not 2"),
+        (((0.2, 0.8), (0.5, 0.5)), r"data: labels of the Labelled are no .*, or rows of zeros and ones, but float64"),
     ],
 )
 def test_labels_of_torch_that_are_refused(labels: tuple[Any, ...], says: str) -> None:
     with pytest.raises(UserError, match=says):
         DatasetImages(Labelled(*labels))
+
+
+def test_a_number_of_classes_is_no_list_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Labelled, "classes", 2)
+    with pytest.raises(UserError, match="data: `classes` of the Labelled are no names"):
+        DatasetImages(Labelled(0, 1))
 
 
 def test_a_source_of_one_label_has_no_several(tmp_path: Path) -> None:
