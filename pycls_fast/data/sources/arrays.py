@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+from torch.utils.data import Subset
 
 from pycls_fast.data.decode import decode
 from pycls_fast.data.source import Opening, Source
@@ -235,10 +236,11 @@ class DatasetImages(Images):
         what = f"data: labels of the {self.where} are no whole numbers or names, or rows of zeros and ones"
         with refusing(what, ValueError):
             labels = _labels(dataset)
-        while not hasattr(dataset, "classes") and hasattr(dataset, "indices"):
+        while not hasattr(dataset, "classes") and isinstance(dataset, Subset):
             dataset = dataset.dataset
-        names = tuple(map(str, dataset.classes)) if hasattr(dataset, "classes") else None
-        if labels.ndim == 2:
+        with refusing(f"data: `classes` of the {self.where} are no names", TypeError):
+            names = tuple(map(str, dataset.classes)) if hasattr(dataset, "classes") else None
+        if labels.ndim == 2 and labels.dtype.kind in "biuf" and np.isin(labels, (0, 1)).all():
             names = names or tuple(map(str, range(labels.shape[1])))
             if len(names) != labels.shape[1]:
                 raise UserError(f"data: labels of the {self.where} have {labels.shape[1]} columns, not {len(names)}")
@@ -255,7 +257,7 @@ class DatasetImages(Images):
     def read(self, index: int) -> np.ndarray:
         image = self._dataset[index][0]
         pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
-        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
             raise UserError(
                 f"data: image {index} of the {self.where} is {type(image).__name__} {pixels.dtype} {pixels.shape}, not "
                 "a Pillow image or uint8 (H, W, 3); leave out its transforms: `augment` has them"
@@ -266,7 +268,7 @@ class DatasetImages(Images):
 def _labels(dataset: Any) -> np.ndarray:
     if hasattr(dataset, "targets"):
         labels = np.asarray(dataset.targets)
-    elif hasattr(dataset, "indices"):
+    elif isinstance(dataset, Subset):
         labels = _labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     else:
         labels = np.array([np.asarray(dataset[index][1]) for index in range(len(dataset))])
