@@ -261,9 +261,10 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
         "trained": f"{summary['steps']:,} steps, {epochs(summary['epochs'])} epochs",
         "time": duration(summary["wall_seconds"]),
         "device": summary["device"],
-        "command": read_json(folder.path / "environment.json")["command"],
     }
-    classes = folder.path / "classes.json"
+    environment, classes = folder.path / "environment.json", folder.path / "classes.json"
+    if environment.is_file():
+        facts["command"] = read_json(environment)["command"]
     html = render(
         Path(__file__).with_name("run.html.j2"),
         title=f"{config.config_name}: {folder.path.name}",

@@ -34,7 +34,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
-from pycls_fast.train.pictures import _shares, draw_confusion
+from pycls_fast.train.pictures import _shares, draw_confusion, write_page
 from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
 from tests.factories import config_of, save_checkpoint
@@ -414,6 +414,16 @@ def test_the_standard_error_of_a_mean_over_classes() -> None:
     assert error == pytest.approx(100 * means.std(), rel=0.02)
     records = [{"class_top1": 70.0 - step, "count": 463, "class_top1_standard_error": error} for step in range(20)]
     assert best_evaluation(records, "class_top1", 1.0) == int(error)
+
+
+def test_a_run_whose_folder_was_copied_in_part_has_a_page(tmp_path: Path) -> None:
+    """One that is finished writes none of the files that are missing."""
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
+    numbers = {"parameters": 1, "steps": 2, "epochs": 1.0, "wall_seconds": 1.0, "device": "cpu"}
+    write_page(run, {"final": None, "best": None, "stopped": None, **numbers})
+    page = (tmp_path / "index.html").read_text()
+    assert "2 steps, 1 epochs" in page
+    assert "environment.json" not in page
 
 
 @pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
