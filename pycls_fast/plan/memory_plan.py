@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -346,6 +347,8 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
         groups, part = [mesh.get_group(name) for name in names], mesh[names]
         yield DeviceMesh.from_group(groups, "cpu", mesh=part.mesh, mesh_dim_names=names)
         return
+    # What torch remembers of equal meshes names groups that are gone.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(ranks.values()))
     try:
         yield init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=names)

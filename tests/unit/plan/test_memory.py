@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
@@ -18,7 +19,9 @@ from pycls_fast.choice import give
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.launch import make_mesh
+from pycls_fast.parallel.tensor import divide
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
@@ -268,6 +271,26 @@ def test_ranks_that_divide_experts_look_for_a_way_out_in_their_groups() -> None:
     with group({"expert": 2}, None) as mesh:
         made = MemoryPlan(config, World(0, 2, torch.device("cpu"), experts=mesh), 10)
         assert made.elsewhere(1e3) == ""
+
+
+def test_groups_that_are_gone_are_not_asked_for() -> None:
+    """torch remembers how it divides tensors on a mesh, with the names of the mesh's groups."""
+
+    def compute(mesh: DeviceMesh) -> None:
+        network = VisionTransformer(
+            image_size=32, patch_size=8, width=16, depth=1, heads=2, mlp_width=32, num_classes=2
+        )
+        ((_, block),) = network.units()
+        divide(network, [block], mesh["tensor"])
+        block(torch.randn(1, 16, 16, requires_grad=True)).sum().backward()
+
+    ranks = {"expert": 2, "tensor": 2}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.new_group([0, 1])
+    compute(init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=tuple(ranks)))
+    dist.destroy_process_group()
+    with group(ranks, None) as mesh:
+        compute(mesh)
 
 
 def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
