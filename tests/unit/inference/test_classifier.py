@@ -234,8 +234,15 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     ):
         with pytest.raises(UserError, match=line):
             pycls_fast.load(source, **settings)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="tta: must be one of none, flip; got mirror"):
-        pycls_fast.load(run_dir).predict(pixels, tta="mirror")
+    classifier, positive = pycls_fast.load(run_dir), "must be greater than 0; got"
+    for options, line in (
+        ({"tta": "mirror"}, "tta: must be one of none, flip; got mirror"),
+        ({"topk": 0}, f"topk: {positive} 0"),
+        ({"batch_size": -1}, f"batch_size: {positive} -1"),
+        ({"every": 0.0}, f"every: {positive} 0.0"),
+    ):
+        with pytest.raises(UserError, match=line):
+            classifier.predict(pixels, **options)  # type: ignore[arg-type]
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
