@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from PIL import Image
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
+from pycls_fast.errors import first_line
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
@@ -263,16 +264,21 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
         "device": summary["device"],
     }
     environment, classes = folder.path / "environment.json", folder.path / "classes.json"
-    if environment.is_file():
-        facts["command"] = read_json(environment)["command"]
-    html = render(
-        Path(__file__).with_name("run.html.j2"),
-        title=f"{config.config_name}: {folder.path.name}",
-        facts=facts,
-        classes=read_json(classes)["classes"] if classes.is_file() else [],
-        pictures={name: text for name, text in _PICTURES.items() if (folder.path / name).is_file()},
-        files={name: text for name, text in _FILES.items() if (folder.path / name).exists()},
-    )
+    try:
+        # Of a finished run they may have been damaged since.
+        if environment.is_file():
+            facts["command"] = read_json(environment)["command"]
+        html = render(
+            Path(__file__).with_name("run.html.j2"),
+            title=f"{config.config_name}: {folder.path.name}",
+            facts=facts,
+            classes=read_json(classes)["classes"] if classes.is_file() else [],
+            pictures={name: text for name, text in _PICTURES.items() if (folder.path / name).is_file()},
+            files={name: text for name, text in _FILES.items() if (folder.path / name).exists()},
+        )
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, TemplateError) as error:
+        run.display.warn(f"{environment} or {classes.name} is damaged: index.html is not written ({first_line(error)})")
+        return
     folder.write_text("index.html", html)
 
 

@@ -416,14 +416,38 @@ def test_the_standard_error_of_a_mean_over_classes() -> None:
     assert best_evaluation(records, "class_top1", 1.0) == int(error)
 
 
+FINISHED = {
+    "final": None, "best": None, "stopped": None,
+    "parameters": 1, "steps": 2, "epochs": 1.0, "wall_seconds": 1.0, "device": "cpu",
+}  # fmt: skip
+
+
 def test_a_run_whose_folder_was_copied_in_part_has_a_page(tmp_path: Path) -> None:
     """One that is finished writes none of the files that are missing."""
     run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
-    numbers = {"parameters": 1, "steps": 2, "epochs": 1.0, "wall_seconds": 1.0, "device": "cpu"}
-    write_page(run, {"final": None, "best": None, "stopped": None, **numbers})
+    write_page(run, FINISHED)
     page = (tmp_path / "index.html").read_text()
     assert "2 steps, 1 epochs" in page
     assert "environment.json" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("environment.json", b'{"command": "\xe9"}'),
+        ("environment.json", b"[]"),
+        ("classes.json", b'{"classes": [{"class": "cat", "images": 1, "top1": "high"}]}'),
+        ("classes.json", b'{"classes": 1}'),
+    ],
+)
+def test_a_damaged_file_of_a_finished_run_is_one_line(tmp_path: Path, name: str, text: bytes) -> None:
+    warnings: list[str] = []
+    display = SimpleNamespace(warn=warnings.append)
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"), display=display)
+    (tmp_path / name).write_bytes(text)
+    write_page(run, FINISHED)
+    assert not (tmp_path / "index.html").exists()
+    assert "is damaged" in warnings[0]
 
 
 @pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
