@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pycls_fast.config.keys import text_override
 from pycls_fast.ledger.report.effects import Pair, deviation_of, floor_of, runs_that_resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -53,7 +54,7 @@ def train(folder: Path, experiment: str, overrides: list[str]) -> None:
         "train",
         "--config-name",
         experiment,
-        f"run_dir={folder}",
+        text_override("run_dir", str(folder)),
         *overrides,
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -74,7 +75,7 @@ def main() -> None:
     pairs_each, jobs = int(options["pairs"]), int(options["jobs"])
     candidates = dict(CANDIDATES)
     if "cifar10" in options:
-        root = f"data.root={options['cifar10']}"
+        root = text_override("data.root", options["cifar10"])
         candidates |= {name: ["vit_cifar10", root, *ONCE, *overrides] for name, overrides in CIFAR10.items()}
     print("| workload | top-1 | deviation within a pair | times independent images | min a run | min to decide 0.25 |")
     print("|---|---|---|---|---|---|")
