@@ -249,12 +249,8 @@ class Classifier:
             UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
         one_of("tta", tta, ("none", "flip"))
-        for name, value in {
-            "topk": topk,
-            "batch_size": 1 if batch_size is None else batch_size,
-            "every": every,
-        }.items():
-            if value <= 0:
+        for name, value in (("topk", topk), ("batch_size", batch_size), ("every", every)):
+            if value is not None and value <= 0:
                 raise UserError(f"{name}: must be greater than 0; got {value}")
         source = images if isinstance(images, GivenImages) else self.given(images, every)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):

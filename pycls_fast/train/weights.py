@@ -203,15 +203,15 @@ def publish(path: Path, write: Callable[[Path], None]) -> int:
     return size
 
 
-def checked(path: Path, format: str, *, overwrite: bool) -> Path:  # noqa: A002
-    """The path, if this format can be written there; its folder is made."""
-    suffix, problem = SUFFIXES[format], None
+def checked(path: Path, kind: str, *, overwrite: bool) -> Path:
+    """The path, if a file of this kind (a key of `SUFFIXES`) can be written there; its folder is made."""
+    suffix, problem = SUFFIXES[kind], None
     try:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):
-            problem = f"format={format} writes {f'a file {path.stem}{suffix}' if suffix else f'a folder {path.stem}'}"
+            problem = f"format={kind} writes {f'a file {path.stem}{suffix}' if suffix else f'a folder {path.stem}'}"
         elif path.exists() and not overwrite:
             problem = f"{path} exists; use overwrite=true"
-        elif format == "openvino" and (bytes_ := path.with_suffix(".bin")).exists() and not overwrite:
+        elif kind == "openvino" and (bytes_ := path.with_suffix(".bin")).exists() and not overwrite:
             problem = f"{bytes_} exists; use overwrite=true"
         elif path.exists() and path.is_dir() == bool(suffix):
             problem = f"{path} is {'a folder' if path.is_dir() else 'a file'}"

@@ -16,7 +16,7 @@ from pycls_fast.ledger.measure import timed as timed_variant
 from tests.factories import compiles
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
-KEYS = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
+KEYS: dict[str, Any] = {"mode": "all", "steps": 2, "warmup_steps": 1, "repeats": 2, "matmul_size": 64}
 QUICK = tuple(f"{key}={value}" for key, value in KEYS.items())
 
 NEEDED = (
@@ -60,7 +60,7 @@ def test_a_compiled_loss_is_timed(tmp_path: Path, digits: Path) -> None:
     """The memory of the first steps is counted, but not in compiled code."""
     keys = [f"data.root={digits}", f"run_dir={tmp_path}", "precision=fp32", "speed.cross_entropy=fused"]
     config = load_config("vit_digits", [*TINY, *keys])
-    assert time_variants([("fused", config)], **{**KEYS, "mode": "train"}) == 0  # type: ignore[arg-type]  # mixed values
+    assert time_variants([("fused", config)], **{**KEYS, "mode": "train"}) == 0
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_compiled_loss_is_timed(tmp_path: Path, digits: Path) -> None:
 def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts: set[str]) -> None:
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}"])
     settings = {**KEYS, "mode": mode}
-    assert time_variants([("vit_digits", config)], **settings) == 0  # type: ignore[arg-type]  # mixed values
+    assert time_variants([("vit_digits", config)], **settings) == 0
     (file,) = tmp_path.iterdir()
     record = json.loads(file.read_text())
     absent = {"matmul"} if mode == "loader" else set()
@@ -109,7 +109,7 @@ def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, mo
     place = timed_variant.place_model
     monkeypatch.setattr(timed_variant, "place_model", place_model)
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "parallel=fsdp"])
-    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "model"}) == 0  # type: ignore[arg-type]
+    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "model"}) == 0
     assert built == [True]
 
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_timed_is_told(
     monkeypatch.chdir(tmp_path)
     one, other = (load_config("vit_digits", [*TINY, f"data.root={digits}", *o]) for o in ([], overrides))
     with pytest.raises(UserError, match=words):
-        time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)  # type: ignore[arg-type]
+        time_variants([("a", one), ("b", other)], **{**KEYS, "mode": "both"}, output=output)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_training_is_timed_and_counted_at_its_own_size(
     more = [f"data.root={digits}", "data.num_workers=0", "schedule.epochs=2", "speed.compile=off", "precision=fp32"]
     config = load_config("resnet_digits", [*overrides, *more])
     file = tmp_path / "t.json"
-    assert time_variants([("growing", config)], **KEYS, output=str(file)) == 0  # type: ignore[arg-type]
+    assert time_variants([("growing", config)], **KEYS, output=str(file)) == 0
     record = json.loads(file.read_text())
     assert (record["image_size"], record["train_image_size"]) == (16, 8)
     assert 3 * record["train_forward_flops_per_image"] < record["forward_flops_per_image"]

@@ -235,14 +235,15 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
         with pytest.raises(UserError, match=line):
             pycls_fast.load(source, **settings)  # type: ignore[arg-type]
     classifier, positive = pycls_fast.load(run_dir), "must be greater than 0; got"
-    for options, line in (
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({"tta": "mirror"}, "tta: must be one of none, flip; got mirror"),
         ({"topk": 0}, f"topk: {positive} 0"),
         ({"batch_size": -1}, f"batch_size: {positive} -1"),
         ({"every": 0.0}, f"every: {positive} 0.0"),
-    ):
+    ]
+    for options, line in mistakes:
         with pytest.raises(UserError, match=line):
-            classifier.predict(pixels, **options)  # type: ignore[arg-type]
+            classifier.predict(pixels, **options)
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
