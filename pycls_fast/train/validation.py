@@ -86,8 +86,7 @@ class Evaluations:
 
     def due(self, done: int) -> bool:
         """Whether an evaluation is due after this many steps."""
-        runtime = self.run.config.runtime
-        every = runtime.eval_every_steps or self.run.parts.steps_per_epoch * runtime.eval_every_epochs
+        every = self.run.config.runtime.steps_between_evaluations(self.run.parts.steps_per_epoch)
         if done == 0:
             return self.run.config.begins_with_probe
         return done % every == 0 or done == self.run.total_steps
