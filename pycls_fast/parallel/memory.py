@@ -58,6 +58,10 @@ def recompute_units(units: Units, *, recompute: str) -> None:
     """
     if recompute in ("full", "selective"):
         for _, unit in units:
+            for module in unit.modules():
+                # timm's activations may follow a convolution, whose result is kept.
+                if recompute == "selective" and "inplace" in vars(module):
+                    vars(module)["inplace"] = False
             unit.forward = Recomputed(unit, selective=recompute == "selective")
 
 

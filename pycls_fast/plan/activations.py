@@ -309,6 +309,8 @@ class _Passes:
             memory.peak = memory.live
             with torch.autocast("cpu", enabled=False):
                 end.backward()
+            # What ran again has cast weights anew.
+            torch.clear_autocast_cache()
             del end
             backward = memory.peak - base - output_bytes
         else:

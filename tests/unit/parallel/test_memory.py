@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models.complexity import complexity
-from pycls_fast.parallel.memory import GROUP, SMALLEST, BitReLUs, SavedTensors, View, _Hook, compress, decompress
+from pycls_fast.parallel.memory import (
+    GROUP,
+    SMALLEST,
+    BitReLUs,
+    SavedTensors,
+    View,
+    _Hook,
+    compress,
+    decompress,
+    save_activation_memory,
+)
 from pycls_fast.plan.operators import LiveMemory
 
 FULL: dict[str, Any] = {"recompute": "full"}
@@ -49,6 +59,20 @@ def test_with_either_attention_and_skipped_samples(attention: str) -> None:
         for way in (FULL, SELECTIVE):
             found = gradients(saving(vit(**arguments), **way))
             assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_selective_keeps_what_an_activation_would_have_changed() -> None:
+    """A convolution's result; layers of timm that squeeze and excite have such."""
+
+    def gradient(**way: Any) -> Tensor:
+        torch.manual_seed(0)
+        unit = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(inplace=True))
+        save_activation_memory(unit, [("", unit)], **way)
+        unit(torch.randn(2, 3, 8, 8)).square().sum().backward()
+        assert isinstance(unit[0].weight.grad, Tensor)
+        return unit[0].weight.grad
+
+    assert torch.equal(gradient(**SELECTIVE), gradient())
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])

@@ -120,6 +120,12 @@ def test_one_process_holds_what_the_plan_says(overrides: tuple[str, ...]) -> Non
     assert_held(ALONE, VIT, *overrides)
 
 
+def test_blocks_of_a_kind_run_again_in_each_format_of_their_input() -> None:
+    """A stage of ConvNeXt begins in bfloat16 and goes on in float32."""
+    convnext = ("vit_digits", "model=timm", "model.name=test_convnext", "data.image_size=64", *COMMON)
+    assert_held(ALONE, convnext, "speed.recompute=selective", "precision=amp_bf16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
