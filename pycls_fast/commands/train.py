@@ -199,10 +199,12 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """A folder for plan.json, with all layouts, and plan.png, memory against speed."""
 
     def __call__(self, config: RunConfig) -> int:
+        from pycls_fast.build import steps_per_epoch, total_steps
         from pycls_fast.config.keys import key_of
         from pycls_fast.config.launch import same_command
         from pycls_fast.plan.auto import epochs_of
         from pycls_fast.plan.cluster import cluster
+        from pycls_fast.plan.memory_plan import USABLE, gigabytes
         from pycls_fast.plan.report import Report
         from pycls_fast.plan.search import Search
         from pycls_fast.train.display import plain_table, wide_console
@@ -217,21 +219,25 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
         )
         written = None if self.write is None else output_file(self.write, key="write")
         table = None if self.output is None else output_file(f"{self.output}/plan.json")
-        chosen = cluster(self.cluster)
+        batch = config.data.global_batch_size
+        if batch == AUTO:
+            raise UserError("data.global_batch_size: auto depends on the data; give a number")
+        if config.schedule.epochs == AUTO:
+            config = config.with_values(schedule={"epochs": epochs_of(self.images, batch)})
+        steps = total_steps(config, steps_per_epoch(config, self.images))
+        chosen = cluster(self.cluster, config.runtime.device_memory)
         outcomes = Search(config, chosen, config.model.num_classes or 1000, self.precisions).outcomes()
-        batch, memory = config.data.global_batch_size, chosen.accelerator.memory
         if not outcomes:
+            each = " with two images each, which mixing needs" if config.augment.mixes else ""
             raise UserError(
-                f"data.global_batch_size: {batch} cannot be divided among {chosen.ranks} ranks; use a multiple"
+                f"data.global_batch_size: {batch} cannot be divided among {chosen.ranks} ranks{each}; use a multiple"
             )
         if not outcomes[0].fits:
             raise UserError(
-                f"cluster: no layout of {config.config_name} fits into {memory / 1e9:.0f} GB; the smallest needs "
-                f"{min(each.memory for each in outcomes) / 1e9:.0f} GB; use more ranks or a smaller model"
+                f"cluster: no layout of {config.config_name} fits into {USABLE:.0%} of "
+                f"{gigabytes(chosen.accelerator.memory)}; the smallest needs "
+                f"{gigabytes(min(each.memory for each in outcomes))}; use more ranks or a smaller model"
             )
-        epochs = epochs_of(self.images, batch) if config.schedule.epochs == AUTO else config.schedule.epochs
-        steps = round(epochs * self.images / batch)
-        steps = min(steps, config.schedule.max_steps or steps)
         report = Report(f"{config.config_name} on {self.cluster}", outcomes, steps, chosen, self.price)
         console, rows = wide_console(), report.rows(self.top)
         console.print(f"{report.title}, {steps:,} steps of {batch} images", markup=False)

@@ -285,21 +285,26 @@ def accelerator(name: str, file: Path = _FILE) -> Accelerator:
     return known[name]
 
 
-def cluster(text: str) -> Cluster:
+def cluster(text: str, memory: float | None = None) -> Cluster:
     """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME.
+
+    Args:
+        memory: bytes of each accelerator; None: what the file says.
 
     Raises:
         UserError: there is no such cluster or file.
     """
-    found = re.fullmatch(r"(?:(.+\.yaml):)?(\w+?)(?:x([1-9]\d*))?", text)
-    file = _FILE if found is None or found[1] is None else user_path(found[1])
-    known = constants(file).clusters
-    one_of("cluster", text if found is None else found[2], known, more=", with a number: h100x64")
-    assert found is not None
-    ranks, settings = int(found[3] or 1), known[found[2]]
+    path, ending, name = text.rpartition(".yaml:")
+    file = user_path(path + ".yaml") if ending else _FILE
+    known, found = constants(file).clusters, re.fullmatch(r"(.*)x([1-9]\d*)", name)
+    # rtx3090 ends as with a number.
+    kind, ranks = (name, 1) if name in known or found is None else (found[1], int(found[2]))
+    one_of("cluster", kind, known, more=", with a number: h100x64")
+    settings = known[kind]
     if ranks > settings.per_node and ranks % settings.per_node:
         raise UserError(f"cluster: {text}: nodes have {settings.per_node} each; use a multiple of it")
     device = accelerator(settings.accelerator, file)
+    device = replace(device, memory=memory or device.memory)
     return Cluster(**{**dict(settings), "accelerator": device, "ranks": ranks})
 
 

@@ -398,8 +398,8 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
         if found is None:
             way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
             raise UserError(
-                f"optim.accumulation_steps: auto finds no microbatch that fits into {gigabytes(memory)}: the smallest "
-                f"needs {gigabytes(made.peak(made.parts()[0]))}; {way_out}"
+                f"optim.accumulation_steps: auto finds no microbatch that fits into {USABLE:.0%} of "
+                f"{gigabytes(memory)}: the smallest needs {gigabytes(made.peak(made.parts()[0]))}; {way_out}"
             )
         steps = found
     config = config.with_values(optim={"accumulation_steps": steps})
@@ -423,4 +423,5 @@ def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | No
 
 def gigabytes(count: float) -> str:
     """Bytes in GB, or in MB below one."""
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+    size, unit = (count / 1e9, "GB") if count >= 1e9 else (count / 1e6, "MB")
+    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:,.0f} {unit}"

@@ -64,13 +64,13 @@ class Report:
                 "micro x images": f"{layout.accumulation} x {each.images // (layout.data * layout.accumulation)}",
                 "recompute": layout.recompute,
                 **({"precision": layout.precision} if tries_precisions else {}),
-                "GB (state)": f"{each.memory / 1e9:.1f} ({each.state / 1e9:.1f})",
+                "memory (state)": f"{gigabytes(each.memory)} ({gigabytes(each.state)})",
                 "images/s (90%)": "{:,.0f} ({:,.0f}-{:,.0f})".format(speed, *found["images_per_second_interval"]),
                 "hours (90%)": "{:.3g} ({:.3g}-{:.3g})".format(found["hours"], *found["hours_interval"]),
                 "of peak": f"{each.share_of_peak:.1%}",
                 "exchange": f"{each.exchange / each.step:.1%}",
                 "bubble": f"{each.bubble / each.step:.1%}",
-                **({"cost (90%)": "{:,.0f} ({:,.0f}-{:,.0f})".format(found["cost"], *found["cost_interval"])}
+                **({"cost (90%)": "{:,.2f} ({:,.2f}-{:,.2f})".format(found["cost"], *found["cost_interval"])}
                    if self.price is not None else {}),
                 "loses by": found["loses_by"],
             }  # fmt: skip
