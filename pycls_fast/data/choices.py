@@ -120,6 +120,8 @@ class Packed(Source, name="packed"):
 class Cifar(Source, name="cifar"):
     """CIFAR-10 or CIFAR-100, unpacked."""
 
+    has_photographs = False
+
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_cifar
 
@@ -128,6 +130,8 @@ class Cifar(Source, name="cifar"):
 
 class Digits(Source, name="digits"):
     """scikit-learn's handwritten digits, written to root."""
+
+    has_photographs = False
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_digits
@@ -138,7 +142,7 @@ class Digits(Source, name="digits"):
 class Synthetic(Source, name="synthetic"):
     """Noise, in memory."""
 
-    needs_root = False
+    needs_root = has_photographs = False
 
     synthetic_train_images: PositiveInt = 4096
     """The number of training images."""
@@ -156,7 +160,7 @@ class Synthetic(Source, name="synthetic"):
 class Given(Source, name="given"):
     """A torch `Dataset` of a Python program: `pycls_fast.train(data=dataset)`."""
 
-    needs_root = False
+    needs_root = has_photographs = False
 
     dataset: Text
     """The name of its class."""

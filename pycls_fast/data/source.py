@@ -43,6 +43,8 @@ class Source(Choice, key="data", tag="source", default="auto"):
     """Where images come from and how they are batched; `data/README.md` describes the layouts."""
 
     needs_root: ClassVar[bool] = True
+    has_photographs: ClassVar[bool] = True
+    """Its images are files that take a core milliseconds to decode, not small arrays."""
 
     source: str = ""
     """How the images are stored; auto: class folders, packed images or CIFAR, by what is in root."""

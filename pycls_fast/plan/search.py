@@ -5,11 +5,13 @@ Networks run on fake tensors only, once for each way of recomputing, with two nu
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
-from pycls_fast.errors import UserError
+from pycls_fast.errors import refuse, refusing
 from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster, Kernels
@@ -26,7 +28,6 @@ from pycls_fast.plan.memory import Peak
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.operators import EXCHANGES, CountWork
 from pycls_fast.strategies import HALVING, ScheduleName
-from pycls_fast.values import AUTO
 
 # Images of the two measurements.
 _FEW, _MANY = 8, 64
@@ -175,6 +176,12 @@ class Outcome:
         return f"{most} +{costs[most] / best.step:.1%}" if costs[most] > 1e-4 * best.step else ""
 
 
+def _mean_pixels(config: RunConfig) -> float:
+    """The mean over the epochs of the pixels of an image."""
+    sizes, epochs = config.data.training_image_sizes, range(max(config.schedule.epochs, 1))
+    return sum(math.prod(sizes[max(begin for begin in sizes if begin <= epoch)]) for epoch in epochs) / len(epochs)
+
+
 @dataclass(frozen=True)
 class _Traced:
     """A network's passes with a number of images."""
@@ -211,32 +218,37 @@ class Search:
     def __init__(
         self, config: RunConfig, cluster: Cluster, classes: int = 1000, precisions: Sequence[str] = ()
     ) -> None:
-        if config.data.global_batch_size == AUTO:
-            raise UserError("data.global_batch_size: auto depends on the data; give a number")
         self.config, self.cluster, self.classes = config.with_values(parallel=_UNDIVIDED), cluster, classes
         self.device = torch.device(cluster.accelerator.device)
         self.batch = config.data.global_batch_size
         self.image_size = config.data.largest_image_size
+        self.pixels = _mean_pixels(config) / math.prod(self.image_size)
         # `auto` begins with autocast on a GPU.
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name
         self.precisions = [automatic if name == "auto" else name for name in precisions] or [self.precision]
+        # What the run itself lacks, such as data, refuses no layout.
+        self._lacks = set(problems(self.config, Purpose()))
+        for name in self.precisions:
+            refuse(f"{key}: {text}" for key, text in self._refused(precision={"name": name}))
         self._known: dict[tuple[object, ...], _Traced] = {}
         self._plans: dict[Layout, MemoryPlan] = {}
         self.one = self._plan(Layout(precision=self.precision))
 
+    def _refused(self, **values: Any) -> set[tuple[str, str]]:
+        """What these values add to the configuration's problems."""
+        return set(problems(self.config.with_values(**values), Purpose())) - self._lacks
+
     def layouts(self) -> Iterator[Layout]:
         """All that the configuration and the code allow, whether they fit or not."""
         blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
-        # What the run itself lacks, such as data, refuses no layout.
-        known = set(problems(self.config, Purpose()))
         for degrees in self._degrees():
             ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
             for parts, recompute, precision in product(self._plan(degrees).parts(), ways, self.precisions):
                 if degrees.pipeline > 1 and parts > _MOST * degrees.pipeline:
                     continue
                 layout = replace(degrees, accumulation=parts, recompute=recompute, precision=precision)
-                if set(problems(self.config.with_values(**layout.values), Purpose())) <= known:
+                if not self._refused(**layout.values):
                     yield layout
 
     def _degrees(self) -> Iterator[Layout]:
@@ -273,7 +285,8 @@ class Search:
         key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
         if key not in self._known:
             # With gradients that exist a rank needs less, at most by those of one block.
-            found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
+            with refusing("model: plan cannot measure this network without running it", RuntimeError, TypeError):
+                found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
             self._known[key] = _Traced(found)
         return self._known[key]
 
@@ -322,22 +335,28 @@ class Search:
             costs = plan.costs[1:-1]
             stages = plan.stages(len(costs))
             own = max(sum(costs[index] for own in rank.values() for index in own) for rank in stages) / sum(costs)
-        compute = parts * (own * (forward + backward) + sum(ends))
+        forward, backward = (self.pixels * own * seconds for seconds in (forward, backward))
+        compute = parts * (forward + backward + self.pixels * sum(ends))
         waits = 0.0
         if layout.pipeline > 1:
             waits = compute * bubble(plan.order(parts), len(owners(layout.schedule, layout.pipeline)))
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = late * self.exchange(layout, images, own * forward, own * backward)
+        exchange = late * self.exchange(layout, images, forward, backward)
         step = (compute + waits + update + exchange) / cluster.efficiency()
         loader = None
-        if self.config.data.source != "synthetic":
-            loader = cluster.cores * cluster.ranks / cluster.per_node * cluster.images_per_core
-            step = max(step, self.batch / loader)
+        if self.config.data.has_photographs:
+            # A GPU has its part of a node's cores; ranks of a CPU have all, of which each computes with one.
+            cores, busy = cluster.cores * cluster.ranks / cluster.per_node, 0.0
+            if device.device == "cpu":
+                cores = cluster.cores * cluster.nodes
+                busy = min(cluster.ranks / cores, 1.0)
+            loader = cores * cluster.images_per_core
+            step = max(step, busy * step + self.batch / loader)
         peak, held = plan.peak_with(activations, parts), plan.state(parts)
         itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
         plain = self._trace(Layout(precision=layout.precision), _FEW)
-        flops = sum(table.flops for table in plain.tables) / _FEW * self.batch
+        flops = self.pixels * sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
             layout, peak, held, compute, update, exchange, waits, step, self.batch, flops,
             device.flops[itemsize] * cluster.ranks, loader, peak.total <= USABLE * device.memory, compiled,

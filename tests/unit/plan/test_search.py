@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from pycls_fast.choice import give
 from pycls_fast.commands.train import PlanVerb
 from pycls_fast.config import RunConfig, Verb, command_line
+from pycls_fast.errors import UserError
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.cluster import accelerator, interval
-from pycls_fast.plan.memory_plan import MemoryPlan
+from pycls_fast.plan.memory_plan import MemoryPlan, gigabytes
 from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Layout, Search
 from tests.factories import config_of, script
@@ -102,6 +105,13 @@ def test_ways_of_recomputing_and_precisions_are_tried(search: Search) -> None:
     off, selective, full = (search.outcome(Layout(16, recompute=way)) for way in ("off", "selective", "full"))
     assert off.compute < selective.compute < full.compute
     assert off.memory > selective.memory > full.memory
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("rtx3090", 1), ("rtx4090", 16), ("h100", 1), ("a100", 3584)])
+def test_a_cluster_is_a_name_and_a_number(name: str, ranks: int) -> None:
+    found = clusters.cluster(name if ranks == 1 else f"{name}x{ranks}", 40e9)
+    assert found.ranks == ranks
+    assert found.accelerator == replace(accelerator(name), memory=40e9)
 
 
 def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
@@ -192,13 +202,55 @@ def test_a_report_says_how_sure_it_is_of_hours_and_cost(search: Search, tmp_path
 
 
 def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
-    files = search.config.with_values(data={"source": "folder"})
+    files = config_of("data=folder", "data.root=/nowhere", *VIT[1:])
     slow = search.cluster.model_copy(update={"images_per_core": 0.5, "cores": 12})
     found = Search(files, slow, 10).outcome(Layout(16))
     # Two nodes.
     assert found.images_per_second == found.loader == pytest.approx(12.0)
     faster = Search(files, search.cluster, 10).outcome(Layout(16))
     assert faster.step == search.outcome(Layout(16)).step
+    # Small arrays take no time.
+    assert Search(config_of("data=digits", *VIT[1:]), slow, 10).outcome(Layout(16)).loader is None
+
+
+@pytest.mark.parametrize(("cores", "busy"), [(4, 1.0), (32, 0.25)])
+def test_ranks_of_a_cpu_prepare_their_images_with_the_cores_that_compute(
+    search: Search, cores: int, busy: float
+) -> None:
+    """All of a node, however few its ranks are."""
+    device = replace(search.cluster.accelerator, device="cpu")
+    update = {"images_per_core": 0.01, "cores": cores, "per_node": 12, "ranks": 8, "accelerator": device}
+    cluster, layout = search.cluster.model_copy(update=update), Layout(8, precision="fp32")
+    files = config_of("data=folder", "data.root=/nowhere", *VIT[1:])
+    found, alone = (Search(config, cluster, 10).outcome(layout) for config in (files, search.config))
+    assert found.loader == pytest.approx(0.01 * cores)
+    assert found.step == pytest.approx(busy * alone.step + 64 / found.loader)
+
+
+def test_images_that_grow_take_their_mean_time() -> None:
+    """And the memory of the largest."""
+    small, large, grows = (
+        Search(
+            config_of("data=synthetic", "schedule.epochs=8", "data.image_size=64", *more, name="resnet_digits"),
+            clusters.cluster("h100x1"),
+            10,
+        ).outcome(Layout(precision="amp_bf16"))
+        for more in (["data.image_size=32"], [], ["data.image_size_schedule=[[0,32],[6,64]]"])
+    )
+    assert grows.memory == large.memory
+    assert grows.compute == pytest.approx(0.75 * small.compute + 0.25 * large.compute, rel=0.1)
+    assert grows.flops == pytest.approx(0.75 * small.flops + 0.25 * large.flops, rel=0.05)
+
+
+def test_a_network_that_has_to_run_is_a_mistake() -> None:
+    class Waits(nn.Linear):
+        def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+            features = images_BCHW.mean(dim=(2, 3))
+            return super().forward(-features if self.training and features.sum().item() < 0 else features)
+
+    config = config_of(*VIT[::2], "model=given", f"model.module={give(Waits(3, 10))}")
+    with pytest.raises(UserError, match=r"^model: plan cannot measure this network without running it \("):
+        list(Search(config, clusters.cluster("h100"), 10).layouts())
 
 
 @pytest.mark.parametrize(
@@ -233,6 +285,12 @@ def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
         assert one.memory > other.memory
 
 
+def test_sizes_are_readable() -> None:
+    assert [*map(gigabytes, (4.2e5, 9.996e8, 1e9, 9.996e11, 1.5e12))] == [
+        "0.42 MB", "1,000 MB", "1 GB", "1,000 GB", "1,500 GB",
+    ]  # fmt: skip
+
+
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, verb: type[Verb] = PlanVerb) -> int:
     name = [] if "--config-name" in arguments else ["--config-name", "vit_digits"]
     monkeypatch.setattr("sys.argv", ["plan", *name, *arguments])
@@ -259,8 +317,8 @@ def test_the_command_shows_writes_and_draws(
     flag, name, *overrides = (tmp_path / "chosen").read_text().split()
     assert (flag, name) == ("--config-name", "vit_digits")
     assert overrides[-len(found[0]["overrides"]) :] == found[0]["overrides"]
-    # `auto` epochs: those of so many images.
-    assert run([*VIT, "schedule.epochs=auto", "images=6400", "output=out"], monkeypatch) == 0
+    # `auto` epochs: those of so many images, in whole batches.
+    assert run([*VIT, "schedule.epochs=auto", "images=6463", "output=out"], monkeypatch) == 0
     assert "1,000 steps of 64 images" in capsys.readouterr().out
 
 
@@ -303,6 +361,20 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
             "error: clusters.here.jitter: missing; ",
         ),
         (["cluster=h100x64", "data.global_batch_size=12"], "error: data.global_batch_size: 12 cannot be divided"),
+        (
+            ["cluster=h100x64", "data.global_batch_size=4", "augment=deit"],
+            "error: data.global_batch_size: 4 cannot be divided among 64 ranks with two images each, which mixing",
+        ),
+        (["images=63"], "error: data.global_batch_size: 64 is larger than the training set of 63 images"),
+        (["data.global_batch_size=auto"], "error: data.global_batch_size: auto depends on the data; give a number"),
+        (
+            ["precisions=[fp32,fp16]", "speed.param_offload=cpu"],
+            "error: speed.param_offload: cpu conflicts with precision.name=fp16: it keeps float32 weights",
+        ),
+        (
+            ["cluster=h100x2", "runtime.device_memory=1MB"],
+            "error: cluster: no layout of vit_digits fits into 92% of 1 MB",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
