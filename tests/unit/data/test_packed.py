@@ -89,32 +89,26 @@ def contents(folder: Path) -> dict[str, object]:
     }
 
 
-def interrupt_at(index: int, source: Images, out: Path) -> None:
-    """A packing that Ctrl-C ends at an image."""
-    real = packing.store
-
-    def failing(own: Images, number: int, settings: PackSettings) -> object:
-        if number == index:
-            raise KeyboardInterrupt
-        return real(own, number, settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "store", failing)
-        with pytest.raises(KeyboardInterrupt):
-            pack(source, out, PackSettings(), workers=0, title="")
-
-
 def test_a_killed_packing_goes_on_with_the_shard(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = scan_classes(folder / "train"), tmp_path / "out" / "train"
-    interrupt_at(9, source, out)
-    with pytest.raises(UserError, match="holds no packed split"):
-        opened("packed", out.parent)
+    pack(source, tmp_path / "once", PackSettings(), workers=0, title="")
     made: list[int] = []
     real = packing.store
-    monkeypatch.setattr(packing, "store", lambda own, index, how: made.append(index) or real(own, index, how))
+
+    def store(own: Images, number: int, settings: PackSettings) -> object:
+        if len(made) == 9:
+            raise KeyboardInterrupt
+        made.append(number)
+        return real(own, number, settings)
+
+    monkeypatch.setattr(packing, "store", store)
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, out, PackSettings(), workers=0, title="")
+    with pytest.raises(UserError, match="holds no packed split"):
+        opened("packed", out.parent)
+    made.clear()
     pack(source, out, PackSettings(), workers=0, title="")
     assert made == list(range(8, 16))
-    pack(source, tmp_path / "once", PackSettings(), workers=0, title="")
     assert contents(out) == contents(tmp_path / "once")
     assert samples_of(PackedImages(out)) == expected(CONTENT["train"])
     made.clear()

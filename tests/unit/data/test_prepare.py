@@ -229,8 +229,7 @@ def test_same_formula_as_torchvision(kind: str, seed: int) -> None:
 
 
 EIGHT = torch.tensor([3, 1, 4, 1, 5, 0, 2, 2])
-ALPHAS: dict[str, Any] = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "probability": 0.9}
-MIXER = Mixer(**ALPHAS)
+MIXER = Mixer(mixup_alpha=0.8, cutmix_alpha=1.0, probability=0.9)
 
 
 @pytest.mark.parametrize("seed", range(20))

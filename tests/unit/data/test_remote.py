@@ -105,17 +105,6 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], l
 
 
 @pytest.fixture
-def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Downloads that do not end."""
-
-    def get_file(self: object, path: str, draft: str) -> None:
-        Path(draft).write_bytes(b"half")
-        time.sleep(30)
-
-    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
-
-
-@pytest.fixture
 def memory(tmp_path: Path) -> Iterator[str]:
     """The shards at an address."""
     files = fsspec.filesystem("memory")
@@ -321,8 +310,14 @@ def _hold(source: Images) -> None:
         time.sleep(30)
 
 
-@pytest.mark.usefixtures("endless")
-def test_the_end_of_a_loader_or_of_its_run_ends_downloads(address: str, tmp_path: Path) -> None:
+def test_the_end_of_a_loader_or_of_its_run_ends_downloads(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_file(self: object, path: str, draft: str) -> None:
+        Path(draft).write_bytes(b"half")
+        time.sleep(30)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
     source = source_of(address, tmp_path)
     batches = iter(loader_of(source, 1))
     # The workers do not wait for them either.

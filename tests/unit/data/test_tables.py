@@ -57,13 +57,6 @@ def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
     assert "is no table in UTF-8" in mistake("manifest", tmp_path / "list.csv")
 
 
-def test_a_column_that_says_train_and_test(tmp_path: Path) -> None:
-    (tmp_path / "all.csv").write_text("path,label,split\na,x,train\nb,x,test\nc,y,train\nd,y,train\ne,x,train\n")
-    assert counts(tmp_path) == {"train": 4, "val": 1}
-    (tmp_path / "all.csv").write_text("path,label,split\na,x,train\nc,x,train\n")
-    assert counts(tmp_path) == {"train": 1, "val": 1}
-
-
 @pytest.mark.parametrize("test", ["path\nc\n", "path,label\nc,\n", "path,label\nc,-1\n", "id,x\n1,2\n"])
 def test_a_test_table_without_labels_is_left_out(tmp_path: Path, test: str) -> None:
     (tmp_path / "train.csv").write_text("path,label\na,x\nb,y\n")
@@ -78,11 +71,19 @@ def test_a_test_table_without_labels_is_left_out(tmp_path: Path, test: str) -> N
     assert "1 of 2 images have no label" in mistake("manifest", tmp_path)
 
 
-@pytest.mark.parametrize("label", ["", "-1"])
-def test_test_rows_without_labels_are_left_out(tmp_path: Path, label: str) -> None:
-    rows = ["path,label,split", "a,x,train", f"b,{label},test", "c,y,train", "d,x,val", f"e,{label},test"]
-    (tmp_path / "all.csv").write_text("\n".join(rows))
-    assert counts(tmp_path) == {"train": 2, "val": 1}
+@pytest.mark.parametrize(
+    ("rows", "splits"),
+    [
+        ("a,x,train b,x,test c,y,train d,y,train e,x,train", {"train": 4, "val": 1}),
+        ("a,x,train c,x,train", {"train": 1, "val": 1}),
+        # Test images without labels are left out.
+        ("a,x,train b,,test c,y,train d,x,val e,,test", {"train": 2, "val": 1}),
+        ("a,x,train b,-1,test c,y,train d,x,val e,-1,test", {"train": 2, "val": 1}),
+    ],
+)
+def test_a_column_that_says_the_split(tmp_path: Path, rows: str, splits: dict[str, int]) -> None:
+    (tmp_path / "all.csv").write_text("\n".join(["path,label,split", *rows.split()]))
+    assert counts(tmp_path) == splits
 
 
 def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
