@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import methodcaller
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -91,18 +90,18 @@ class Network(nn.Module):
         return set()
 
     def scale_names(self) -> set[str]:
-        """Parameters that are layer scales, or belong to norms that are none of torch's."""
-        return set()
+        """Parameters that are layer scales, belong to norms that are none of torch's, or are biases by another name: as
+        in timm (`timm.optim.param_groups_weight_decay`) those of one dimension, as types do not tell them."""
+        return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
         """Every module that owns values, in the order of the random draws, with the function that fills it.
 
         Each function reads and writes only its own module, so that a module can be filled, sharded and dropped before
-        the next one takes memory. If this is not replaced, torch's own values, as its layers draw them when built.
+        the next one takes memory. If this is not replaced, every rank builds the whole network, whose constructor
+        draws them.
         """
-        for module in self.modules():
-            if hasattr(module, "reset_parameters"):
-                yield module, methodcaller("reset_parameters")
+        raise NotImplementedError
 
     def initialise(self) -> None:
         """Set every parameter and buffer.

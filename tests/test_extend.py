@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 import pycls_fast
+from pycls_fast import build
 from pycls_fast.choice import FAMILIES
 from pycls_fast.config import Section, load_config
 from pycls_fast.config.help import help_text
@@ -126,6 +127,31 @@ def test_a_model_is_loaded_and_exported(images: Path) -> None:
     classifier = pycls_fast.load(run)
     assert classifier.logits(np.zeros((8, 8, 3), np.uint8)).shape == (1, 10)
     assert sum(p.numel() for p in classifier.network.parameters()) == 8 * 28 + 16 + 90
+
+
+def test_shards_of_a_model_begin_with_what_its_constructor_draws(here: Path, images: Path) -> None:
+    text = FILES["my_model"].replace("    def forward", "        nn.init.ones_(self.head.weight)\n\n    def forward")
+    (here / "my_model.py").write_text(text)
+    given = small(*CHOSEN["my_model"], "imports=[my_model]", f"data.root={images}", "schedule.max_steps=1")
+    for parallel in ("single", "fsdp"):
+        assert train(load_config("vit_digits", [*given, f"parallel={parallel}", f"run_dir={parallel}"])) == 0
+    (whole,), (shards,) = records(Path("single"), "train"), records(Path("fsdp"), "train")
+    assert shards["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("speed.recompute=full", "speed.recompute: full works on repeated blocks, and tiny has none; use .*=off"),
+        ("speed.compile=blocks", "speed.compile: blocks works on repeated blocks, .*; use speed.compile=model"),
+        ("optim.layer_decay=0.7", "optim.layer_decay: 0.7 works on repeated blocks, .*; use optim.layer_decay=null"),
+        ("optim=muon", "optim.name: muon works on repeated blocks, .*; use optim=adamw"),
+    ],
+)
+def test_a_model_that_names_no_blocks(override: str, line: str) -> None:
+    config = load_config("vit_digits", [*CHOSEN["my_model"], "imports=[my_model]", override])
+    with pytest.raises(UserError, match=f"^{line}"):
+        build.model(config, 10, build.switches(config, torch.device("cpu")))
 
 
 def test_a_tracker(images: Path) -> None:

@@ -76,18 +76,15 @@ def model(config: RunConfig, classes: int, chosen: Speed, *, empty: bool = False
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
         network = build(classes, config.data.image_size, **switches)
-    if isinstance(network, TimmNetwork):
-        _check_timm(config, network)
+    _check(config, network)
     return network
 
 
-def _check_timm(config: RunConfig, network: TimmNetwork) -> None:
-    """Raises UserError: settings that this model of timm, known only now, does not take."""
-    by_hand, name, wrong = config.speed.by_hand, f"timm's {network.name}", []
+def _check(config: RunConfig, network: Network) -> None:
+    """Raises UserError: settings that this network, known only now, does not take."""
+    by_hand, name, wrong = config.speed.by_hand, config.model.called, []
     has_none = f"works on repeated blocks, and {name} has none; use"
     recompute, decay = by_hand.get("recompute", "off"), config.optim.layer_decay
-    if "attention" in by_hand and not network.has_fused_attention:
-        wrong.append(f"speed.attention: {name} has no attention to choose; use speed.attention=null")
     if recompute != "off" and not network.units():
         wrong.append(f"speed.recompute: {recompute} {has_none} speed.recompute=off")
     if by_hand.get("compile") == "blocks" and not network.units():
@@ -99,13 +96,16 @@ def _check_timm(config: RunConfig, network: TimmNetwork) -> None:
         )
     if config.optim.needs_units and not network.layers():
         wrong.append(f"optim.name: {config.optim.name} {has_none} optim=adamw")
-    refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
-    if refused:
-        wrong.append(
-            f"data.image_size_schedule: {name} at data.image_size={config.data.image_size} does not take "
-            f"{', '.join(map(str, refused))}; use data.image_size_schedule=[], or a network for all sizes "
-            "(model=resnet50)"
-        )
+    if isinstance(network, TimmNetwork):
+        if "attention" in by_hand and not network.has_fused_attention:
+            wrong.append(f"speed.attention: {name} has no attention to choose; use speed.attention=null")
+        refused = sorted({size for _, size in config.data.image_size_schedule if not network.takes(size)})
+        if refused:
+            wrong.append(
+                f"data.image_size_schedule: {name} at data.image_size={config.data.image_size} does not take "
+                f"{', '.join(map(str, refused))}; use data.image_size_schedule=[], or a network for all sizes "
+                "(model=resnet50)"
+            )
     refuse(wrong)
 
 

@@ -231,12 +231,7 @@ class VisionTransformer(Network):
         return found
 
     def embedding_names(self) -> set[str]:
-        return self._owned_by(ClassToken, RegisterTokens, LearnedPositions, MapPooling)
-
-    def scale_names(self) -> set[str]:
-        return self._owned_by(LayerScale)
-
-    def _owned_by(self, *kinds: type[nn.Module]) -> set[str]:
+        kinds = (ClassToken, RegisterTokens, LearnedPositions, MapPooling)
         owners = ((path, module) for path, module in self.named_modules() if isinstance(module, kinds))
         return {f"{path}.{name}" for path, module in owners for name, _ in module.named_parameters(recurse=False)}
 

@@ -239,14 +239,6 @@ class TimmNetwork(WrappedNetwork):
         patterns = [f"network.{pattern}" for pattern in exempt()]
         return {name for name, _ in self.named_parameters() if any(fnmatch(name, pattern) for pattern in patterns)}
 
-    def scale_names(self) -> set[str]:
-        """Layer scales, norms of timm's own classes and biases under other names.
-
-        timm decays nothing with one dimension (`timm.optim.param_groups_weight_decay`), because these three cannot be
-        recognised by type.
-        """
-        return {name for name, p in self.named_parameters() if p.ndim <= 1 and name.rpartition(".")[2] != "bias"}
-
     def values(self) -> dict[str, Tensor]:
         """What timm's constructor draws, which is the whole model, on the CPU."""
         with torch.device("cpu"):

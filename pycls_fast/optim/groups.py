@@ -112,10 +112,10 @@ def _parameters(network: Network) -> Iterator[tuple[str, nn.Parameter]]:
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(module, NORMS) or f"{owner}.{name}" in scales:
-                yield "norm", parameter
-            elif f"{owner}.{name}" in embeddings:
+            if f"{owner}.{name}" in embeddings:
                 yield "embedding", parameter
+            elif isinstance(module, NORMS) or f"{owner}.{name}" in scales:
+                yield "norm", parameter
             else:
                 yield ("bias" if name == "bias" else "weight"), parameter
 

@@ -59,6 +59,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     # What is cut into stages has memory until then: each stage's shards are taken from whole values.
     empty = sharded and world.pipeline == 1
     network = build.model(config, classes, switches, empty=empty)
+    if empty and type(network).initialisers is Network.initialisers:
+        empty, network = False, build.model(config, classes, switches)
 
     # A module of the user's own rarely has a head for these classes.
     new_head = config.model.kind == "given"

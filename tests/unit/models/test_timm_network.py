@@ -148,18 +148,18 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
             "speed.layout: batch_second is for model.kind=vit and has",
         ),
         (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit and has"),
-        (["model.name=resnet18", "speed.attention=sdpa"], "speed.attention: timm's resnet18 has no attention"),
+        (["model.name=resnet18", "speed.attention=sdpa"], r"speed.attention: resnet18 \(timm\) has no attention"),
         (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
         (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
         (["model.name=densenet121", "speed.compile=blocks"], r"use speed\.compile=model$"),
         (
             ["model.name=vit_tiny_patch16_224", "data.image_size_schedule=[[0,160],[9,224]]"],
-            r"data.image_size_schedule: timm.s vit_tiny_patch16_224 at data.image_size=224 does not take 160; "
+            r"data.image_size_schedule: vit_tiny_patch16_224 \(timm\) at data.image_size=224 does not take 160; "
             r"use data.image_size_schedule=\[\], or",
         ),
         (
             ["model.name=inception_v3", "optim.layer_decay=0.7"],
-            r"optim.layer_decay: 0.7 works on repeated blocks, and timm's inception_v3 has none; use .*=null with a "
+            r"optim.layer_decay: 0.7 works on repeated blocks, and inception_v3 \(timm\) has none; use .*=null with a "
             r"smaller optim.lr \(5e-5, say\)$",
         ),
         (["model.name=inception_v3", "optim=muon"], r"optim.name: muon works on repeated blocks, .*; use optim=adamw$"),

@@ -93,6 +93,18 @@ def test_a_shared_parameter_is_there_once_and_a_frozen_one_not_at_all() -> None:
     assert groups_of(model) == []
 
 
+class Scaled(nn.MultiheadAttention):
+    """What the types of torch do not tell: biases by another name, and scales of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.gamma = nn.Parameter(torch.ones(4))
+
+
+def test_only_matrices_of_an_own_network_decay() -> None:
+    assert names(Chain(Scaled()))["decayed"] == ["body.0.in_proj_weight", "body.0.out_proj.weight"]
+
+
 def scales(model: Network, decay: float) -> dict[str, float]:
     groups = by_name(model, groups_of(model, layer_decay=decay))
     return {name: group["lr_scale"] for group in groups for name in group["params"]}
