@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, precision_score, recall_score
 from torch import Tensor, nn
 
@@ -29,7 +27,7 @@ from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
-from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, mistakes, roc_auc, set_scores
+from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, roc_auc, set_scores
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
@@ -341,33 +339,6 @@ def test_any_number_of_classes_of_any_name_is_drawn(
     assert 300 < height <= width < 3000
     assert dark > 0.001
     assert [file.name for file in tmp_path.iterdir()] == ["confusion.png"]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_planted_label_errors_come_first(seed: int) -> None:
-    """Logistic regression on half of scikit-learn's digits; a tenth of the other half's labels are wrong."""
-    images_ND, labels_N = load_digits(return_X_y=True)
-    order = np.random.RandomState(seed).permutation(len(labels_N))
-    train, rest = order[:900], order[900:]
-    model = LogisticRegression(C=1e-3, max_iter=500).fit(images_ND[train], labels_N[train])
-    own_NK = model.predict_proba(images_ND[rest])
-    given = labels_N[rest].copy()
-    planted = np.arange(0, len(rest), 10)
-    given[planted] = (given[planted] + 1 + planted // 10 % 9) % 10
-    found = Predictions(
-        np.arange(len(rest)),
-        given,
-        own_NK.argmax(axis=1),
-        -np.log(own_NK[np.arange(len(rest)), given]).astype(np.float32),
-        own_NK.max(axis=1).astype(np.float32),
-    )
-    first = mistakes(found, 10)
-    assert sorted(first) == np.flatnonzero(found.labels_N != found.predicted_N).tolist()
-    assert np.isin(first[:50], planted).mean() >= 0.9
-    assert np.isin(first[: len(planted)], planted).mean() >= 0.8
-    own = own_NK[np.arange(len(rest)), given]
-    shares = [own[place] / own[given == given[place]].mean() for place in first]
-    assert shares == pytest.approx(sorted(shares))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [22, 44, 66, 70]), (2, [44, 70]), (4, [70])])

@@ -111,8 +111,9 @@ def test_an_interval_has_the_spread_of_other_images() -> None:
         scores_NK = np.where((np.arange(6) == labels_N[:, None]) == right_N[:, None], 0.0, -1.0)
         scores_NK[:, 2:] = -2.0
         result = scored(labels_N, scores_NK.astype(np.float32))
-        means.append(by_class(result)["class_top1"])
-    low, high = intervals(result, source_of(labels_N), by_class(result))["class_top1"]
+        scores = class_scores(result.predictions, CLASSES)
+        means.append(scores["class_top1"])
+    low, high = intervals(result, source_of(labels_N), scores)["class_top1"]
     assert high - low == pytest.approx(2 * 1.96 * np.std(means), rel=0.15)
 
 

@@ -163,17 +163,6 @@ def test_a_sweeper_minimises_the_metric_that_chose_the_best(
     assert objective_of({"top1": 1.0, "class_top1": 1.0, "loss": 1.0, metric: value}, metric) == objective
 
 
-@pytest.fixture
-def _every_interval_has_an_image_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = DivergenceCheck.check
-
-    def overflows(self: DivergenceCheck, done: int, loss: float, skipped: int, steps: int) -> None:
-        check(self, done, loss, skipped, steps)
-        self._loss = math.nan
-
-    monkeypatch.setattr(DivergenceCheck, "check", overflows)
-
-
 def evaluated_and_saved(tmp_path: Path, *overrides: str) -> list[tuple[str, int]]:
     """Kind and step of the evaluations and checkpoints."""
     records = run(tmp_path, *overrides)
@@ -181,9 +170,15 @@ def evaluated_and_saved(tmp_path: Path, *overrides: str) -> list[tuple[str, int]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_every_interval_has_an_image_that_overflows")
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_step_whose_evaluation_is_finite_is_saved(tmp_path: Path, asynchronous: str) -> None:
+def test_a_step_whose_evaluation_is_finite_is_saved(
+    tmp_path: Path, asynchronous: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def an_image_overflows(self: DivergenceCheck, done: int, *numbers: Any) -> None:
+        self._loss, self._weights_changed = math.nan, True
+
+    monkeypatch.setattr(DivergenceCheck, "check", an_image_overflows)
     found = evaluated_and_saved(
         tmp_path, f"runtime.checkpoint_async={asynchronous}", "runtime.checkpoint_every_steps=2"
     )

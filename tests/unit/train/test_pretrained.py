@@ -73,14 +73,6 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
         load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
 
 
-def timm_folder(path: Path, state: dict[str, Tensor], architecture: str, **about: Any) -> Path:
-    """Weights in the form of timm's hub."""
-    path.mkdir()
-    save_file(state, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"architecture": architecture, "pretrained_cfg": about}))
-    return path
-
-
 @pytest.mark.parametrize(
     ("theirs", "network", "line"),
     [
@@ -99,8 +91,11 @@ def test_weights_of_another_model_of_timm(
     tmp_path: Path, theirs: str, network: Callable[[], Network], line: str
 ) -> None:
     """Skipping tensors would mean training from scratch."""
-    state = timm.create_model(theirs).state_dict()
-    folder = timm_folder(tmp_path / "timm", state, theirs, tag="r160_in1k")
+    folder = tmp_path / "timm"
+    folder.mkdir()
+    save_file(timm.create_model(theirs).state_dict(), folder / "model.safetensors")
+    about = {"architecture": theirs, "pretrained_cfg": {"tag": "r160_in1k"}}
+    (folder / "config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match=line):
         load_weights(network(), folder, classes=AB)
     (folder / "config.json").write_text("{")
@@ -237,10 +232,6 @@ def test_a_repository_of_the_hugging_face_hub(hub: Hub) -> None:
         find_weights("hf:me/nothing")
     with pytest.raises(UserError, match="does not say which model and classes"):
         pycls_fast.load("hf:me/cats")
-
-
-def of_source(weights: str | None) -> RunConfig:
-    return config_of(*([] if weights is None else [f"weights={weights}"]))
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

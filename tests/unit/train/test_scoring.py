@@ -46,20 +46,16 @@ BASE = [
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """A large batch for several machines."""
-    network = build.model(config_of(*BASE), 3, build.switches(config_of(*BASE), _CPU))
+    network = build.model(config_of(*BASE), 3, build.switches(config_of(*BASE), torch.device("cpu")))
     torch.save(randomise(network).float().state_dict(), tmp_path / "weights.pt")
     return config_of(*BASE, f"weights={tmp_path / 'weights.pt'}")
 
 
-_CPU = torch.device("cpu")
-
-
-def full(*arguments: object, **options: object) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
     monkeypatch.setattr(VisionTransformer, "forward", full)
     with pytest.raises(UserError) as caught:
         TOOLS[tool](config)
@@ -137,17 +133,10 @@ def test_rows_of_images_without_a_class_or_a_number() -> None:
     ]
 
 
-class Evil(SyntheticImages):
-    """Names that a spreadsheet computes and a terminal obeys."""
-
-    def name(self, index: int) -> str:
-        """A formula."""
-        return f"@{index}"
-
-
 def test_formulas_and_control_characters_in_a_table_of_images() -> None:
-    one, source = np.ones(1), Evil(4, 8, 2, seed=0)
-    source.classes = ("=1+1", "\x1b[31m")
+    """Names that a spreadsheet computes and a terminal obeys."""
+    one, source = np.ones(1), SyntheticImages(4, 8, 2, seed=0)
+    source.classes, source.name = ("=1+1", "\x1b[31m"), lambda index: f"@{index}"
     text = predictions_csv(Predictions(np.array([3]), np.array([0]), np.array([1]), one, one), source)
     assert text.splitlines()[1:] == ["'@3,0,'=1+1,1,\\x1b[31m,1,1"]
     console = wide_console(file := io.StringIO())
@@ -181,25 +170,17 @@ def test_a_page_of_the_wrong_predictions(config: RunConfig, tmp_path: Path, caps
     assert (tmp_path / "report" / "confusion.png").is_file()
 
 
-def test_a_page_says_that_it_shows_the_first(tmp_path: Path) -> None:
+def test_a_page_says_that_it_shows_the_first_and_names_are_text(tmp_path: Path) -> None:
     source = SyntheticImages(150, 8, 3, seed=0)
+    source.classes = ("<script>", "b", "c")
     many = np.arange(201) % len(source)
     labels, losses = np.zeros(201, np.int64), np.ones(201)
     found = Predictions(many, labels, labels + 1, losses, losses)
-    write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 1.0, 201, found), source, "title", [], classes=[])
+    write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 1.0, 201, found), source, "a & b", [], classes=[])
     html = (tmp_path / "index.html").read_text()
     assert "<p>201 images" in html
     assert "<p>Shown and searched are the first 200.</p>" in html
-    assert html.count("<figure>") == 200
-
-
-def test_names_on_the_page_are_text(tmp_path: Path) -> None:
-    source = SyntheticImages(150, 8, 3, seed=0)
-    source.classes = ("<script>", "b", "c")
-    found = Predictions(np.arange(1), np.array([0]), np.array([1]), np.array([2.0]), np.array([0.9]))
-    write_report(tmp_path / "index.html", Evaluation(0.0, 0.0, 2.0, 1, found), source, "a & b", [], classes=[])
-    html = (tmp_path / "index.html").read_text()
-    assert "labelled <b>&lt;script&gt;</b>" in html
+    assert html.count("<figure>") == html.count("labelled <b>&lt;script&gt;</b>") == 200
     assert "<script" not in html
 
 

@@ -31,8 +31,6 @@ from pycls_fast.train.resume import resume_notes as notes_of
 from pycls_fast.train.start import _notes
 from tests.factories import config_of
 
-SOURCES = {"train": SyntheticImages(4, 8, 2, 0)}
-
 
 @pytest.fixture(autouse=True)
 def race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +42,7 @@ def noted(*overrides: str, size: int = 1) -> list[str]:
     """The notes of a run of 100 steps on so many ranks."""
     config = config_of(*overrides)
     world = SimpleNamespace(size=size, data_size=1, device=torch.device("cpu"), is_main=True)
-    parts = SimpleNamespace(speed=build.switches(config, world.device), sources=SOURCES)
+    parts = SimpleNamespace(speed=build.switches(config, world.device), sources={"train": SyntheticImages(4, 8, 2, 0)})
     run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
     return list(_notes(run))
 

@@ -162,8 +162,9 @@ def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tup
     return centres[labels] + spread * torch.randn(len(labels), width, generator=generator) + 3.0, labels
 
 
-@pytest.mark.parametrize("counts", [[30, 30], [20, 20, 20], [40, 5, 5], [300, 300, 500]])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "bias"), [([30, 30], True), ([20, 20, 20], False), ([40, 5, 5], True), ([300, 300, 500], True)]
+)
 def test_it_classifies_what_it_has_not_seen(counts: list[int], bias: bool) -> None:
     """One without a bias is fitted as it will be used: the bias of another one is not left out."""
     features, labels = clusters(counts, 64, 0.7)

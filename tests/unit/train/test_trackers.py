@@ -43,17 +43,12 @@ class Seen:
     states: list[Any] = field(default_factory=list)
 
 
-class MlflowException(Exception):
-    """`mlflow.exceptions.MlflowException`."""
-
-
 class Service:
     """A stand-in for both packages, and for MLflow's client: the runs by their ids, and what each call does first."""
 
     def __init__(self, package: str) -> None:
         self.package = package
         self.runs: dict[str, Seen] = {}
-        self.experiments: list[str] = []
         self.on_start = self.on_values = self.on_end = lambda: None
 
     def modules(self) -> dict[str, ModuleType]:
@@ -61,15 +56,10 @@ class Service:
         entities = ModuleType("mlflow.entities")
         entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
         entities.Metric = lambda *values: values  # type: ignore[attr-defined]
-        exceptions = ModuleType("mlflow.exceptions")
-        exceptions.MlflowException = MlflowException  # type: ignore[attr-defined]
-        mlflow = ModuleType("mlflow")
-        mlflow.MlflowClient = lambda: self  # type: ignore[attr-defined]
-        wandb = ModuleType("wandb")
-        wandb.init = self.init  # type: ignore[attr-defined]
-        mlflow.__file__ = wandb.__file__ = "__init__.py"
-        of_mlflow = {"mlflow": mlflow, "mlflow.entities": entities, "mlflow.exceptions": exceptions}
-        return {"wandb": {"wandb": wandb}, "mlflow": of_mlflow}[self.package]
+        package = ModuleType(self.package)
+        package.MlflowClient, package.init = lambda: self, self.init  # type: ignore[attr-defined]
+        package.__file__ = "__init__.py"
+        return {self.package: package, "mlflow.entities": entities}
 
     def init(self, *, project: str, name: str, dir: Path, id: str, config: dict[str, Any], **others: Any) -> Any:  # noqa: A002
         """`wandb.init`."""
@@ -92,18 +82,15 @@ class Service:
         return SimpleNamespace(log=log, finish=finish, summary=summary, define_metric=lambda name, step_metric: None)
 
     def get_experiment_by_name(self, name: str) -> Any:
-        return SimpleNamespace(experiment_id=f"experiment {name}") if name in self.experiments else None
+        return None if name == "mine" else SimpleNamespace(experiment_id=name)
 
     def create_experiment(self, name: str) -> str:
-        if name in self.experiments:
-            raise MlflowException(f"{name} exists")
-        self.experiments.append(name)
-        return f"experiment {name}"
+        return name
 
     def create_run(self, experiment_id: str, run_name: str) -> Any:
         self.on_start()
         run_id = f"run {len(self.runs)}"
-        self.runs[run_id] = Seen(run_name, experiment_id.removeprefix("experiment "))
+        self.runs[run_id] = Seen(run_name, experiment_id)
         return self.get_run(run_id)
 
     def get_run(self, run_id: str) -> Any:
@@ -116,13 +103,7 @@ class Service:
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> Any:
         seen = self.runs[run_id]
-        failure: list[Exception] = []
-        if metrics:
-            assert not synchronous
-            try:
-                self.on_values()
-            except ConnectionError as error:
-                failure.append(error)
+        assert synchronous == (not metrics)
         assert len(params) <= 100
         for param in params:
             # As MLflow, which refuses another value.
@@ -136,11 +117,7 @@ class Service:
             else:
                 seen.values.append((step, name, value))
 
-        def wait() -> None:
-            for error in failure:
-                raise error
-
-        return SimpleNamespace(wait=wait)
+        return SimpleNamespace(wait=self.on_values)
 
     def set_terminated(self, run_id: str, status: str) -> None:
         self.on_end()
