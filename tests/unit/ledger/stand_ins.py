@@ -147,16 +147,17 @@ def work(
     )  # fmt: skip
 
 
-def make_run(path: Path, wrong: int) -> None:
-    """A finished run that got the first so many of 100 images wrong."""
-    predicted = (np.arange(100) < wrong).astype(np.int64)
+def make_run(path: Path, wrong: int, count: int = 100) -> None:
+    """A finished run that got the first so many of its images wrong."""
+    predicted = (np.arange(count) < wrong).astype(np.int64)
     folder = RunFolder(path)
     folder.create()
-    ones = np.ones(100, np.float32)
-    Predictions(np.arange(100), np.zeros(100, np.int64), predicted, ones, ones).save(folder.predictions)
-    final = {"top1": 100.0 - wrong, "top5": 100.0, "loss": 0.1, "count": 100, "weights": "model", "split": "val"}
+    ones = np.ones(count, np.float32)
+    Predictions(np.arange(count), np.zeros(count, np.int64), predicted, ones, ones).save(folder.predictions)
+    top1 = 100.0 - 100 * wrong / count
+    final = {"top1": top1, "top5": 100.0, "loss": 0.1, "count": count, "weights": "model", "split": "val"}
     sizes = {"steps": 1, "epochs": 1.0, "wall_seconds": 1.0, "images_per_second": 1.0, "memory_peak_bytes": None}
-    folder.write_json("summary.json", {"final": final, "best": {"top1": 100.0 - wrong}, **sizes})
+    folder.write_json("summary.json", {"final": final, "best": {"top1": top1}, **sizes})
 
 
 def timing(rounds: Sequence[float], speedup: Speedup | None = None, **changed: Any) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def b(runs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs / "b", tmp_path / "b"))
 
 
-def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3) == 0
+def test_planted_disagreements(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_runs(str(runs / "a"), str(runs / "b"), output=str(tmp_path / "out"), images=3) == 0
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     pair, found = record["images"]["pair"], record["images"]
     assert (pair["only_first"], pair["only_second"], pair["changed"], pair["images"]) == (4, 2, 7, IMAGES)
@@ -111,10 +111,6 @@ def test_planted_disagreements(a: Path, b: Path, tmp_path: Path, capsys: pytest.
     assert "only A right: 4; only B right: 2; both wrong: 1" in said
     assert "No difference that 359 images can show: -0.56 points" in said
     assert "speed.attention" in said
-
-
-def test_the_page(a: Path, b: Path, tmp_path: Path) -> None:
-    compare_runs(str(a), str(b), output=str(tmp_path / "out"), images=3)
     page = Page()
     page.feed((tmp_path / "out" / "index.html").read_text())
     assert not page.open

@@ -20,9 +20,7 @@ from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import headline, remarks
-from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.folder import RunFolder
-from tests.unit.ledger.stand_ins import FakeProcess, made
+from tests.unit.ledger.stand_ins import FakeProcess, made, make_run
 
 NAMES = "abcdefgh"
 LADDER = Ladder(
@@ -106,20 +104,17 @@ class Training(FakeProcess):
             shutil.rmtree(folder)
 
     def _write(self, file: Path, arguments: list[str]) -> None:
-        super()._write(file, arguments)
         own = [a for a in arguments if a in {f"{name}=1" for name in NAMES}]
-        if "numerics" in str(file.parent):
-            file.write_text(json.dumps({"errors": [], "weights": str([a for a in own if a not in self.alike])}))
         if file.name == "summary.json":
             own = [a for a in own if a not in self.inert]
             seed = next(int(a.removeprefix("seed=")) for a in arguments if a.startswith("seed="))
             generator = np.random.default_rng([seed, len(own)])
             wrong = 500 + 40 * (seed % 3) + 200 * ("a=1" in arguments) + int(generator.integers(0, 12))
-            predicted = (np.arange(10_000) < wrong).astype(np.int64)
-            ones = np.ones(10_000, np.float32)
-            Predictions(np.arange(10_000), np.zeros(10_000, np.int64), predicted, ones, ones).save(
-                RunFolder(file.parent).predictions
-            )
+            make_run(file.parent, wrong, 10_000)
+        elif "numerics" in str(file.parent):
+            file.write_text(json.dumps({"errors": [], "weights": str([a for a in own if a not in self.alike])}))
+        else:
+            super()._write(file, arguments)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_the_status_is_that_of_the_rank_that_failed_first(
 ) -> None:
     first, *others = (f"  rank      : {rank}\n  exitcode  : {code} (pid: 7)\n" for rank, code in enumerate(exit_codes))
     said = f"Failures:\n{''.join(others)}---\nRoot Cause (first observed failure):\n[0]:\n{first}===\n"
-    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(poll=lambda: 1))
     process = Process("train", [], ranks=ranks, log=tmp_path / "log.txt")
     (tmp_path / "log.txt").write_text(said)
     finished = process.finished()
@@ -146,16 +146,6 @@ def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(monkeypa
         *(("a", "waited for", 30.0), ("a", "killed")), *(("b", "waited for", 0.0), ("b", "killed")),
         ("c", "waited for", 0.0),
     ]  # fmt: skip
-
-
-class Ended:
-    """A process that has ended as torchrun does whenever a rank fails."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def poll(self) -> int:
-        return 1
 
 
 @pytest.mark.parametrize(

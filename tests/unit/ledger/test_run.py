@@ -17,7 +17,7 @@ from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state
 from pycls_fast.train.folder import write_json
-from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, start, work
+from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, record_of, start, variant, work
 
 
 def named(*names: str) -> list[Variant]:
@@ -42,10 +42,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProce
         ("gradients", {"total": {"exponents": {"1000000000": 1}}, "steps": 1, "warmup_steps": 1, "loss_scale": 1.0}),
     ],
 )
-def test_what_a_page_tells_has_the_expected_types(
-    tmp_path: Path, fake: type[FakeProcess], part: str, value: object
-) -> None:
-    record = collect(start(tmp_path, runs_at_most=0), "x").model_dump(mode="json")
+def test_what_a_page_tells_has_the_expected_types(tmp_path: Path, part: str, value: object) -> None:
+    record = record_of(variant("base", None)).model_dump(mode="json")
     write_json(tmp_path / "ledger.json", {**record, part: value})
     with pytest.raises(UserError, match=rf"ledger\.json \({part}"):
         read_record(tmp_path / "ledger.json")
@@ -95,25 +93,18 @@ def test_a_field_that_is_lost_is_one_line(tmp_path: Path, fake: type[FakeProcess
     read_all()
 
 
-def test_a_variant_has_the_size_of_its_training_images(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    """Its steps are timed at that one, and evaluation may have another."""
-    ledger = start(tmp_path)
-    for number in range(2):
-        file = ledger.folder.timing_file(ledger.selection.variants()[0], number)
-        record = json.loads(file.read_text())
-        record["train"]["flops_per_second"] = 1.0
-        file.write_text(json.dumps({**record, "train_image_size": 4, "train_forward_flops_per_image": 7}))
-    ((_, timing), *_) = collect(ledger, "x").timed
-    assert (timing.image_size, timing.flops_per_second) == ((4, 4), pytest.approx(3 * 7 * 80))
-
-
-def test_the_matrix_product_of_each_round_is_kept(tmp_path: Path, fake: type[FakeProcess]) -> None:
-    """The machine's speed may differ from round to round; of folders with a round without it nothing is kept."""
+def test_what_is_kept_of_the_rounds_of_a_variant(tmp_path: Path, fake: type[FakeProcess]) -> None:
     ledger = start(tmp_path)
     files = [ledger.folder.timing_file(ledger.selection.variants()[0], number) for number in range(2)]
+    train = {**STEPS, "flops_per_second": 1.0}
     for file, flops in zip(files, (2e11, 1e11), strict=True):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "matmul": {"flops_per_second": flops}}))
-    assert collect(ledger, "x").timed[0][1].matmul_flops_per_second == [2e11, 1e11]
+        more = {"train": train, "train_image_size": 4, "train_forward_flops_per_image": 7}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more, "matmul": {"flops_per_second": flops}}))
+    timing = collect(ledger, "x").timed[0][1]
+    # Of the size of its training images: evaluation may have another.
+    assert (timing.image_size, timing.flops_per_second) == ((4, 4), pytest.approx(3 * 7 * 80))
+    # The machine's speed may differ from round to round; of folders with a round without it nothing is kept.
+    assert timing.matmul_flops_per_second == [2e11, 1e11]
     file.write_text(json.dumps({**json.loads(file.read_text()), "matmul": None}))
     assert collect(ledger, "x").timed[0][1].matmul_flops_per_second is None
     # A power failure may cut a file, or leave zeros.

@@ -27,7 +27,9 @@ def make_run(
     """A run folder with an evaluation for each number, an epoch of 10 steps each."""
     folder = RunFolder(path)
     folder.create()
-    folder.write_config(config_of(f"run_dir={path}", *overrides, name=config_name).model_dump(mode="json"))
+    # Composed once for all folders.
+    config = config_of(*overrides, name=config_name).model_dump(mode="json")
+    folder.write_config({**config, "run_dir": str(path)})
     evaluations = []
     for epoch, score in enumerate(top1, 1):
         folder.add_record("train", 10 * epoch, epoch, **TRAINED | {"images_per_second": 100.0 * epoch})
@@ -169,33 +171,32 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     assert find_runs([str(top), str(top / "out"), str(elsewhere)]) == sorted([*expected, top / "far"])
 
 
-def columns(folder: Path) -> tuple[list[str], list[str]]:
-    """Keys that differ, and those of them that are shown."""
-    runs = [read_run(path) for path in find_runs([str(folder)])]
+SGD, ADAMW = ("optim=sgd", "optim.weight_decay=0"), ("optim=adamw", "optim.weight_decay=0.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "differ", "shown"),
+    [
+        (
+            (("vit_digits", *SGD, "optim.lr=0.1"), ("vit_digits", *SGD, "optim.lr=0.2"), ("vit_digits", *ADAMW)),
+            {"optim.momentum", "optim.betas", "optim.weight_decay"}, ["optim.name", "optim.lr"],
+        ),
+        (
+            (("vit_digits", "optim.lr=3e-4"), ("vit_digits", "optim.lr=2e-4"), ("resnet_digits",)),
+            {"model.kind", "optim.lr"}, ["config_name", "optim.lr"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_choice_or_an_experiment_brings_along_has_no_column(
+    tmp_path: Path, given: tuple[tuple[str, ...], ...], differ: set[str], shown: list[str]
+) -> None:
+    for number, (name, *overrides) in enumerate(given):
+        make_run(tmp_path / str(number), *overrides, "optim.lr_batch_size=null", config_name=name)
+    runs = [read_run(path) for path in find_runs([str(tmp_path)])]
     table = rows(runs, "best_top1")
     keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
-    return keys, telling(table, keys)
-
-
-def test_what_a_choice_brings_along_has_no_column(tmp_path: Path) -> None:
-    for name, overrides in {
-        "a": ("optim=sgd", "optim.lr=0.1", "optim.weight_decay=0"),
-        "b": ("optim=sgd", "optim.lr=0.2", "optim.weight_decay=0"),
-        "c": ("optim=adamw", "optim.lr=0.1", "optim.weight_decay=0.1"),
-    }.items():
-        make_run(tmp_path / name, *overrides, "optim.lr_batch_size=null")
-    keys, shown = columns(tmp_path)
-    assert {"optim.momentum", "optim.betas", "optim.weight_decay"} < set(keys)
-    assert shown == ["optim.name", "optim.lr"]
-
-
-def test_what_an_experiment_brings_along_has_no_column(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", "seed=1", "optim.lr=3e-4")
-    make_run(tmp_path / "b", "seed=1", "optim.lr=2e-4")
-    make_run(tmp_path / "c", config_name="resnet_digits")
-    keys, shown = columns(tmp_path)
-    assert {"model.kind", "optim.lr"} < set(keys)
-    assert shown == ["config_name", "optim.lr"]
+    assert differ < set(keys)
+    assert telling(table, keys) == shown
 
 
 def test_the_same_as_csv(tmp_path: Path) -> None:
