@@ -289,22 +289,18 @@ def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Image, kind: str, name: str) -> None:
     decoder = ALL_DECODERS[name]
-    training, scoring = (
-        TrainTransform(Augment(erase_probability=0.5), image_size=32),
-        EvalTransform(Augment(), image_size=48),
-    )
+    turning = replace(decoder, convert=Conversion(upright=True))
+    training = TrainTransform(Augment(erase_probability=0.5), image_size=32)
+    scoring = EvalTransform(Augment(), image_size=48)
     for orientation in EIGHT if kind == "JPEG" else (1, 6):
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1
         before = data if is_fast else encode(as_seen(data), kind="PNG")
-        picture = replace(decoder, convert=Conversion(upright=True))(data)
+        picture = turning(data)
         assert type(picture) is type(decoder(before))
         assert picture.size == as_seen(data).size[::-1]
         for seed in range(2):
-            ours, wanted = (
-                training(replace(decoder, convert=Conversion(upright=True))(data), seed),
-                training(decoder(before), seed),
-            )
+            ours, wanted = training(turning(data), seed), training(decoder(before), seed)
             np.testing.assert_array_equal(ours.image_HWC, wanted.image_HWC)
             assert ours.erase == wanted.erase
         np.testing.assert_array_equal(scoring(picture, 0).image_HWC, scoring(decoder(before), 0).image_HWC)
@@ -316,12 +312,9 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     decoder = ALL_DECODERS[name]
     transform = EvalTransform(Augment(), image_size=48)
     garbage = (
-        b"",
-        b"garbage",
-        b"II*\0\xff\xff\xff\xff",
-        b"MM\0*\0\0\0\x08\xff\xff\x01\x12",
+        b"", b"garbage", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff\x01\x12",
         np.random.default_rng(0).bytes(300),
-    )
+    )  # fmt: skip
     tags = [encode(photo, number) for number in (0, 9, 65535)]
     for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
         assert orientation_of(data) == 1

@@ -263,14 +263,8 @@ def test_copies_within_and_across_splits(tmp_path: Path) -> None:
     sources = {split: scan_classes(tmp_path / split) for split in folders}
     parts = {split: list(verify(source, workers=1, title="")) for split, source in sources.items()}
     assert [Path(found.name).name for part in parts["train"] for found in part.damaged] == ["broken.jpg"]
-    for name in (
-        "loose.jpg",
-        "train/notes.txt",
-        "train/one/phone.HEIC",
-        "train/one/other.heic",
-        ".hidden/x.jpg",
-        "why",
-    ):
+    others = ("loose.jpg", "train/notes.txt", "train/one/phone.HEIC", "train/one/other.heic", ".hidden/x.jpg", "why")
+    for name in others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert left_out(tmp_path, sources.values()) == {

@@ -137,14 +137,6 @@ def test_mirror_images_are_averaged(sigmoid: bool) -> None:
     assert FlipAveraged(network, sigmoid=sigmoid)(images_BCHW).isfinite().all()
 
 
-def test_ties_do_not_all_count_as_right() -> None:
-    """A model that says nothing is right for one class only, as with argmax."""
-    labels = torch.arange(10)
-    result = score(torch.zeros(10, 10), labels, [10])
-    assert result.top1 == pytest.approx(10)
-    assert result.top5 == pytest.approx(50)
-
-
 def test_damaged_images_are_reported_and_not_counted() -> None:
     (batch,) = batches(torch.tensor([0, 1]), [2])
     damaged = Batch(batch.images_BHWC[:0], batch.labels_B[:0], batch.indices_B[:0], None, (("x.png", "cut off"),))

@@ -43,8 +43,7 @@ def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 3 s that wait 1 s for their data; checkpoints and evaluations take long, and are not counted."""
-    now = 0.0
-    microbatches, add_step, save, take = Loop._microbatches, Clock.add_step, Run.save, Evaluations.take
+    now, microbatches = 0.0, Loop._microbatches
 
     def late(self: Loop) -> Iterator[Batch]:
         nonlocal now
@@ -52,27 +51,22 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
             now += 1.0
             yield batch
 
-    def compute(self: Clock, images: int) -> None:
-        nonlocal now
-        now += 3.0
-        add_step(self, images)
+    def takes(seconds: float, owner: type, name: str) -> None:
+        real = getattr(owner, name)
 
-    def save_slowly(self: Run, step: int) -> None:
-        nonlocal now
-        now += 50.0
-        save(self, step)
+        def slowly(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real(*arguments)
 
-    def take_long(self: Evaluations, done: int) -> dict[str, str]:
-        nonlocal now
-        now += 100.0
-        return take(self, done)
+        monkeypatch.setattr(owner, name, slowly)
 
+    takes(3.0, Clock, "add_step")
+    takes(50.0, Run, "save")
+    takes(100.0, Evaluations, "take")
     monkeypatch.setattr("pycls_fast.train.start.race", lambda config: Race("fp32", 1.0, None, 0.0))
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Loop, "_microbatches", late)
-    monkeypatch.setattr(Clock, "add_step", compute)
-    monkeypatch.setattr(Run, "save", save_slowly)
-    monkeypatch.setattr(Evaluations, "take", take_long)
     steps = [record for record in run(tmp_path, "runtime.checkpoint_every_steps=2") if record["kind"] == "train"]
     names = ("step_seconds", "images_per_second", "data_wait_fraction")
     rates = [tuple(record[name] for name in names) for record in steps]

@@ -22,13 +22,8 @@ from pycls_fast.train import train
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.trackers import Board, open_board
 from tests.factories import config_of
-from tests.integration.runs import TINY, records
-
-# Three steps an epoch, two epochs.
-SMALL = (
-    *TINY, "data=synthetic", "data.synthetic_train_images=192", "data.synthetic_val_images=64", "data.num_workers=0",
-    "data.synthetic_classes=10", "speed.compile=off",
-)  # fmt: skip
+from tests.integration.runs import records
+from tests.unit.train.test_loop import SMALL
 
 
 @dataclass
