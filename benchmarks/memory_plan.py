@@ -1,7 +1,7 @@
 """The memory plan on paper, and against real processes; writes docs/results/memory_plan.md.
 
     python benchmarks/memory_plan.py --paper
-    python benchmarks/memory_plan.py [--models vit_s16 resnet50] [--ranks 4]
+    python benchmarks/memory_plan.py [--models vit_s16 resnet50] [--only ddp fsdp]
 
 On paper: the microbatches that `optim.accumulation_steps=auto` takes on GPUs of several sizes; none is needed.
 Measured: whole training steps on the CPU over gloo with a few images per rank. The peak is each process's resident

@@ -179,7 +179,8 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         what = f"{message[0].lower()}{message[1:]}; got {_shown(value)}"
     if kind == "string_type" and isinstance(value, int | float):
         what += f"; quotes within quotes make it text: '{key}=\"{value}\"'"
-    return f"{key}: {what} ({origin})"
+    # A whole file has no key.
+    return f"{key}: {what} ({origin})".removeprefix(": ")
 
 
 def _no_choice(value: Any, expected: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -167,13 +168,11 @@ def _exchange(rank: int, file: str, found: Any) -> None:
     dist.destroy_process_group()
 
 
-def links(folder: Path) -> dict[str, Any]:
+def links() -> dict[str, Any]:
     """The fields of a `Cluster` that say how two ranks of this machine exchange, over gloo."""
-    with mp.Manager() as manager:
+    with mp.Manager() as manager, TemporaryDirectory() as folder:
         found = manager.dict()
-        file = folder / f"rendezvous-{os.getpid()}"
-        mp.spawn(_exchange, args=(str(file), found), nprocs=2)
-        file.unlink(missing_ok=True)
+        mp.spawn(_exchange, args=(f"{folder}/rendezvous", found), nprocs=2)
         small, large = (found[size] for size in _SIZES)
     more = {name: max(large[name] - small[name], 1e-9) for name in small}
     # An all-reduce of two ranks sends its size once and takes two hops; by itself each half of it may take longer.
@@ -188,7 +187,7 @@ def calibrate(file: Path) -> str:
     made = measured(device)
     per_node = torch.cuda.device_count() if device.type == "cuda" else 4 * cores()
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
-    cluster |= links(file.absolute().parent) | {"images_per_core": images_per_core()}
+    cluster |= links() | {"images_per_core": images_per_core()}
     # Through JSON, whose names are text, as the reader wants them.
     entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
     text = yaml.safe_dump(entry, sort_keys=False)

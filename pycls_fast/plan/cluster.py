@@ -243,9 +243,10 @@ class Cluster(Links):
         bandwidth = min(self.inside, self.network / self.per_node) if crosses else self.inside
         return size / bandwidth + self.latency[crosses]
 
+    @property
     def efficiency(self) -> float:
         """What jitter leaves of the speed."""
-        return 1.0 - self.jitter * math.log2(self.nodes)
+        return float((1.0 - self.jitter) ** math.log2(self.nodes))
 
 
 class _Named(Links):

@@ -118,7 +118,7 @@ class Report:
             ways.setdefault(each.layout.way, {}).setdefault(each.layout.recompute, []).append(place)
         for position, (way, points) in enumerate(sorted(ways.items())):
             color, label = colormaps["tab20"](position % 20), way
-            for recompute, line in sorted(points.items(), reverse=True):
+            for recompute, line in sorted(points.items(), key=lambda item: item[0] != "off"):
                 marker = "o" if recompute == "off" else "^"
                 axes.plot(*zip(*line, strict=True), marker, color=color, label=label, alpha=0.6, markersize=4)
                 label = "_nolegend_"
@@ -134,6 +134,8 @@ class Report:
                 above = speed
         axes.axvline(self.cluster.accelerator.memory / 1e9, color="grey", linestyle="--", linewidth=1)
         axes.set_xscale("log")
+        # The first names lie to the left of their points.
+        axes.margins(x=0.2)
         axes.set(xlabel="peak memory of a rank, GB (triangles: recomputation)", ylabel="images/s of all ranks")
         axes.set_title(self.title)
         axes.set_ylim(0.0, 1.08 * corners[0][1])

@@ -146,6 +146,11 @@ class Outcome:
         return self.peak.total
 
     @property
+    def busy(self) -> float:
+        """Seconds of a step in which a rank does not wait for images."""
+        return self.compute + self.update + self.exchange + self.bubble
+
+    @property
     def images_per_second(self) -> float:
         """The speed of all ranks together."""
         return self.images / self.step
@@ -159,6 +164,9 @@ class Outcome:
         """Why this is not the best layout."""
         if not self.fits:
             return "does not fit"
+        if self.step <= best.step:
+            # Both wait for images.
+            return ""
         kernels = "smaller kernels"
         if self.layout.recompute != best.layout.recompute:
             kernels = "recomputation"
@@ -343,7 +351,7 @@ class Search:
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
         exchange = late * self.exchange(layout, images, forward, backward)
-        step = (compute + waits + update + exchange) / cluster.efficiency()
+        step = (compute + waits + update + exchange) / cluster.efficiency
         loader = None
         if self.config.data.has_photographs:
             # A GPU has its part of a node's cores; ranks of a CPU have all, of which each computes with one.
@@ -473,6 +481,6 @@ class Search:
         return exposed
 
     def outcomes(self) -> list[Outcome]:
-        """All layouts, those that fit first, the fastest first."""
+        """All layouts, those that fit first, the fastest first; of those that wait for images, what has most time."""
         found = [self.outcome(layout) for layout in self.layouts()]
-        return sorted(found, key=lambda each: (not each.fits, each.step))
+        return sorted(found, key=lambda each: (not each.fits, each.step, each.busy))

@@ -209,6 +209,11 @@ def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
     assert found.images_per_second == found.loader == pytest.approx(12.0)
     faster = Search(files, search.cluster, 10).outcome(Layout(16))
     assert faster.step == search.outcome(Layout(16)).step
+    # All wait as long: the one with most time left is the first.
+    layouts = Search(files, slow, 10).outcomes()
+    assert len({each.step for each in layouts if each.fits}) == 1
+    assert layouts[0].busy == min(each.busy for each in layouts if each.fits)
+    assert {each.loses(layouts[0]) for each in layouts if each.fits} == {""}
     # Small arrays take no time.
     assert Search(config_of("data=digits", *VIT[1:]), slow, 10).outcome(Layout(16)).loader is None
 
@@ -355,6 +360,7 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
         (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
         (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
+        (["cluster=empty.yaml:cpux2"], "error: must be an object; got null (empty.yaml)"),
         (
             ["cluster=wrong.yaml:cpux2"],
             "error: accelerators.here.memory: must be greater than 0; got 0 (wrong.yaml)\n"
@@ -383,6 +389,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "empty.yaml").touch()
     (tmp_path / "bomb.yaml").write_text("accelerators: &all {}\nclusters: *all\n")
     (tmp_path / "wrong.yaml").write_text(
         "accelerators: {here: {memory: 0, flops: {'2': 1.0e+12, '4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
