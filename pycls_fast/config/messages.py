@@ -169,9 +169,10 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         what = f"missing; set it with {key}=VALUE"
     elif kind == "union_tag_invalid":
         what = _no_choice(context["tag"], context["expected_tags"])
-        if key == "data.source" and "did you mean" not in what:
+        if "did you mean" not in what:
             # data=NAME may have meant one.
-            what += f", and there is no folder {context['tag']} here; give its path as data=PATH"
+            folder = f", and there is no folder {context['tag']} here; give its path as data=PATH"
+            what += f"{folder if key == 'data.source' else ''}; one of your own needs imports=[MODULE]"
     elif kind == "literal_error":
         what = _no_choice(value, context["expected"])
     else:

@@ -55,7 +55,8 @@ ONE_MISTAKE = [
      f"parallel.pipeline_degree: 4 ranks with 2 of ... model.depth=4; use parallel.pipeline_degree=2 {HERE}"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
     ("data=insects", 'data.source: must be one of auto, ...; got "insects", and there is no folder insects here; '
-     f"give its path as data=PATH {HERE}"),
+     f"give its path as data=PATH; one of your own needs imports=[MODULE] {HERE}"),
+    ("loss.name=focal", f'loss.name: must be one of ...; got "focal"; one of your own needs imports=[MODULE] {HERE}'),
     ("data=foldr", "data=foldr: no such option; did you mean folder?"),
     ("data=folder", "data.root: not set; give ... (data=folder or the command line)"),
     ("speed={compile: off, gelu: polynomial}", f"speed.gelu: polynomial conflicts with speed.compile=off: ... {HERE}"),
