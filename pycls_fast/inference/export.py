@@ -57,6 +57,8 @@ def export(
     one_of("format", kind, SUFFIXES)
     one_of("dtype", dtype or "null", _DTYPES.get(kind, _OF_TENSORS), more=f" with format={kind}")
     checked(path, kind, overwrite=overwrite)
+    if images and kind == "safetensors":
+        raise UserError("images: safetensors holds the weights alone, which nothing runs; leave it out")
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
     weights, said = open_weights(find_weights(source), kind=which), [""]

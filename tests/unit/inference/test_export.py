@@ -142,6 +142,7 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["format=timm", "output=run"], "output: run exists; use overwrite=true"),
         (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
         (["output=new/n.onnx", "dtype=float16"], "dtype: must be one of null, int8 with format=onnx; got float16"),
+        (["images=there"], "images: safetensors holds the weights alone, which nothing runs; leave it out"),
         (["output=there.safetensors/net.safetensors"], "net.safetensors cannot be written (File exists)"),
         (["output=there.safetensors"], "output: there.safetensors exists; use overwrite=true"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
