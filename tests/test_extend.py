@@ -22,6 +22,7 @@ from pycls_fast.choice import FAMILIES
 from pycls_fast.config import Section, load_config
 from pycls_fast.config.help import help_text
 from pycls_fast.errors import UserError
+from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.values import Size
 from tests.integration.runs import ROOT, TINY, command, records, run_process
@@ -152,6 +153,14 @@ def test_a_model_that_names_no_blocks(override: str, line: str) -> None:
     config = load_config("vit_digits", [*CHOSEN["my_model"], "imports=[my_model]", override])
     with pytest.raises(UserError, match=f"^{line}"):
         build.model(config, 10, build.switches(config, torch.device("cpu")))
+
+
+def test_a_model_of_one_image_size(here: Path) -> None:
+    text = FILES["my_model"].replace("nn.Linear(width,", "nn.Linear(64 * width,").replace(".mean((2, 3))", ".flatten(1)")
+    (here / "my_model.py").write_text(text)
+    given = [*CHOSEN["my_model"], "imports=[my_model]", "data.image_size=8", "data.image_size_schedule=[[0,6],[1,8]]"]
+    with pytest.raises(UserError, match="^data.image_size_schedule: tiny at data.image_size=8 does not take 6; use"):
+        build.model(load_config("vit_digits", given), 10, Speed())
 
 
 def test_a_tracker(images: Path) -> None:

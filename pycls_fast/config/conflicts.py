@@ -271,6 +271,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "no token is read", "model.classifier=token or model.distillation_token=false"),
     ("model.groups!=1|null", "model.depth=18|34", "its blocks have no bottleneck to group", "model.depth=50"),
     ("model.width_per_group!=64|null", "model.depth=18|34", "its blocks have no bottleneck to widen", "model.depth=50"),
+    ("model.drop_path!=0.0", "model.kind=given", "the module drops what it drops", "model.drop_path=0.0"),
     ("data.image_size_schedule!=[]", "model.kind=vit",
      "a ViT has positions for one image size", "data.image_size_schedule=[]"),
     ("model.experts=1", "model.experts_per_token=2",

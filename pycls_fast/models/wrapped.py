@@ -133,6 +133,15 @@ def run_without_memory(meta: nn.Module, image_size: Size) -> Tensor:
         return meta(torch.empty(2, 3, *image_size, device="meta", dtype=dtype))
 
 
+def takes(network: nn.Module, image_size: Size) -> bool:
+    """Whether a network accepts images of this size, whatever size it was built for."""
+    try:
+        run_without_memory(meta_copy(network).eval(), image_size)
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+    return True
+
+
 def _matched(network: Any) -> list[str]:
     """Modules that timm's own patterns name as layers of the trunk."""
     matcher = network.group_matcher(coarse=False) if hasattr(network, "group_matcher") else None
@@ -243,14 +252,6 @@ class TimmNetwork(WrappedNetwork):
         """What timm's constructor draws, which is the whole model, on the CPU."""
         with torch.device("cpu"):
             return dict(named_tensors(self._create()))
-
-    def takes(self, image_size: Size) -> bool:
-        """Whether the model accepts images of this size, whatever size it was built for."""
-        try:
-            run_without_memory(meta_copy(self.network).eval(), image_size)
-        except (AssertionError, RuntimeError, ValueError):
-            return False
-        return True
 
     def _head(self) -> nn.Module | None:
         name = self.network.default_cfg.get("classifier")

@@ -28,6 +28,7 @@ OTHER = {
     "data.shard_cache_gib": "1.0 data.source=tar",
     "distill.teacher": "some.safetensors",
     "loss.class_weights": "auto",
+    "model.drop_path": "0.1",
     "model.groups": "2",
     "model.width_per_group": "32",
     "optim.lora_rank": "2",
@@ -97,6 +98,7 @@ EXPERIMENTS = {
     "vit": ["vit_digits"],
     "resnet": ["resnet_digits"],
     "timm": ["vit_digits", "model=timm", "model.name=vit_tiny_patch16_224"],
+    "given": ["vit_digits", "model=given", "model.module=Mine"],
 }
 CONV = "model.stem=conv model.stem_widths=[8,16] model.stem_strides=[2,2] model.patch_size=4"
 CUDA = torch.device("cuda")
@@ -122,7 +124,7 @@ def example(condition: str | Fact) -> str:
 
 def kind_of(conflict: Conflict) -> str:
     text = f"{conflict.a} {conflict.b}"
-    named = [kind for kind in MODEL_KINDS if f"model.kind={kind}" in text]
+    named = [kind for kind in EXPERIMENTS if f"model.kind={kind}" in text]
     if "model.depth" in text or ("image_size_schedule" in text and not named) or "speed.convolution" in text:
         return "resnet"
     return named[0] if named else "vit"
@@ -159,7 +161,7 @@ def test_a_row_refuses_and_each_way_out_passes(conflict: Conflict) -> None:
         assert of_this_row(way_out) == [], way_out
 
 
-@pytest.mark.parametrize("kind", EXPERIMENTS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
     name, *overrides = EXPERIMENTS[kind]
     config = load_config(name, ["speed=reference", *overrides])
