@@ -156,10 +156,10 @@ def test_a_model_that_names_no_blocks(override: str, line: str) -> None:
 
 
 def test_a_model_of_one_image_size(here: Path) -> None:
-    text = FILES["my_model"].replace("nn.Linear(width,", "nn.Linear(64 * width,").replace(".mean((2, 3))", ".flatten(1)")
-    (here / "my_model.py").write_text(text)
+    text = FILES["my_model"].replace(".mean((2, 3))", ".flatten(1)")
+    (here / "my_model.py").write_text(text.replace("nn.Linear(width,", "nn.Linear(64 * width,"))
     given = [*CHOSEN["my_model"], "imports=[my_model]", "data.image_size=8", "data.image_size_schedule=[[0,6],[1,8]]"]
-    with pytest.raises(UserError, match="^data.image_size_schedule: tiny at data.image_size=8 does not take 6; use"):
+    with pytest.raises(UserError, match=r"^data\.image_size_schedule: tiny at data.image_size=8 does not take 6; use"):
         build.model(load_config("vit_digits", given), 10, Speed())
 
 

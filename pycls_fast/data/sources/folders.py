@@ -56,6 +56,8 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
         UserError: the folders are not such a dataset; says what was expected and what was found.
     """
     root, cache = Path(root), CachePolicy.of(data, how)
+    if root.is_file():
+        raise UserError(f"{root} is a file; unpack it, or say what it is: data.source=manifest (a table), parquet, tar")
 
     def scan(folder: Path) -> Images:
         found = scan_classes(folder, cache)

@@ -160,6 +160,12 @@ def test_mistakes(tmp_path: Path, tree: dict[str, int], says: str) -> None:
     assert says.format(root=tmp_path) in mistake("folder", tmp_path)
 
 
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    table = tmp_path / "labels.csv"
+    table.write_text("path,label\n")
+    assert "labels.csv is a file; unpack it, or say what it is: data.source=manifest" in mistake("auto", table)
+
+
 def test_formats_that_are_not_read_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
