@@ -108,32 +108,24 @@ def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str
     assert sum(map(len, opened("parquet", tmp_path).values())) == len(CONTENT["train"])
 
 
-def test_a_saved_dataset_of_picked_rows_is_split(tmp_path: Path) -> None:
-    """Rows in another order than on disk."""
-    saved = datasets.load_from_disk(write_hub(tmp_path / "both", CONTENT))["train"]
+def test_saved_datasets(tmp_path: Path) -> None:
+    both = write_hub(tmp_path / "both", CONTENT)
+    assert "data.train: must be one of train, validation; got training; did you mean train?" in mistake(
+        "hub", both, train="training"
+    )
+    assert "has no column 'kind'; it has image, label" in mistake("hub", both, label_column="kind")
+    saved, val = datasets.load_from_disk(both).values()
+    # Test images without labels are left out.
+    for number, test in enumerate((val.map(lambda row: {"label": -1}), val.remove_columns("label"))):
+        root = tmp_path / str(number)
+        datasets.DatasetDict({"train": saved, "test": test}).save_to_disk(str(root))
+        assert sum(map(len, opened("hub", root).values())) == len(CONTENT["train"])
+    # Rows in another order than on disk.
     saved.select(range(len(saved) - 1, -1, -1)).save_to_disk(str(tmp_path / "one"))
     source = opened("hub", tmp_path / "one", whole=True)["all"]
     assert samples_of(source) == expected(CONTENT["train"][::-1])
     splits = opened("hub", tmp_path / "one", val_fraction=0.25)
     assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
-
-
-def test_a_saved_dataset_whose_test_images_have_no_labels(tmp_path: Path) -> None:
-    saved = datasets.load_from_disk(write_hub(tmp_path / "hub", CONTENT))
-    unlabelled = saved["validation"].map(lambda row: {"label": -1})
-    train = {"train": saved["train"]}
-    for number, test in enumerate((unlabelled, saved["validation"].remove_columns("label"))):
-        root = tmp_path / str(number)
-        datasets.DatasetDict({**train, "test": test}).save_to_disk(str(root))
-        assert sum(map(len, opened("hub", root).values())) == len(CONTENT["train"])
-
-
-def test_datasets_with_mistakes(tmp_path: Path) -> None:
-    root = write_hub(tmp_path / "hub", CONTENT)
-    assert "data.train: must be one of train, validation; got training; did you mean train?" in mistake(
-        "hub", root, train="training"
-    )
-    assert "has no column 'kind'; it has image, label" in mistake("hub", root, label_column="kind")
 
 
 def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

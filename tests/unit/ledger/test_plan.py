@@ -60,6 +60,8 @@ def test_the_last_of_two_overrides_stands() -> None:
 @pytest.mark.parametrize(("names", "picked"), [((), 3), (("half",), 1), (("optimizer", "precision"), 2)])
 def test_variants_are_picked_by_name_or_switch(names: tuple[str, ...], picked: int) -> None:
     assert len(pick(LADDER, names).variants) == picked
+    with pytest.raises(UserError, match="did you mean fused"):
+        pick(LADDER, [*names, "fusde"])
 
 
 STEPS = Ladder(
@@ -86,11 +88,6 @@ def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
     assert [(a.name, a.against) for a in plan(STEPS, "crossed")] == [
         ("base", None), ("three", "two"), ("one", "base"), ("two", "one"), ("other", "base"),
     ]  # fmt: skip
-
-
-def test_a_variant_that_is_not_there() -> None:
-    with pytest.raises(UserError, match="did you mean fused"):
-        pick(LADDER, ["fusde"])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +169,8 @@ def test_a_ladder_may_bring_its_mode(given: dict[str, Any], expected: str, monke
     monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
     assert LedgerVerb(**given)(config_of()) == 0
     assert asked == [expected]
+    with pytest.raises(UserError, match="switches: the experiment has them already"):
+        LedgerVerb(switches=("precision.fp32",))(config_of())
 
 
 @pytest.mark.parametrize(("runs", "refused"), [(32, ["model.init"]), (0, [])])
@@ -198,10 +197,3 @@ def test_variants_are_checked_as_what_is_trained(
         GlobalHydra.instance().clear()
     assert stopped.value.code == 0
     assert [line.partition(":")[0] for line in lines] == refused
-
-
-def test_a_question_whose_answer_is_no_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
-    with pytest.raises(UserError, match="switches: the experiment has them already"):
-        LedgerVerb(switches=("precision.fp32",))(config_of())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,13 +77,19 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     log: list[str] = []
     monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
     made = [recorded(label, log) for label in ("a", "b", "c")]
+    one, other = (SimpleNamespace(measure=partial(log.append, f"peak {name}")) for name in ("one", "other"))
+    made[0].matmul, made[1].matmul, made[2].matmul = one, other, other  # type: ignore[assignment]
     timing._measure(made, "train", 3, steps=2, warmup_steps=3, seconds=0.0)
-    assert [entry for entry in log if not entry.startswith("backend")] == [
+    done = list(zip(log[::2], log[1::2], strict=True))
+    assert [entry for _, entry in done] == [
         *("warm a 3", "warm b 3", "warm c 3"),
-        *("a 2", "b 2", "c 2", "c 2", "b 2", "a 2", "a 2", "b 2", "c 2"),
+        *("peak one", "peak other", "a 2", "b 2", "c 2"),
+        *("peak one", "peak other", "c 2", "b 2", "a 2"),
+        *("peak one", "peak other", "a 2", "b 2", "c 2"),
     ]
-    # Every turn runs under its own variant's process-wide settings.
-    assert all(before == f"backend {after.split()[-2]}" for before, after in zip(log[::2], log[1::2], strict=True))
+    # All under the process-wide settings, such as TF32, of its own variant; a peak under one that it is of.
+    owners = {"peak one": "a", "peak other": "c"}
+    assert all(before == f"backend {owners.get(entry) or entry.split()[-2]}" for before, entry in done)
     assert all(len(variant.turns["train"]) == 3 for variant in made)
 
 
@@ -116,28 +123,6 @@ def test_a_turn_lasts_as_long_as_asked() -> None:
     untouched = Slow(rest=1.0)
     assert turn_length(untouched, ALONE, steps=10, seconds=0.0) == 10
     assert untouched.turns == []
-
-
-def test_a_peak_is_measured_under_the_settings_of_a_variant_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 is a process-wide flag that the last turn leaves behind."""
-    log: list[str] = []
-    monkeypatch.setattr(build, "set_backend", lambda config, device, chosen: log.append(f"backend {config}"))
-    made = []
-    for label in ("fp32", "tf32", "tf32 again"):
-        variant = recorded(label, log)
-        variant.matmul = Peak(log, label) if label != "tf32 again" else made[-1].matmul  # type: ignore[assignment]
-        made.append(variant)
-    timing._measure(made, "train", 3, steps=2, warmup_steps=3, seconds=0.0)
-    measured = [(before, after) for before, after in pairwise(log) if after.startswith("peak")]
-    assert measured == 3 * [("backend fp32", "peak fp32"), ("backend tf32 again", "peak tf32")]
-
-
-class Peak:
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def measure(self) -> None:
-        self.log.append(f"peak {self.name}")
 
 
 @pytest.fixture

@@ -230,18 +230,14 @@ def test_gradients_in_16_bits_are_added_to_those_of_the_masters_without_a_wide_c
     assert all(size < largest for sizes in copies for size in sizes)
 
 
-def test_gradients_are_gone_after_the_step() -> None:
-    """Nothing of them is left for the next forward pass, where memory peaks."""
+def test_a_step_takes_all_its_microbatches_and_no_others() -> None:
     step, network, batches = of_microbatches("speed=fast")
+    for count in (MICROBATCHES - 1, MICROBATCHES + 1):
+        with pytest.raises(ValueError, match="zip"):
+            step(0, (2 * batches)[:count], TrainMetrics(CPU))
     step(0, batches, TrainMetrics(CPU))
+    # Nothing of the gradients is left for the next forward pass, where memory peaks.
     assert all(parameter.grad is None for parameter in network.parameters())
-
-
-@pytest.mark.parametrize("count", [MICROBATCHES - 1, MICROBATCHES + 1])
-def test_a_step_takes_all_its_microbatches_and_no_others(count: int) -> None:
-    step, _, batches = of_microbatches("speed=reference")
-    with pytest.raises(ValueError, match="zip"):
-        step(0, (2 * batches)[:count], TrainMetrics(CPU))
 
 
 OF_KIND = {"vit": VIT, "resnet": RESNET, "moe": ("vit_moe_digits", *VIT[1:])}

@@ -124,9 +124,7 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
     assert 1e-3 < verdict.suggested < 4e-3
     assert 0.03 < verdict.lowest < 0.3
     assert verdict.lowest < verdict.diverges < 1.0
-
-
-def test_a_loss_that_never_falls_suggests_nothing() -> None:
+    # A loss that never falls suggests nothing.
     verdict = interpret(RATES, [1 + rate for rate in RATES])
     assert verdict.suggested is None
     assert verdict.diverges is not None
