@@ -15,6 +15,7 @@ from PIL import ExifTags, Image
 
 from pycls_fast.commands.train import PrepareVerb
 from pycls_fast.config import load_config
+from pycls_fast.data.decode import orientation_of
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
@@ -117,22 +118,25 @@ def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0
 
 
 def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Encoded images keep the tag, so the key does not matter for them."""
+    """Encoded images keep the tag, so the key does not matter for them; Pillow has turned those in TIFF files."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     for split, label in itertools.product(("train", "val"), ("cat", "dog")):
         folder = tmp_path / "folder" / split / label
         folder.mkdir(parents=True)
-        Image.new("RGB", (30, 20)).save(folder / "a.jpg", exif=exif)
+        for name in ("a.jpg", "b.tif"):
+            Image.new("RGB", (30, 20)).save(folder / name, exif=exif)
     for store, key in itertools.product(("raw", "encoded"), ("true", "false")):
         output = tmp_path / f"{store}_{key}"
         where = (f"data.root={tmp_path / 'folder'}", f"output={output}", "short_side=10")
         prepare("pack", *where, f"store={store}", f"data.exif_orientation={key}", "data.source=folder", capsys=capsys)
-        stored = PackedImages(output / "train").read(0)
+        stored, turned = (PackedImages(output / "train").read(index) for index in range(2))
         if isinstance(stored, bytes):
-            assert Image.open(io.BytesIO(stored)).getexif()[ExifTags.Base.Orientation] == 6
+            assert orientation_of(stored) == 6
+            assert (orientation_of(turned), Image.open(io.BytesIO(turned)).size) == (1, (10, 15))
         else:
             assert stored.shape == ((15, 10, 3) if key == "true" else (10, 15, 3))
+            assert turned.shape == (15, 10, 3)
 
 
 def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

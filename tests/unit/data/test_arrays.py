@@ -107,16 +107,10 @@ def test_something_else_is_never_overwritten_by_digits(tmp_path: Path) -> None:
 
 def test_the_counter_decides_the_noise() -> None:
     source, same, other = (SyntheticImages(50, 9, 4, seed) for seed in (3, 3, 4))
-    images = []
-    for index in range(50):
-        image_HWC, label = source.read(index), source.labels[index]
-        assert image_HWC.shape == (9, 9, 3)
-        assert image_HWC.dtype == np.uint8
-        assert label == index % 4
-        np.testing.assert_array_equal(image_HWC, same.read(index))
-        assert (image_HWC != other.read(index)).any()
-        images.append(image_HWC)
-    assert len({image.tobytes() for image in images}) == 50
-    values = np.stack(images)
+    values, again, others = (np.stack([each.read(index) for index in range(50)]) for each in (source, same, other))
+    assert (values.shape, values.dtype) == ((50, 9, 9, 3), np.uint8)
+    assert source.labels.tolist() == [index % 4 for index in range(50)]
+    np.testing.assert_array_equal(values, again)
+    assert len(np.unique(np.concatenate([values, others]), axis=0)) == 100
     # The mean of n uniform values has a standard error of 73.9 / sqrt(n).
     assert abs(values.mean() - 127.5) < 5 * 73.9 / values.size**0.5

@@ -29,8 +29,6 @@ from pycls_fast.data.decoders import (
     open_with_pillow,
     open_with_simplejpeg,
 )
-from pycls_fast.data.pack import PackSettings, pack
-from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.transforms import Augmented, EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from tests.factories import config_of
@@ -346,23 +344,6 @@ def test_the_tag_is_found_wherever_it_is(photo: Image.Image) -> None:
     xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>")
     assert orientation_of(tagged[:2] + xmp + tagged[2:]) == 6
     assert orientation_of(plain[:2] + xmp + plain[2:]) == 1
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
-def test_packing_keeps_the_orientation_of_what_is_encoded_again(photo: Image.Image, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "folders" / "class"
-    folder.mkdir(parents=True)
-    for orientation in EIGHT:
-        (folder / f"{orientation}.{kind.lower()}").write_bytes(encode(photo, orientation, kind))
-    source = pack(scan_classes(folder.parent), tmp_path / "packed", PackSettings(64), workers=0, title="")
-    for index, orientation in enumerate(EIGHT):
-        data = source.read(index)
-        assert isinstance(data, bytes)
-        assert orientation_of(data) == (1 if kind == "TIFF" else orientation)
-        seen = decode(data, Conversion(upright=True))
-        wanted = as_seen(encode(photo, orientation, kind)).resize(seen.size, Image.Resampling.BICUBIC)
-        assert min(seen.size) == 64
-        assert np.abs(np.asarray(seen, np.int16) - np.asarray(wanted, np.int16)).mean() < 4
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,7 @@ def test_test_files_without_labels_are_left_out(tmp_path: Path, labels: dict[str
 
 def test_saved_datasets(tmp_path: Path) -> None:
     both = write_hub(tmp_path / "both", CONTENT)
-    assert "data.train: must be one of train, validation; got training; did you mean train?" in mistake(
-        "hub", both, train="training"
-    )
+    assert "data.train: must be one of train, validation;" in mistake("hub", both, train="training")
     assert "has no column 'kind'; it has image, label" in mistake("hub", both, label_column="kind")
     saved, val = datasets.load_from_disk(both).values()
     # Test images without labels are left out.
@@ -141,6 +139,4 @@ def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     for root in ("me/cats", "me/cats@v1"):
         assert opened("hub", root, hub_config="small")["val"].classes == CLASSES
     assert asked == [("me/cats", "small", None), ("me/cats", "small", "v1")]
-    assert "nobody/nothing cannot be loaded by datasets (ConnectionError: Couldn't reach" in mistake(
-        "hub", "nobody/nothing"
-    )
+    assert "nobody/nothing cannot be loaded by datasets (Conn" in mistake("hub", "nobody/nothing")

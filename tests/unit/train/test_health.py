@@ -119,11 +119,9 @@ def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtyp
         network.state_dict()[name][1] = value
     with pytest.raises(UserError) as caught:
         check.check_weights(12)
-    assert caught.value.lines[:2] == (
-        "optim.lr: weights or batch norm's statistics are not finite after step 12, which is not saved; lower "
-        "optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; earlier checkpoints are kept",
-        f"resume: if step 10 has diverged, too, go back with resume={tmp_path / 'step_000000005'}",
-    )
+    first, second, *_ = caught.value.lines
+    assert first.startswith("optim.lr: weights or batch norm's statistics are not finite after step 12")
+    assert second == f"resume: if step 10 has diverged, too, go back with resume={tmp_path / 'step_000000005'}"
 
 
 def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
