@@ -82,16 +82,22 @@ def measured(device: torch.device) -> Accelerator:
         if not is_cpu:
             properties = torch.cuda.get_device_properties(device)
             memory, units = properties.total_memory, properties.multi_processor_count
-        flops: dict[int, float] = {}
-        for size, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+
+        def rate(dtype: torch.dtype) -> float:
             square = torch.randn(side, side, device=device).to(dtype)
-            flops[size] = 2.0 * side**3 / seconds(partial(torch.matmul, square, square), device)
+            return 2.0 * side**3 / seconds(partial(torch.matmul, square, square), device)
+
+        float32 = None
+        if not is_cpu:
+            float32 = rate(torch.float32)
+            torch.set_float32_matmul_precision("high")
         source, target = torch.zeros(many, device=device), torch.zeros(many, device=device)
         bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source), device)
         kinds = ("product", "convolution", "grouped", "depthwise", "taps", "pass", "attention")
         start = Accelerator(
             memory=float(memory),
-            flops=flops,
+            flops={4: rate(torch.float32), 2: rate(torch.bfloat16)},
+            float32=float32,
             bandwidth=bandwidth,
             units=units,
             efficiency=dict.fromkeys(kinds, 0.7),
@@ -104,6 +110,7 @@ def measured(device: torch.device) -> Accelerator:
         examples = (example for images in (2, 8) for example in _examples(images))
         return fitted(start, [_timed(layer, features, device) for layer, features in examples])
     finally:
+        torch.set_float32_matmul_precision("highest")
         torch.set_num_threads(threads)
 
 
@@ -154,25 +161,29 @@ def images_per_core() -> float:
     return images / seconds(run, torch.device("cpu"))
 
 
-def _exchange(rank: int, file: str, found: Any) -> None:
+def _exchange(rank: int, file: str, backend: str, found: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=2)
     for size in _SIZES:
-        whole, part = torch.ones(size // 4), torch.ones(size // 8)
+        whole, part = torch.ones(size // 4, device=device), torch.ones(size // 8, device=device)
         runs: dict[str, Callable[[], Any]] = {
             "reduce": partial(dist.all_reduce, whole),
             "gather": partial(dist.all_gather_into_tensor, whole, part),
             "scatter": partial(dist.reduce_scatter_tensor, part, whole),
         }
-        found[size] = {name: seconds(run, torch.device("cpu")) for name, run in runs.items()}
+        found[size] = {name: seconds(run, device) for name, run in runs.items()}
     dist.destroy_process_group()
 
 
 def links() -> dict[str, Any]:
-    """The fields of a `Cluster` that say how two ranks of this machine exchange, over gloo."""
+    """The fields of a `Cluster` that say how two ranks of this machine exchange; of one GPU, two processes."""
+    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with mp.Manager() as manager, TemporaryDirectory() as folder:
         found = manager.dict()
-        mp.spawn(_exchange, args=(f"{folder}/rendezvous", found), nprocs=2)
+        mp.spawn(_exchange, args=(f"{folder}/rendezvous", backend, found), nprocs=2)
         small, large = (found[size] for size in _SIZES)
     more = {name: max(large[name] - small[name], 1e-9) for name in small}
     # An all-reduce of two ranks sends its size once and takes two hops; by itself each half of it may take longer.
@@ -185,11 +196,13 @@ def calibrate(file: Path) -> str:
     """Measure this machine and write it; returns what was written."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = measured(device)
-    per_node = torch.cuda.device_count() if device.type == "cuda" else 4 * cores()
+    ranks = cores() if device.type == "cpu" else torch.cuda.device_count()
+    # More ranks of a CPU share its cores.
+    per_node = 4 * ranks if device.type == "cpu" else ranks
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
     cluster |= links() | {"images_per_core": images_per_core()}
     # Through JSON, whose names are text, as the reader wants them.
     entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
     text = yaml.safe_dump(entry, sort_keys=False)
     file.write_text(text, encoding="utf-8")
-    return f"{text}\nwritten: {file}; plan with cluster={file}:herex{cores()}"
+    return f"{text}\nwritten: {file}; plan with cluster={file}:herex{ranks}"

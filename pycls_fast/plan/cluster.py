@@ -74,7 +74,8 @@ class Accelerator:
     Attributes:
         memory: bytes.
         device: "cuda" or "cpu".
-        flops: FLOP/s of dense products, by bytes of an element.
+        flops: FLOP/s of dense products, by bytes of an element; on GPUs that have TF32, those of 4 bytes are in it.
+        float32: those of float32 without TF32, if they are others.
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
@@ -95,6 +96,15 @@ class Accelerator:
     dispatch: NonNegativeFloat = 0.0
     fused: PositiveFloat = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
+    float32: PositiveFloat | None = None
+
+    @property
+    def without_tf32(self) -> Accelerator:
+        """The same with `precision=fp32`."""
+        rate = self.float32 or self.flops[4]
+        # Depthwise convolutions are as fast: they have none of it.
+        taps = self.efficiency.get("taps", 1.0) * self.flops[4] / rate
+        return replace(self, flops={**self.flops, 4: rate}, efficiency={**self.efficiency, "taps": taps})
 
     def seconds(self, kernels: Kernels, *, compiled: bool = False, divided: bool = False) -> float:
         """How long kernels take one after the other.
@@ -290,7 +300,7 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME.
 
     Args:
-        memory: bytes of each accelerator; None: what the file says.
+        memory: bytes of each rank; None: what the file says, of which a CPU's ranks have a part each.
 
     Raises:
         UserError: there is no such cluster or file.
@@ -305,7 +315,8 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     if ranks > settings.per_node and ranks % settings.per_node:
         raise UserError(f"cluster: {text}: nodes have {settings.per_node} each; use a multiple of it")
     device = accelerator(settings.accelerator, file)
-    device = replace(device, memory=memory or device.memory)
+    sharing = min(ranks, settings.per_node) if device.device == "cpu" else 1
+    device = replace(device, memory=memory or device.memory / sharing)
     return Cluster(**{**dict(settings), "accelerator": device, "ranks": ranks})
 
 

@@ -327,6 +327,8 @@ class Search:
     def outcome(self, layout: Layout) -> Outcome:
         """What a layout needs and takes."""
         cluster, device, plan = self.cluster, self.cluster.accelerator, self._plan(layout)
+        if layout.precision == "fp32":
+            device = device.without_tf32
         images, parts = self.batch // (layout.data * layout.accumulation), layout.accumulation
         few, many, share = self._around(layout, images)
         activations = few.activations.between(many.activations, share)

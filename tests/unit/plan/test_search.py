@@ -114,6 +114,24 @@ def test_a_cluster_is_a_name_and_a_number(name: str, ranks: int) -> None:
     assert found.accelerator == replace(accelerator(name), memory=40e9)
 
 
+def test_ranks_of_a_cpu_share_its_memory(tmp_path: Path) -> None:
+    links = "per_node: 8, inside: 1.0, network: 1.0, latency: [0, 0], jitter: 0, cores: 2, images_per_core: 1"
+    file = tmp_path / "here.yaml"
+    file.write_text(
+        "accelerators: {here: {memory: 16.0e+9, flops: {'2': 1.0, '4': 1.0}, bandwidth: 1.0, device: cpu}}\n"
+        f"clusters: {{here: {{accelerator: here, {links}}}}}\n"
+    )
+    found = [clusters.cluster(f"{file}:herex{ranks}").accelerator.memory for ranks in (1, 2, 8, 16)]
+    assert found == [16e9, 8e9, 2e9, 2e9]
+    assert clusters.cluster(f"{file}:herex2", 1e9).accelerator.memory == 1e9
+
+
+def test_float32_without_tf32_is_slower(search: Search) -> None:
+    with_it, without = (search.outcome(Layout(16, precision=name)) for name in ("tf32", "fp32"))
+    assert without.compute > 2 * with_it.compute
+    assert without.peak_flops == 16 * 66.9e12
+
+
 def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
     cluster = search.cluster
     device = replace(cluster.accelerator, device="cpu")

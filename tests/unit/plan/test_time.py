@@ -119,6 +119,14 @@ def test_depthwise_convolutions_take_their_bytes_or_the_taps_of_large_kernels() 
     assert seconds(9) == pytest.approx(2.0 * 64 * 1024 * 81 / 5e10)
 
 
+def test_without_tf32_products_are_slower_and_depthwise_convolutions_are_not() -> None:
+    device = replace(DEVICE, float32=DEVICE.flops[4] / 8, efficiency={"taps": 0.1}, kernel=0.0)
+    for kind, times in (("product", 8.0), ("depthwise", 1.0)):
+        table = Kernels.of([Work(kind, 1.0, 64, 1024, 1024, 1024)])
+        assert device.without_tf32.seconds(table) == pytest.approx(times * device.seconds(table))
+        assert DEVICE.without_tf32.seconds(table) == pytest.approx(DEVICE.seconds(table))
+
+
 def test_fitting_finds_the_constants_that_made_the_rows() -> None:
     true = replace(DEVICE, efficiency={"product": 0.5, "pass": 0.7}, kernel=5e-6)
     tables = [
