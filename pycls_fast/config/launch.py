@@ -370,7 +370,7 @@ def overrides_name(overrides: Iterable[str] | None = None) -> str:
     parts = []
     for override in overrides:
         key, separator, value = override.lstrip("+").partition("=")
-        if separator and not _NOT_NAMED.match(key):
+        if separator and not key.startswith("~") and not _NOT_NAMED.match(key):
             # Of a path the last part.
             short = re.sub(r"[^\w.]+", "-", value.rstrip("/").rpartition("/")[2]).strip("-")[:_LONGEST_VALUE]
             parts.append(f"{key.rpartition('.')[2]}-{short}")

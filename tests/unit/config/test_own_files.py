@@ -243,3 +243,7 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
 def test_a_folder_is_named_by_what_was_typed(arguments: list[str], name: str) -> None:
     """Whether the values can be used does not matter."""
     assert overrides_name(as_hydra_overrides(arguments, [CONFIGS])) == name
+
+
+def test_a_folder_is_not_named_by_what_hydra_deletes() -> None:
+    assert overrides_name(["~model=null", "++model={kind:mine}"]) == "model-kind-mine"
