@@ -192,39 +192,30 @@ def positive_weights(counts_K: Tensor, images: int) -> Tensor:
 class FusedLoss:
     """A loss compiled into few fused kernels, gradient included; nothing is compiled before the first call.
 
-    The mixing share of a batch stays outside, or is a tensor, so that new values do not recompile. `compiler` are
-    torch.compile's arguments, for tests.
+    The mixing share of a batch is a tensor, so that new values do not recompile. `compiler` are torch.compile's
+    arguments, for tests.
     """
 
     def __init__(self, plain: LossFunction, **compiler: Any) -> None:
-        def pair(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor) -> tuple[Tensor, Tensor]:
-            return plain(logits_BK, Targets(labels_B)), plain(logits_BK, Targets(mixed_B))
-
-        def whole(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam: Tensor) -> Tensor:
+        def mixed(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam: Tensor) -> Tensor:
             return plain(logits_BK, Targets(labels_B, mixed_B, lam))
 
         def single(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
             return plain(logits_BK, Targets(labels_B))
 
         self.plain = plain
-        self._is_affine = getattr(plain, "threshold", None) is None
-        forms: tuple[Callable[..., Any], ...] = (pair, whole, single)
-        self._pair, self._whole, self._single = (
-            torch.compile(form, fullgraph=True, dynamic=False, **compiler) for form in forms
-        )
+        forms: tuple[Callable[..., Any], ...] = (mixed, single)
+        self._mixed, self._single = (torch.compile(form, fullgraph=True, dynamic=False, **compiler) for form in forms)
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
+        loss: Tensor
         if targets.mixed_B is None:
-            loss: Tensor = self._single(logits_BK, targets.labels_B)
-            return loss
-        if not self._is_affine:
-            # The losses of the two labels do not mix into that of the mixed target. Filled on the device: no sync.
+            loss = self._single(logits_BK, targets.labels_B)
+        else:
+            # Filled on the device: no sync.
             lam = logits_BK.new_ones((), dtype=torch.promote_types(logits_BK.dtype, torch.float32)) * targets.lam
-            together: Tensor = self._whole(logits_BK, targets.labels_B, targets.mixed_B, lam)
-            return together
-        one, other = self._pair(logits_BK, targets.labels_B, targets.mixed_B)
-        mixed: Tensor = targets.lam * one + (1.0 - targets.lam) * other
-        return mixed
+            loss = self._mixed(logits_BK, targets.labels_B, targets.mixed_B, lam)
+        return loss
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

@@ -136,6 +136,15 @@ def test_half_precision_logits_are_computed_in_float32(loss: LossFunction, dtype
     assert loss(half_BK.double(), given).dtype == torch.float64
 
 
+def squared(logits_BK: Tensor, targets: Targets) -> Tensor:
+    """One of the user's own, of which those of the two labels do not mix into that of their mixture."""
+    one_hot_KK = torch.eye(CLASSES, dtype=logits_BK.dtype)
+    target_BK = targets.lam * one_hot_KK[targets.labels_B]
+    if targets.mixed_B is not None:
+        target_BK = target_BK + (1.0 - targets.lam) * one_hot_KK[targets.mixed_B]
+    return (logits_BK - target_BK).square().mean()
+
+
 class TestFused:
     """The compiled loss; with a backend that runs the captured operators as they are, and with the compiler."""
 
@@ -146,7 +155,7 @@ class TestFused:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("plain", PLAIN, ids=str)
+    @pytest.mark.parametrize("plain", [*PLAIN, squared], ids=str)
     def test_the_same_values_and_gradients_in_float64(self, plain: LossFunction) -> None:
         fused = FusedLoss(plain, backend="aot_eager")
         for lam in MIXES:
