@@ -37,9 +37,10 @@ from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.activations import materialise
 from pycls_fast.plan.cluster import Accelerator, Kernels, Measured, errors, fitted
+from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import USABLE
 from pycls_fast.plan.operators import CountWork, LiveMemory, Work
-from pycls_fast.plan.search import Layout, Search
+from pycls_fast.plan.search import Search
 from pycls_fast.train.environment import provenance_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "plan.md"

@@ -18,7 +18,8 @@ import torch
 from pycls_fast.config import load_config
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate
-from pycls_fast.plan.search import Layout, Search
+from pycls_fast.plan.layout import Layout
+from pycls_fast.plan.search import Search
 from pycls_fast.train.environment import provenance_lines
 
 MODELS = {

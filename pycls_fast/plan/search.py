@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import refuse, refusing
 from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster, Kernels
+from pycls_fast.plan.layout import UNDIVIDED, Layout
 from pycls_fast.plan.memory import Peak
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.operators import EXCHANGES, CountWork
-from pycls_fast.strategies import HALVING, ScheduleName
+from pycls_fast.strategies import ScheduleName
 
 # Images of the two measurements.
 _FEW, _MANY = 8, 64
@@ -37,78 +37,11 @@ _OVERLAP = 0.92
 # DDP's default (torch's `bucket_cap_mb`); the last one of a step is never hidden.
 _BUCKET = 25 * 2**20
 _DEGREES = (1, 2, 4, 8)
-_DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
-# What a layout decides, if the configuration already has it.
-_UNDIVIDED = {
-    "name": "auto", "shard_degree": None, "replicate_degree": None,
-    "tensor_degree": 1, "expert_degree": 1, "pipeline_degree": 1,
-}  # fmt: skip
 # Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
 _MOST = 8
 _RECOMPUTE = ("off", "selective", "full")
 # gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
 _SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b", "zbv")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How ranks share a step: pipeline x replicate x shard x tensor of them, in this order from far to near; of the
-    shards, `expert` neighbours divide the experts."""
-
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    schedule: ScheduleName = "1f1b"
-    accumulation: int = 1
-    recompute: str = "off"
-    precision: str = "amp_bf16"
-
-    @property
-    def data(self) -> int:
-        """Ranks with different images."""
-        return self.replicate * self.shard
-
-    @property
-    def values(self) -> dict[str, dict[str, object]]:
-        """The settings of the run, also those that the configuration may have otherwise."""
-        parallel: dict[str, object] = dict(_UNDIVIDED)
-        if self.shard > 1 or self.tensor > 1:
-            parallel["name"] = "fsdp"
-            if self.replicate > 1:
-                parallel |= {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
-        for name in ("tensor", "expert", "pipeline"):
-            parallel[f"{name}_degree"] = getattr(self, name)
-        if self.pipeline > 1:
-            parallel["pipeline_schedule"] = self.schedule
-            if self.shard * self.tensor > 1 and self.schedule in HALVING:
-                parallel["reshard_after_forward"] = False
-        return {
-            "parallel": parallel,
-            "optim": {"accumulation_steps": self.accumulation},
-            "speed": {"recompute": self.recompute},
-            "precision": {"name": self.precision},
-        }
-
-    @property
-    def overrides(self) -> list[str]:
-        """The same as a command line has them."""
-        return [
-            f"{group if key == 'name' else f'{group}.{key}'}={as_typed(value)}"
-            for group, values in self.values.items()
-            for key, value in values.items()
-        ]
-
-    @property
-    def way(self) -> str:
-        """What is divided, without the degrees."""
-        return " x ".join(name for name in _DIMENSIONS if getattr(self, name) > 1) or "one rank"
-
-    def __str__(self) -> str:
-        degrees = {name: getattr(self, name) for name in _DIMENSIONS}
-        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
-        return text if self.pipeline == 1 else f"{text} ({self.schedule})"
 
 
 @dataclass(frozen=True)
@@ -226,7 +159,7 @@ class Search:
     def __init__(
         self, config: RunConfig, cluster: Cluster, classes: int = 1000, precisions: Sequence[str] = ()
     ) -> None:
-        self.config, self.cluster, self.classes = config.with_values(parallel=_UNDIVIDED), cluster, classes
+        self.config, self.cluster, self.classes = config.with_values(parallel=UNDIVIDED), cluster, classes
         self.device = torch.device(cluster.accelerator.device)
         self.batch = config.data.global_batch_size
         self.image_size = config.data.largest_image_size

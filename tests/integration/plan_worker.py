@@ -23,9 +23,9 @@ from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
+from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.operators import EXCHANGES, CountWork, LiveMemory
-from pycls_fast.plan.search import Layout
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics

@@ -20,9 +20,10 @@ from pycls_fast.config import RunConfig, Verb, command_line
 from pycls_fast.errors import UserError
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.cluster import accelerator, interval
+from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import MemoryPlan, gigabytes
 from pycls_fast.plan.report import Report
-from pycls_fast.plan.search import Layout, Search
+from pycls_fast.plan.search import Search
 from tests.factories import config_of, script
 
 VIT = ("data=synthetic", "model.depth=4", "data.global_batch_size=64")
