@@ -240,7 +240,7 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
             )
         report = Report(f"{config.config_name} on {self.cluster}", outcomes, steps, chosen, self.price)
         console, rows = wide_console(), report.rows(self.top)
-        console.print(f"{report.title}, {steps:,} steps of {batch} images", markup=False)
+        console.print(f"{report.title}, {steps:,} steps of {batch} images ({self.images:,} an epoch)", markup=False)
         console.print(plain_table(rows))
         console.print(*report.notes(), sep="\n", markup=False)
         if table is not None:

@@ -343,7 +343,7 @@ def test_the_command_shows_writes_and_draws(
     assert overrides[-len(found[0]["overrides"]) :] == found[0]["overrides"]
     # `auto` epochs: those of so many images, in whole batches.
     assert run([*VIT, "schedule.epochs=auto", "images=6463", "output=out"], monkeypatch) == 0
-    assert "1,000 steps of 64 images" in capsys.readouterr().out
+    assert "1,000 steps of 64 images (6,463 an epoch)" in capsys.readouterr().out
 
 
 def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
