@@ -108,6 +108,10 @@ def test_the_mean_of_runs(digits: Path, tmp_path: Path) -> None:
     soup(config, [str(b.run_dir)], str(made), method="greedy", **how)
     better = max((a, b), key=lambda run: run.metrics["top1"])
     assert pycls_fast.load(made, device="cpu").predict(digits) == better.predict(digits)
+    fold = pycls_fast.train_net("vit_digits", [*words, "data.split_seed=1"], run_dir=tmp_path / "fold")
+    with pytest.raises(UserError, match=r"^others: .*fold.* has another random split than .* images of split=val"):
+        soup(config, [str(fold.run_dir)], str(made), method="greedy", **how)
+    soup(config, [str(fold.run_dir)], str(made), method="uniform", **how)
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
     with pytest.raises(UserError, match=r"^others: .* has other tensors or classes than"):
         soup(config, [str(other.run_dir)], str(made), method="uniform", **how)

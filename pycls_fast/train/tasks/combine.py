@@ -149,6 +149,13 @@ def soup(
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.origin.path} has other tensors or classes than {found[0].origin.path}")
         scored = scored_split(setup, split)
+        for each in found[1:] if method == "greedy" and scored.source.drawn else ():
+            names = {each.train_names, found[0].train_names}
+            if None not in names and len(names) > 1:
+                raise UserError(
+                    f"others: {each.origin.path} has another random split than {found[0].origin.path}: it was trained "
+                    f"on images of split={split}; use other images (data.root=FOLDER split=all) or method=uniform"
+                )
         network, _ = setup.load(scored.source)
 
         def top1(chosen: Sequence[Weights]) -> float:
