@@ -61,6 +61,7 @@ START: dict[str, Any] = {
         "product": 0.7,
         "convolution": 0.6,
         "grouped": 0.3,
+        "direct": 0.2,
         "depthwise": 0.4,
         "taps": 0.05,
         "pass": 0.8,
@@ -200,7 +201,7 @@ def time_lines(known: list[Table], apart: list[Errors]) -> Iterator[str]:
         for row, traced in rows:
             kernels, half = traced.kernels(row.batch), row.family not in used
             halves[half].append((partial(Accelerator.seconds, kernels=kernels, compiled=compiled), row.seconds))
-            grouped[half].append("grouped" in kernels.kinds)
+            grouped[half].append(bool({"grouped", "direct"} & set(kernels.kinds)))
         made = fitted(replace(accelerator, **START), halves[0])
         constants(name, made)
         found = errors(made, halves[1])

@@ -60,7 +60,8 @@ def _examples(images: int) -> Iterator[tuple[nn.Module, Tensor]]:
     for channels, side in ((64, 56), (128, 28), (512, 7)):
         features = torch.randn(images, channels, side, side)
         yield nn.Conv2d(channels, channels, 3, padding=1), features
-        yield nn.Conv2d(channels, channels, 3, padding=1, groups=8), features
+        for groups in (8, 32):
+            yield nn.Conv2d(channels, channels, 3, padding=1, groups=groups), features
         for taps in (3, 9):
             yield nn.Conv2d(channels, channels, taps, padding=taps // 2, groups=channels), features
         yield nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), features
@@ -93,7 +94,7 @@ def measured(device: torch.device) -> Accelerator:
             torch.set_float32_matmul_precision("high")
         source, target = torch.zeros(many, device=device), torch.zeros(many, device=device)
         bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source), device)
-        kinds = ("product", "convolution", "grouped", "depthwise", "taps", "pass", "attention")
+        kinds = ("product", "convolution", "grouped", "direct", "depthwise", "taps", "pass", "attention")
         start = Accelerator(
             memory=float(memory),
             flops={4: rate(torch.float32), 2: rate(torch.bfloat16)},

@@ -32,7 +32,7 @@ _Numbers = NDArray[np.float64]
 # Rows and columns of a product that a multiprocessor computes at a time; the depth that costs as much as its start; the
 # least depth of a part if few tiles are split along it. As in cuBLAS's large kernels; not fitted.
 _TILE, _START, _LEAST_DEPTH = 128, 64, 256
-PRODUCTS = ("product", "convolution", "grouped", "attention")
+PRODUCTS = ("product", "convolution", "grouped", "direct", "attention")
 _NUMBERS = ("bytes", "count", "m", "n", "k")
 
 
@@ -79,7 +79,8 @@ class Accelerator:
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
-            and "depthwise" reach, and of float32's `flops` that depthwise convolutions reach with their "taps".
+            and "depthwise" reach, and of float32's `flops` that depthwise convolutions reach with their "taps": the
+            least for any product, however narrow.
         kernel: seconds that every kernel takes besides.
         launch: seconds of the host for each kernel; eager code takes at least their sum, on a CPU so much more.
         dispatch: the same in layers that ranks divide: of DTensors.
@@ -121,9 +122,10 @@ class Accelerator:
         least = moved / (self.bandwidth * through)
         rate = np.array([self.flops[min(max(int(size), 2), 4)] for size in kernels.itemsize])
         with np.errstate(invalid="ignore", divide="ignore"):
-            rate *= share * np.where(kinds == "grouped", 1.0, self._used(count, m, n, k))
-            # Depthwise convolutions do not run on the units for products.
-            rate = np.where(is_depthwise, self.flops[4] * self.efficiency.get("taps", 1.0), rate)
+            rate *= share * np.where(kinds == "direct", 1.0, self._used(count, m, n, k))
+            # Depthwise convolutions do not run on the units for products, and what would leave these empty need not.
+            taps = self.flops[4] * self.efficiency.get("taps", 1.0)
+            rate = np.where(is_depthwise, taps, np.maximum(rate, taps))
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
         each = np.fmax(arithmetic, least) + self.kernel
         own, host = float((each * kernels.times).sum()), self.launch + self.dispatch * divided
@@ -158,7 +160,7 @@ def fitted(accelerator: Accelerator, rows: Sequence[Measured]) -> Accelerator:
     from scipy.optimize import least_squares
 
     names = list(accelerator.efficiency)
-    least = {"grouped": 0.002, "depthwise": 0.01}
+    least = {"grouped": 0.01, "depthwise": 0.01, "taps": 0.01}
 
     def made(logs: _Numbers) -> Accelerator:
         *shares, kernel = np.exp(logs)

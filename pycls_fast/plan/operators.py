@@ -127,8 +127,8 @@ class Work:
     """One kernel.
 
     Attributes:
-        kind: "product", "convolution", "grouped" (a convolution with few channels in each group), "depthwise",
-            "attention", or "pass": limited by memory; or one of `EXCHANGES` between ranks.
+        kind: "product", "convolution", "grouped" (a convolution with several groups), "direct" (one with many narrow
+            groups), "depthwise", "attention", or "pass": limited by memory; or one of `EXCHANGES` between ranks.
         bytes: read and written, or what is exchanged: the whole of which ranks have parts.
         count: products of one shape that the kernel computes: heads, groups, samples.
         m, n, k: rows, columns and the summed dimension; a convolution's as the product of its patches. 0 for a pass.
@@ -186,6 +186,8 @@ _EXCHANGES = {
     "send": "send",
 }
 EXCHANGES = frozenset(_EXCHANGES.values())
+# Threads that a GPU starts together.
+_WARP = 32
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -247,7 +249,11 @@ def _is_view(func: Any, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> 
 def _convolution(images: Tensor, weight: Tensor, out: Tensor, groups: int, moved: float) -> Work:
     columns, depth = weight.shape[0] / groups, math.prod(weight.shape[1:])
     kind = "convolution"
-    if groups > 1:
-        kind = "depthwise" if weight.shape[1] == 1 else "grouped"
+    if weight.shape[1] == 1 < groups:
+        kind = "depthwise"
+    elif groups > 1:
+        # cuDNN computes them without products where a warp has a group, or a channel, for each of its threads.
+        is_direct = groups >= _WARP >= columns and weight.shape[0] % _WARP == 0
+        kind = "direct" if is_direct else "grouped"
     rows = out.numel() / out.shape[1]
     return Work(kind, moved, groups, rows, columns, depth, images.itemsize)

@@ -20,7 +20,9 @@ from pycls_fast.plan.operators import CountWork, Work
 from tests.factories import config_of
 
 CPU = torch.device("cpu")
-DEVICE = Accelerator(memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units=8, kernel=1e-6)
+DEVICE = Accelerator(
+    memory=1e9, flops={2: 1e12, 4: 5e11}, bandwidth=1e11, units=8, kernel=1e-6, efficiency={"taps": 0.05}
+)
 
 
 def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
@@ -54,7 +56,17 @@ def test_groups_divide_the_products_of_a_convolution() -> None:
     whole, grouped = (Kernels.of(passes(nn.Conv2d(3, 12, 3, groups=groups, bias=False))) for groups in (1, 3))
     assert whole.flops == 3 * grouped.flops == 3 * 2 * 4 * 36 * 12 * 27
     assert "grouped" not in {work.kind for work in passes(nn.Conv2d(3, 12, 3))}
-    assert "depthwise" in {work.kind for work in passes(nn.Conv2d(3, 12, 3, groups=3))}
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "kind"),
+    [(64, 1, "convolution"), (64, 64, "depthwise"), (64, 32, "direct"), (64, 16, "grouped"), (2112, 32, "grouped")],
+)
+def test_convolutions_are_of_the_kind_that_has_a_kernel(channels: int, groups: int, kind: str) -> None:
+    layer, images_BCHW = nn.Conv2d(channels, channels, 3, groups=groups, bias=False), torch.randn(1, channels, 3, 3)
+    with CountWork() as found:
+        layer(images_BCHW).sum().backward()
+    assert {work.kind for work in found.found} == {kind, "pass"}
 
 
 def test_views_are_free_and_updates_in_place_move_what_they_read_and_write() -> None:
@@ -90,6 +102,8 @@ def test_a_product_that_leaves_tiles_empty_takes_longer_for_its_flops() -> None:
     assert rate(1024, 1024) > 1.5 * rate(1024, 72)
     # 9 waves of 8 tiles for 65 tiles.
     assert rate(1024, 1024) > rate(128 * 65, 128) > rate(128, 128) / 8
+    # Plain multiply-adds need no tiles.
+    assert rate(1024, 1) == pytest.approx(DEVICE.flops[4] * 0.05, rel=0.1)
 
 
 def test_compiled_code_moves_less_and_does_not_wait_for_the_host() -> None:
