@@ -1,8 +1,8 @@
 """How long kernels take on a device, and exchanges on a cluster; both by their names in `clusters.yaml`, or in a file
 that `plan calibrate` wrote.
 
-A product takes the longer of its arithmetic, by the share of its tiles that is used, and of its bytes; everything else
-takes its bytes.
+A product takes the longer of its arithmetic, by the share of its tiles that is used, and of its bytes, on a CPU both;
+everything else takes its bytes.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Accelerator:
             taps = self.flops[4] * self.efficiency.get("taps", 1.0)
             rate = np.where(is_depthwise, taps, np.maximum(rate, taps))
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
-        each = np.fmax(arithmetic, least) + self.kernel
+        # A CPU's core waits for what it loads; a GPU computes other tiles meanwhile.
+        each = (arithmetic + least if self.device == "cpu" else np.fmax(arithmetic, least)) + self.kernel
         own, host = float((each * kernels.times).sum()), self.launch + self.dispatch * divided
         launched = 0.0 if compiled else float(host * kernels.times.sum())
         return own + launched if self.device == "cpu" else max(own, launched)
