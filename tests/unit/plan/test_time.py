@@ -123,6 +123,13 @@ def test_the_host_thinks_about_each_kernel_of_a_divided_layer() -> None:
     assert dispatch() > 1e-6
 
 
+def test_a_product_takes_the_longer_of_arithmetic_and_bytes_and_on_a_cpu_both() -> None:
+    table = Kernels.of([Work("product", 1e9, 1, 1024, 1024, 1024, 4)])
+    cuda = replace(DEVICE, units=1, kernel=0.0)
+    assert cuda.seconds(table) == pytest.approx(1e-2)
+    assert replace(cuda, device="cpu").seconds(table) == pytest.approx(1e-2 + 2.0 * 1024**3 / 5e11)
+
+
 def test_depthwise_convolutions_take_their_bytes_or_the_taps_of_large_kernels() -> None:
     device = replace(DEVICE, efficiency={"depthwise": 0.5, "taps": 0.1}, kernel=0.0)
 
