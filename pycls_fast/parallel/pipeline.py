@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -42,7 +43,8 @@ def owners(schedule: ScheduleName, ranks: int) -> list[int]:
     ]
 
 
-def division(schedule: ScheduleName, ranks: int, costs: Sequence[int]) -> list[tuple[int, range]]:
+@cache
+def division(schedule: ScheduleName, ranks: int, costs: tuple[int, ...]) -> list[tuple[int, range]]:
     """Each stage's rank and blocks, one at least, so that the stage with the most work has as little as possible.
 
     `costs`: the work before the first block, of each block, and after the last one.
@@ -177,7 +179,7 @@ def cut(network: Network, world: World, schedule: ScheduleName, costs: Sequence[
     """
     assert world.mesh is not None
     units, draws, classes = network.units(), network.draws(), network.last_layer().out_features
-    parts = division(schedule, world.pipeline, costs)
+    parts = division(schedule, world.pipeline, tuple(costs))
     stages = []
     for index, (owner, own) in enumerate(parts):
         if owner == world.stage:

@@ -97,7 +97,7 @@ class MemoryPlan:
             ranks.append(Sizes.together([units[index] for index in own], ends))
         return tuple(ranks)
 
-    @property
+    @cached_property
     def unit_sizes(self) -> tuple[Sizes, list[Sizes], Sizes]:
         """Those of what is before the blocks, of each block, and of the rest: this rank's parts."""
         config, optim = self.config, self.config.optim
@@ -119,12 +119,12 @@ class MemoryPlan:
                 _sizes[key] = (Sizes.of(before), units, Sizes.of(found.get("", [])))
         return _sizes[key]
 
-    @property
-    def costs(self) -> list[int]:
+    @cached_property
+    def costs(self) -> tuple[int, ...]:
         """Those of `stage_costs`."""
         key = (self.config.model.model_dump_json(), self.config.data.image_size, self.classes)
         if key not in _costs:
-            _costs[key] = stage_costs(self.config, self.config.model.num_classes or self.classes)
+            _costs[key] = tuple(stage_costs(self.config, self.config.model.num_classes or self.classes))
         return _costs[key]
 
     def stages(self, units: int) -> list[dict[int, range]]:
@@ -360,7 +360,7 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
 _peaks: dict[tuple[object, int], float] = {}
 _orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
 _sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
-_costs: dict[tuple[object, ...], list[int]] = {}
+_costs: dict[tuple[object, ...], tuple[int, ...]] = {}
 _NOT_MEASURED = {"config_name", "run_dir", "seed", "resume", "weights", "schedule", "runtime"}
 
 

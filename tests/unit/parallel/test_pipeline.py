@@ -61,14 +61,14 @@ def test_no_other_division_has_less_work_in_its_longest_stage(schedule: Schedule
     """Of all that there are; blocks that are alike are divided evenly."""
     costs = torch.randint(1, 9, (20, 9), generator=torch.Generator().manual_seed(0)).tolist()
     for before, *blocks, after in [*costs, [12, *[3] * 8, 0]]:
-        parts = division(schedule, ranks, [before, *blocks, after])
+        parts = division(schedule, ranks, (before, *blocks, after))
         assert [owner for owner, _ in parts] == owners(schedule, ranks)
         assert [index for _, own in parts for index in own] == list(range(len(blocks)))
         work = [before + blocks[0], *blocks[1:-1], blocks[-1] + after]
         ways = [[0, *cuts, len(work)] for cuts in combinations(range(1, len(work)), len(parts) - 1)]
         longest = [max(sum(work[i:j]) for i, j in pairwise(bounds)) for bounds in ways]
         assert max(sum(work[index] for index in own) for _, own in parts) == min(longest)
-    assert {len(own) for _, own in division(schedule, ranks, [0, *[1] * 12, 0])} == {12 // len(parts)}
+    assert {len(own) for _, own in division(schedule, ranks, (0, *[1] * 12, 0))} == {12 // len(parts)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
