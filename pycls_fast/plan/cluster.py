@@ -79,8 +79,8 @@ class Accelerator:
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
-            and "depthwise" reach, and of float32's `flops` that depthwise convolutions reach with their "taps": the
-            least for any product, however narrow.
+            and "depthwise" reach, and of `float32` that depthwise convolutions reach with their "taps": the least for any
+            product, however narrow.
         kernel: seconds that every kernel takes besides.
         launch: seconds of the host for each kernel; eager code takes at least their sum, on a CPU so much more.
         dispatch: the same in layers that ranks divide: of DTensors.
@@ -102,10 +102,7 @@ class Accelerator:
     @property
     def without_tf32(self) -> Accelerator:
         """The same with `precision=fp32`."""
-        rate = self.float32 or self.flops[4]
-        # Depthwise convolutions are as fast: they have none of it.
-        taps = self.efficiency.get("taps", 1.0) * self.flops[4] / rate
-        return replace(self, flops={**self.flops, 4: rate}, efficiency={**self.efficiency, "taps": taps})
+        return replace(self, flops={**self.flops, 4: self.float32 or self.flops[4]})
 
     def seconds(self, kernels: Kernels, *, compiled: bool = False, divided: bool = False) -> float:
         """How long kernels take one after the other.
@@ -124,7 +121,7 @@ class Accelerator:
         with np.errstate(invalid="ignore", divide="ignore"):
             rate *= share * np.where(kinds == "direct", 1.0, self._used(count, m, n, k))
             # Depthwise convolutions do not run on the units for products, and what would leave these empty need not.
-            taps = self.flops[4] * self.efficiency.get("taps", 1.0)
+            taps = (self.float32 or self.flops[4]) * self.efficiency.get("taps", 1.0)
             rate = np.where(is_depthwise, taps, np.maximum(rate, taps))
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
         # A CPU's core waits for what it loads; a GPU computes other tiles meanwhile.
