@@ -211,6 +211,10 @@ def samples_of(source: Images) -> list[tuple[Any, str]]:
     return [(data, source.classes[label]) for data, label in zip(images, source.labels, strict=True)]
 
 
+def names(source: Images) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
 def said(source: Images) -> list[frozenset[str]]:
     """The class names of each image, if it has several."""
     assert source.label_sets is not None

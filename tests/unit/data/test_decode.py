@@ -25,12 +25,6 @@ def random_image(*channels: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (9, 13, *channels), dtype=np.uint8)
 
 
-def smooth_image() -> np.ndarray:
-    """A gradient in each channel, which JPEG keeps within a few levels."""
-    y, x = np.mgrid[0:32, 0:48]
-    return np.stack([40 + 3 * x, 30 + 5 * y, 200 - 2 * x - y], axis=-1).astype(np.uint8)
-
-
 def gray(values_HW: np.ndarray) -> np.ndarray:
     return np.repeat(values_HW[:, :, None], 3, axis=2)
 
@@ -93,7 +87,9 @@ def test_white_shows_through_where_it_is_asked_for() -> None:
 
 
 def test_cmyk_jpeg() -> None:
-    image = smooth_image()
+    # A gradient in each channel, which JPEG keeps within a few levels.
+    y, x = np.mgrid[0:32, 0:48]
+    image = np.stack([40 + 3 * x, 30 + 5 * y, 200 - 2 * x - y], axis=-1).astype(np.uint8)
     data = encode(Image.fromarray(image).convert("CMYK"), "JPEG", quality=95, subsampling=0)
     assert Image.open(io.BytesIO(data)).mode == "CMYK"
     assert np.abs(pixels(data).astype(int) - image).max() <= 6

@@ -23,6 +23,7 @@ from tests.unit.data.layouts import (
     expected,
     make_content,
     mistake,
+    names,
     opened,
     said,
     samples_of,
@@ -30,10 +31,6 @@ from tests.unit.data.layouts import (
 )
 
 CONTENT = make_content()
-
-
-def names(source: Images) -> list[str]:
-    return [source.name(index) for index in range(len(source))]
 
 
 def below(source: Images, root: Path) -> list[str]:

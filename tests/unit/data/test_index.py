@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from pycls_fast.data.sources import folders
-from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.errors import UserError
 from tests.unit.data.conftest import write_tree
-from tests.unit.data.layouts import touch_older
+from tests.unit.data.layouts import names, touch_older
 
 ALWAYS = CachePolicy("auto", smallest=0)
 
@@ -34,10 +33,6 @@ def tree(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def names(source: FileImages) -> list[str]:
-    return [source.name(index) for index in range(len(source))]
 
 
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -279,15 +279,12 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
         list(batches)
 
 
-def cut_off(*_: object) -> None:
-    """Takes the place of what opens the memory of a worker's batch."""
-    (worker,) = multiprocessing.active_children()
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    raise ConnectionResetError
-
-
 def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(*_: object) -> None:
+        multiprocessing.active_children()[0].kill()
+        raise ConnectionResetError
+
+    # What opens the memory of a batch.
     monkeypatch.setattr(reductions, "rebuild_storage_fd", cut_off)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))

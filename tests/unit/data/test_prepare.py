@@ -40,13 +40,6 @@ def random_batch(erase: bool = False) -> Batch:
     )
 
 
-def plain_mask() -> torch.Tensor:
-    mask_BHW = torch.zeros(5, 6, 7, dtype=torch.bool)
-    for image, (top, left, height, width) in enumerate(BOXES):
-        mask_BHW[image, top : top + height, left : left + width] = True
-    return mask_BHW
-
-
 @pytest.mark.parametrize("erase_value", [None, "mean", "noise"])
 def test_contiguous_has_the_same_values(erase_value: Any) -> None:
     found = []
@@ -74,7 +67,9 @@ def test_normalised(dtype: torch.dtype, error: float) -> None:
 def test_erased_boxes_become_the_mean() -> None:
     images_BCHW = Prepare(MEAN, STD)(random_batch(erase=True))
     untouched_BCHW = Prepare(MEAN, STD)(random_batch())
-    mask_BCHW = plain_mask()[:, None].expand(-1, 3, -1, -1)
+    mask_BCHW = torch.zeros(5, 3, 6, 7, dtype=torch.bool)
+    for image, (top, left, height, width) in enumerate(BOXES):
+        mask_BCHW[image, :, top : top + height, left : left + width] = True
     assert (images_BCHW[mask_BCHW] == 0).all()
     assert torch.equal(images_BCHW[~mask_BCHW], untouched_BCHW[~mask_BCHW])
 

@@ -11,7 +11,6 @@ from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler, block_order, class_order, epoch_order, order_of
 from pycls_fast.data.sources.arrays import SyntheticImages
-from pycls_fast.data.sources.base import Images
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
 from tests.factories import config_of
@@ -176,19 +175,11 @@ def test_what_comes_again_is_augmented_anew() -> None:
     (lonely,) = np.flatnonzero(LABELS == 0)
     shown = [index for _, index in keys if index % 120 == lonely]
     assert len(shown) > 20
-    dataset = ImageDataset(Coloured(), TrainTransform(Augment(), image_size=8), training=True, repeats=3 * 120)
+    dataset = ImageDataset(
+        SyntheticImages(120, 40, 5, seed=0), TrainTransform(Augment(), image_size=8), training=True, repeats=3 * 120
+    )
     pictures = {dataset[0, index].image_HWC.tobytes() for index in shown}
     assert len(pictures) == len(shown)
-
-
-class Coloured(Images):
-    """120 pictures of noise, the same bytes each."""
-
-    labels = LABELS
-    picture = np.random.RandomState(0).randint(0, 256, (40, 40, 3)).astype(np.uint8)
-
-    def read(self, index: int) -> np.ndarray:
-        return self.picture
 
 
 def test_the_configuration_chooses_and_refuses() -> None:

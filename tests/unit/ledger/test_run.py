@@ -20,10 +20,6 @@ from pycls_fast.train.folder import write_json
 from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, record_of, start, variant, work
 
 
-def named(*names: str) -> list[Variant]:
-    return [Variant(name=name, overrides=(f"{name}=1",)) for name in names]
-
-
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProcess]) -> None:
     record = collect(start(tmp_path, runs_at_most=8, margin=50, numerics_steps=2, gradients=True), "x")
     write_json(tmp_path / "ledger.json", record.model_dump(mode="json"))
@@ -117,7 +113,8 @@ def test_what_is_kept_of_the_rounds_of_a_variant(tmp_path: Path, fake: type[Fake
 
 
 def test_why_a_variant_was_not_measured(tmp_path: Path) -> None:
-    ledger = made(tmp_path, ladder_of(*named("large", "far", "odd", "broken")), device="cuda")
+    variants = (Variant(name=name, overrides=(f"{name}=1",)) for name in ("large", "far", "odd", "broken"))
+    ledger = made(tmp_path, ladder_of(*variants), device="cuda")
     log = tmp_path / "log.txt"
     log.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
     ledger.selection.blame(ledger.selection.variants()[1], ProcessResult(2, 1.0, log), is_first=True)

@@ -21,19 +21,10 @@ CPU = torch.device("cpu")
 SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8", "data.num_workers=0"]
 
 
-class Time:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    made = Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that moves when it is told to."""
+    made = SimpleNamespace(now=100.0, perf_counter=lambda: made.now)
     monkeypatch.setattr(workloads, "time", made)
     return made
 
@@ -136,7 +127,7 @@ def loader() -> Callable[..., LoaderPart]:
 
 
 def test_waiting_for_data_is_told_from_training(
-    loader: Callable[..., LoaderPart], time: Time, monkeypatch: pytest.MonkeyPatch
+    loader: Callable[..., LoaderPart], time: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = workloads.to_device
 
@@ -188,7 +179,7 @@ def test_synthetic_batch_is_random_and_erases_as_often_as_asked() -> None:
     assert synthetic_batch(4, 8, 3, erase_probability=0.0, seed=1, device=CPU).erase_B4 is None
 
 
-def test_matmul_is_the_median_over_the_run(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_is_the_median_over_the_run(time: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     # The machine gets slower; the first product of each time warms up.
     lengths = iter([9.0, 1.0, 1.0, 1.0, 9.0, 2.0, 2.0, 2.0, 9.0, 4.0, 4.0, 4.0])
 

@@ -135,18 +135,6 @@ def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
     assert check.not_worth_saving(evaluated=True) == "every step since the last checkpoint was skipped"
 
 
-class Spoiler(torch.autograd.Function):
-    """Identity whose gradient is not finite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.full_like(gradient, float("inf"))
-
-
 def vit() -> nn.Module:
     torch.manual_seed(0)
     model = VisionTransformer(image_size=8, patch_size=4, width=16, depth=3, heads=2, mlp_width=24, num_classes=5)
@@ -191,7 +179,13 @@ def test_backward(build: Any, scaled: bool) -> None:
     """The gradient is spoilt between two blocks: the one in front is the first that it reaches."""
     model = build()
     (before, _), (_, after) = model.units()[:2]
-    after.register_forward_pre_hook(lambda module, inputs: (Spoiler.apply(inputs[0]),))
+
+    def spoil(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        x = inputs[0].clone()
+        x.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+        return x
+
+    after.register_forward_pre_hook(spoil)
     watchdog = Watchdog(model, scaled=scaled)
     place = f"in the backward pass of step 7 is in the gradient that reaches the output of {before} ("
     with nullcontext() if scaled else pytest.raises(UserError, match=re.escape(place)):
