@@ -279,12 +279,18 @@ def test_a_worker_that_dies_while_the_step_computes_is_an_error_when_its_batch_i
         list(batches)
 
 
-def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_off(*_: object) -> None:
-        multiprocessing.active_children()[0].kill()
-        raise ConnectionResetError
+# Take the place of what opens the memory of a worker's batch. The worker sends them by their names.
+def cut_off(*_: object) -> None:
+    multiprocessing.active_children()[0].kill()
+    raise ConnectionResetError
 
-    # What opens the memory of a batch.
+
+def half(*_: object) -> None:
+    connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
+    raise ConnectionResetError
+
+
+def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "rebuild_storage_fd", cut_off)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
@@ -307,10 +313,6 @@ def test_a_worker_that_dies_with_the_lock_of_an_event_is_an_error() -> None:
 
 
 def test_a_worker_that_stops_while_its_batch_arrives_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(*_: object) -> None:
-        connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
-        raise ConnectionResetError
-
     monkeypatch.setattr(reductions, "rebuild_storage_fd", half)
     monkeypatch.setattr("pycls_fast.data.loader._HANDED_OVER_SECONDS", 0.1)
     assert_nobody_is_held(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
