@@ -79,8 +79,8 @@ class Accelerator:
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
-            and "depthwise" reach, and of `float32` that depthwise convolutions reach with their "taps": the least for any
-            product, however narrow.
+            and "depthwise" reach, and of `float32` that depthwise convolutions reach with their "taps": the least for
+            any product, however narrow.
         kernel: seconds that every kernel takes besides.
         launch: seconds of the host for each kernel; eager code takes at least their sum, on a CPU so much more.
         dispatch: the same in layers that ranks divide: of DTensors.
