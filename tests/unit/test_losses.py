@@ -155,7 +155,7 @@ class TestFused:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("plain", [*PLAIN, squared], ids=str)
+    @pytest.mark.parametrize("plain", [*PLAIN, squared], ids=lambda plain: getattr(plain, "__name__", str(plain)))
     def test_the_same_values_and_gradients_in_float64(self, plain: LossFunction) -> None:
         fused = FusedLoss(plain, backend="aot_eager")
         for lam in MIXES:
