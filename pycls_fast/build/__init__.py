@@ -16,6 +16,7 @@ from pycls_fast.build.data import (
     prepare_on_host,
     preprocessing,
     sources,
+    steps_between_evaluations,
     steps_per_epoch,
     total_steps,
     train_loader,

@@ -96,6 +96,11 @@ def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
     return whole if most is None else min(whole, most)
 
 
+def steps_between_evaluations(config: RunConfig, steps_per_epoch: int) -> int:
+    """The number of steps after which the model is evaluated again."""
+    return config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
+
+
 def train_loader(
     config: RunConfig, source: Images, world: World, chosen: Speed, *, start_step: int, steps: int
 ) -> ImageLoader:

@@ -116,10 +116,6 @@ class Runtime(Section):
     progress: Literal["auto", "bar", "plain"] = "auto"
     """A live bar, or lines; auto: a bar on a terminal."""
 
-    def steps_between_evaluations(self, steps_per_epoch: int) -> int:
-        """The number of steps after which the model is evaluated again."""
-        return self.eval_every_steps or steps_per_epoch * self.eval_every_epochs
-
 
 class RunConfig(Section):
     """The complete configuration of a run."""

@@ -139,7 +139,7 @@ def _time(run: Run) -> str | None:
     steps = range(run.start_step, run.total_steps)
     images = len(steps) * run.config.data.global_batch_size
     # A forward pass is a third of a step.
-    every = run.config.runtime.steps_between_evaluations(run.parts.steps_per_epoch)
+    every = build.steps_between_evaluations(run.config, run.parts.steps_per_epoch)
     averaged = 1 if run.parts.step.ema is None else 2
     images += len(steps) // every * averaged * len(run.parts.sources["val"]) // 3
     seconds = images * raced.seconds_per_image

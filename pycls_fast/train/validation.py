@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pycls_fast import build
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, checkpoints, step_of
@@ -86,7 +87,7 @@ class Evaluations:
 
     def due(self, done: int) -> bool:
         """Whether an evaluation is due after this many steps."""
-        every = self.run.config.runtime.steps_between_evaluations(self.run.parts.steps_per_epoch)
+        every = build.steps_between_evaluations(self.run.config, self.run.parts.steps_per_epoch)
         if done == 0:
             return self.run.config.begins_with_probe
         return done % every == 0 or done == self.run.total_steps

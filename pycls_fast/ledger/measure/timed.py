@@ -240,7 +240,7 @@ class TimedVariant:
         config, images = self.config, len(self.sources["val"])
         steps = config.schedule.epochs * (len(self.sources["train"]) // config.data.global_batch_size)
         steps = min(steps, config.schedule.max_steps or steps)
-        every = config.runtime.steps_between_evaluations(self._steps_per_epoch)
+        every = build.steps_between_evaluations(config, self._steps_per_epoch)
         evaluations = -(-steps // every) * (1 if config.optim.ema_decay is None else 2)
         return {
             "steps_per_run": steps,
