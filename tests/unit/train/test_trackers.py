@@ -52,8 +52,7 @@ class Service:
         entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
         entities.Metric = lambda *values: values  # type: ignore[attr-defined]
         package = ModuleType(self.package)
-        package.MlflowClient, package.init = lambda: self, self.init  # type: ignore[attr-defined]
-        package.__file__ = "__init__.py"
+        vars(package).update(MlflowClient=lambda: self, init=self.init, __file__="__init__.py")
         return {self.package: package, "mlflow.entities": entities}
 
     def init(self, *, project: str, name: str, dir: Path, id: str, config: dict[str, Any], **others: Any) -> Any:  # noqa: A002
