@@ -259,7 +259,7 @@ class RunsVerb(Verb, default=None, words=("folders",)):
     that was not trained on it."""
 
     def __call__(self) -> int:
-        from pycls_fast.ledger.folds import report_folds
+        from pycls_fast.ledger.compare import report_folds
         from pycls_fast.ledger.runs import list_runs
 
         status = list_runs(self.folders, sort=self.sort, output=self.output)

@@ -17,8 +17,8 @@ from pycls_fast.data.loader import in_processes
 from pycls_fast.data.pack import shards_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
+from pycls_fast.data.sources.index import progress
 from pycls_fast.data.sources.packed import PackedImages
-from pycls_fast.data.sources.progress import progress
 from pycls_fast.data.sources.tables import EXTENSIONS as TABLES
 
 SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("look", "u8")])

@@ -1,6 +1,7 @@
 """Two runs side by side: settings, results, the images on which they disagree, and cost.
 
-`pycls-fast compare` prints a table, and writes `compare.json` and a page.
+`pycls-fast compare` prints a table, and writes `compare.json` and a page. The runs of a cross-validation have a page of
+the wrong predictions of all folds, `pycls-fast runs RUN... report=FOLDER`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from pycls_fast import build
 from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.saved import as_data, validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
-from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
-from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, read_run, read_values, texts
+from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, find_runs, read_run, read_values, texts
 from pycls_fast.speed import SWITCHES
+from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.environment import environment_command, versions
-from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.folder import RunFolder, write_json, write_text
+from pycls_fast.train.evaluate import Evaluation, Predictions
+from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
+from pycls_fast.train.pictures import write_report
 
 Record = dict[str, Any]
 
@@ -320,3 +323,40 @@ def _names(source: Images) -> list[str]:
     folders = {name.rpartition(os.sep)[0] for name in names}
     common = os.path.commonpath(folders) + os.sep
     return [name.removeprefix(common) for name in names]
+
+
+def report_folds(folders: Sequence[str], report: str) -> None:
+    """Write the page of `pycls-fast test report=FOLDER` for the images of all folds, each with the last prediction of
+    the run that was not trained on it.
+
+    Raises:
+        UserError: these are not runs of different folds of the same images, these have changed or have several labels,
+            or the page cannot be written.
+    """
+    index = output_file(f"{report}/index.html", key="report")
+    files = [read_run_files(str(path)) for path in find_runs(folders)]
+    parts: list[Predictions] = []
+    wholes = set()
+    for each in files:
+        if not isinstance(each.source, Subset) or each.predictions is None or each.source.label_sets is not None:
+            reason = each.missing or "they have several labels, have not been evaluated, or are no fold"
+            raise UserError(f"report: the images of {each.run.path} cannot be shown: {reason}")
+        whole, rows_M = each.source.source, each.source.rows[each.predictions.indices_N]
+        wholes.add((whole.where, whole.classes, len(whole)))
+        parts.append(replace(each.predictions, indices_N=rows_M.astype(np.int64)))
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    found = Predictions(*map(np.concatenate, columns))
+    # Settings may differ: some are chosen anew by each run.
+    if len(wholes) > 1 or len(np.unique(found.indices_N)) < len(found.indices_N):
+        raise UserError("report: these are not runs of different folds of the same images; give those alone")
+    scores, top1 = class_scores(found, whole.classes), 100.0 * float(found.right.mean())
+    facts = {
+        "runs": ", ".join(str(each.run.path) for each in files),
+        "images": f"{len(found.indices_N):,} of {len(whole):,}",
+        "top-1": f"{top1:.2f}%",
+        "F1, mean of the classes": f"{scores['f1']:.2f}%",
+    }
+    result = Evaluation(top1, np.nan, None, len(found.indices_N), found)
+    title, classes, how = f"{whole.where}: {len(files)} folds", scores["classes"], files[0].conversion
+    write_report(index, result, whole, title, list(facts.items()), classes=classes, convert=how)
+    print(f"page: {index}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import export, pretrained
-from pycls_fast.models.exported import open_exported
+from pycls_fast.models.export import open_exported
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.wrapped import TimmNetwork
 from tests.factories import randomise, small_vit

@@ -21,8 +21,7 @@ import numpy as np
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, digest, load_or_build
-from pycls_fast.data.sources.progress import progress
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, digest, load_or_build, progress
 from pycls_fast.errors import UserError, first_few, is_first_of_node
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.folder import LedgerFolder
-from pycls_fast.ledger.ladder.measurements import Ended, Failed, read_measurement
+from pycls_fast.ledger.ladder.folder import Ended, Failed, LedgerFolder, read_measurement
 from pycls_fast.ledger.ladder.plan import (
     Crossing,
     Family,

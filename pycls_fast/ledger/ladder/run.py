@@ -21,8 +21,15 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import key_of, text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
-from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
-from pycls_fast.ledger.ladder.measurements import Headline, Rounded, Timed, read_measurement
+from pycls_fast.ledger.ladder.folder import (
+    Headline,
+    LedgerFolder,
+    Rounded,
+    Timed,
+    code_digest,
+    conditions,
+    read_measurement,
+)
 from pycls_fast.ledger.ladder.plan import check_reference, check_runs, crossing, families, tree_path
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments, visible_devices
 from pycls_fast.ledger.ladder.work import Ledger

@@ -16,8 +16,7 @@ from typing import Any
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
-from pycls_fast.ledger.ladder.folder import LedgerFolder
-from pycls_fast.ledger.ladder.measurements import Rounded, Timed, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder, Rounded, Timed, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, closed, default_runs, merged, together, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,

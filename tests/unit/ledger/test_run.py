@@ -10,7 +10,7 @@ import pytest
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.measurements import Timed
+from pycls_fast.ledger.ladder.folder import Timed
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import collect, estimate
 from pycls_fast.ledger.ladder.work import Ledger

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
-from pycls_fast.models import maps
+from pycls_fast.inference import maps
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.wrapped import TimmNetwork
