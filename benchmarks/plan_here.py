@@ -1,7 +1,8 @@
 """The plan against short trainings on this machine's CPU, one to four gloo ranks: `python benchmarks/plan_here.py`.
 
-`plan calibrate` measures the machine first; then each layout is planned and timed in turn, in float32, on 16 images in
-memory on all ranks. Use a quiet machine. What ranks hold and exchange is compared by `test_plan_ranks.py`.
+In each of three rounds `plan calibrate` measures the machine; then each layout is planned and timed in turn, in
+float32, on 16 images in memory on all ranks. Use a quiet machine. What ranks hold and exchange is compared by
+`test_plan_ranks.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,7 +35,7 @@ COMMON = (
 )
 BOTH = (Layout(), Layout(replicate=2), Layout(shard=2), Layout(replicate=4))
 VIT = (Layout(tensor=2), Layout(pipeline=2, accumulation=4), Layout(pipeline=2, accumulation=4, schedule="gpipe"))
-ROUNDS = 2
+ROUNDS = 3
 
 
 def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
@@ -50,25 +53,36 @@ def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
 
 def main() -> None:
     print(*provenance_lines(torch.device("cpu")), "", sep="\n")
+    layouts = [
+        (model, replace(layout, precision="fp32"))
+        for model in MODELS
+        for layout in (*BOTH, *(VIT if model.startswith("ViT") else ()))
+    ]
+    planned: dict[tuple[str, Layout], list[float]] = defaultdict(list)
+    found: dict[tuple[str, Layout], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as temporary:
+        for turn in range(ROUNDS):
+            file = Path(temporary) / f"{turn}.yaml"
+            calibrate(file)
+            for model, layout in layouts:
+                name, *keys = MODELS[model]
+                chosen, ranks = [*COMMON, *keys], layout.data * layout.tensor * layout.pipeline
+                search = Search(
+                    load_config(name, [*chosen, "precision=fp32"]), clusters.cluster(f"{file}:herex{ranks}")
+                )
+                planned[model, layout].append(search.outcome(layout).images_per_second)
+                found[model, layout].append(timed(name, [*chosen, *layout.overrides], ranks, file.parent))
     print("| model | layout | planned, images/s | measured | error |", "|---|---|---|---|---|", sep="\n")
     errors = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        calibrate(folder / "here.yaml")
-        for model, (name, *keys) in MODELS.items():
-            chosen = [*COMMON, *keys]
-            config = load_config(name, [*chosen, "precision=fp32"])
-            for layout in (*BOTH, *(VIT if name.startswith("vit") else ())):
-                layout = Layout(**{**vars(layout), "precision": "fp32"})
-                ranks = layout.data * layout.tensor * layout.pipeline
-                cluster = clusters.cluster(f"{folder / 'here.yaml'}:herex{ranks}")
-                predicted = Search(config, cluster).outcome(layout).images_per_second
-                found = [timed(name, [*chosen, *layout.overrides], ranks, folder) for _ in range(ROUNDS)]
-                measured = statistics.median(found)
-                errors.append(abs(predicted / measured - 1))
-                spread, error = f"{min(found):.1f} to {max(found):.1f}", f"{predicted / measured - 1:+.0%}"
-                print(f"| {model} | {layout} | {predicted:.1f} | {measured:.1f} ({spread}) | {error} |", flush=True)
+    for model, layout in layouts:
+        (plan, plans), (median, spread) = map(_median_and_spread, (planned[model, layout], found[model, layout]))
+        errors.append(abs(plan / median - 1))
+        print(f"| {model} | {layout} | {plan:.1f} ({plans}) | {median:.1f} ({spread}) | {plan / median - 1:+.0%} |")
     print(f"median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+
+
+def _median_and_spread(values: list[float]) -> tuple[float, str]:
+    return statistics.median(values), f"{min(values):.1f} to {max(values):.1f}"
 
 
 if __name__ == "__main__":
