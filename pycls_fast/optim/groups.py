@@ -77,8 +77,9 @@ def layers(model: nn.Module, units: Units, groups: int | None = None) -> dict[nn
     """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
 
     Everything before the first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, everything after
-    the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units belongs to the
-    layer of the one before it. "Before" refers to the order in which the model holds its modules.
+    the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units (what makes maps
+    smaller) belongs to the layer of the one after it. "Before" refers to the order in which the model holds its
+    modules.
 
     If there are more units than `groups`, that many groups of consecutive units take the place of the units, as
     ConvNeXt divides its 36 blocks into 12 (Liu et al. 2022, `optim_factory.py` of its code).
@@ -87,14 +88,14 @@ def layers(model: nn.Module, units: Units, groups: int | None = None) -> dict[nn
     unit_of = {id(p): index for index, (_, unit) in enumerate(units) for p in unit.parameters()}
     found: dict[nn.Parameter, int] = {}
     seen: set[int] = set()
-    layer = 0
-    for parameter in model.parameters():
+    layer = last
+    for parameter in reversed(list(model.parameters())):
         index = unit_of.get(id(parameter))
         if index is not None:
             seen.add(id(parameter))
             layer = 1 + index * (last - 1) // len(units)
         elif len(seen) == len(unit_of):
-            layer = last
+            layer = 0
         found[parameter] = layer
     return found
 

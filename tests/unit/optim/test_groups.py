@@ -139,22 +139,27 @@ def test_a_resnet_has_the_rates_that_timm_gives_it() -> None:
     assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), rel=1e-12)
 
 
-def test_what_stands_between_units_goes_with_the_one_before() -> None:
-    model = Chain(*(nn.Linear(1, 1) for _ in range(5)), units=range(1, 4, 2))
-    layer_of = layers(model, model.units())
-    assert [layer_of[p] for p in model.parameters()] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
+def of_convnext(name: str) -> int:
+    """`get_num_layer_for_convnext` in ConvNeXt's optim_factory.py for 3, 3, 27 and 3 blocks, by the names of timm."""
+    _, kind, *rest = name.split(".")
+    if kind != "stages":
+        return 0 if kind == "stem" else 13
+    stage, part, block, *_ = rest
+    if stage == "3":
+        return 12
+    # What makes maps smaller goes with the blocks behind it.
+    return 3 + int(block) // 3 if (stage, part) == ("2", "blocks") else int(stage) + 1
 
 
-def test_groups_of_blocks_are_convnexts() -> None:
-    """`get_num_layer_for_convnext` in the optim_factory.py of ConvNeXt, for its 3, 3, 27 and 3 blocks."""
-    model = Chain(*(nn.Linear(1, 1) for _ in range(38)), units=range(1, 37))
-    theirs = [0, *[1] * 3, *[2] * 3, *(3 + block // 3 for block in range(27)), *[12] * 3, 13]
-    layer_of = layers(model, model.units(), 12)
-    assert [layer_of[module.weight] for module in model.body] == theirs
+def test_layers_are_convnexts_and_timms() -> None:
+    with torch.device("meta"):
+        model = TimmNetwork(name="convnext_small", num_classes=5)
+    groups = by_name(model, groups_of(model, layer_decay=0.8, layer_decay_groups=12))
+    found = {name: group["lr_scale"] for group in groups for name in group["params"]}
+    assert found == pytest.approx({name: 0.8 ** (13 - of_convnext(name)) for name in found})
+    theirs = {f"network.{name}": scale for name, scale in timm_scales(model.network, 0.8).items()}
+    assert scales(model, 0.8) == pytest.approx(theirs)
     assert layers(model, model.units(), 36) == layers(model, model.units(), 50) == layers(model, model.units())
-    groups = groups_of(model, layer_decay=0.8, layer_decay_groups=12)
-    scale_of = {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
-    assert [scale_of[m.weight] for m in model.body] == pytest.approx([0.8 ** (13 - layer) for layer in theirs])
 
 
 def test_the_schedule_reaches_every_layer() -> None:
