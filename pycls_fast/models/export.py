@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     # safetensors takes contiguous tensors that share no memory.
     saved = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     save_file(saved, folder / "model.safetensors", {**texts, "format": "pt"})
+    height = about.size.height
     head = model.last_layer()
     names = [*about.classes, *(f"output {label}" for label in range(len(about.classes), head.out_features))]
     config = {
@@ -113,7 +115,8 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
             "input_size": [3, *about.size],
             "mean": list(about.mean),
             "std": list(about.std),
-            "crop_pct": about.crop_ratio,
+            # timm resizes to the size divided by this, rounded down.
+            "crop_pct": math.nextafter(height / round(height / about.crop_ratio), 0),
             "crop_mode": about.crop,
             "interpolation": about.interpolation,
         },
@@ -146,13 +149,15 @@ def _unlike_timm(what: str) -> UserError:
 def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     block: Any = model.blocks[0]
     width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
+    taught = model.distillation_token is not None
     for is_in_the_way, key in (
         # timm takes the MLP's width as a multiple of the other, rounded down.
         (hidden != int(width * (hidden / width)), f"model.mlp_width={hidden}"),
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (any(".router." in name for name in state), "model.experts"),
         (model.pre_logits is not None, "model.pre_logits"),
-        (bool(model.distillation_token and model.registers), "model.distillation_token with model.registers"),
+        (taught and bool(model.registers), "model.distillation_token with model.registers"),
+        (taught and model.position_tokens == "patches", "model.distillation_token with model.position_tokens=patches"),
         (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
     ):
         if is_in_the_way:
@@ -175,11 +180,11 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         "global_pool": {"token": "token", "pooled": "avg", "map": "map"}[model.classifier],
         "fc_norm": pooled_norm,
     }
-    if model.distillation_token is not None:
+    if taught:
         # timm's model of this kind has them as they are.
         for name in ("class_token", "reg_tokens", "fc_norm"):
             del arguments[name]
-    name = "vit_base_patch16_224" if model.distillation_token is None else "deit_base_distilled_patch16_224"
+    name = "deit_base_distilled_patch16_224" if taught else "vit_base_patch16_224"
     return name, arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")
 
 

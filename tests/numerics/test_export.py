@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
+from pycls_fast.data.choices import Augment
+from pycls_fast.data.decoders import PillowPicture
+from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
 from pycls_fast.models import export, pretrained
 from pycls_fast.models.export import open_exported
@@ -73,7 +80,20 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
     # An output that no class has, as of a run with model.num_classes.
     assert theirs.pretrained_cfg["label_names"] == [*ABOUT.classes, "output 3"][:outputs]
     assert tuple(theirs.pretrained_cfg["input_size"]) == (3, SIZE, SIZE)
-    assert theirs.pretrained_cfg["crop_pct"] == 0.9
+
+
+@pytest.mark.parametrize("crop", ["center", "squash", "border"])
+@pytest.mark.parametrize(("size", "ratio"), [(32, 0.9), (32, 0.875), (32, 1.0), (64, 64 / 93)])
+def test_timm_preprocesses_images_as_evaluation_does(tmp_path: Path, crop: Any, size: int, ratio: float) -> None:
+    """Where the resized side is no whole number, timm rounds it down, and evaluation to the nearest."""
+    about = replace(ABOUT, image_size=size, crop_ratio=ratio, crop=crop)
+    export.FORMATS["timm"](resnet(), tmp_path / "out", about)
+    settings = resolve_data_config(model=timm.create_model(f"local-dir:{tmp_path / 'out'}"))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
+    augment = Augment(eval_crop=crop, eval_crop_ratio=ratio)
+    ours = EvalTransform(augment, image_size=size, mean=ABOUT.mean)(PillowPicture(image), 0)
+    theirs = create_transform(**settings, normalize=False)(image)
+    np.testing.assert_array_equal(ours.image_HWC, theirs.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.slow
@@ -155,10 +175,11 @@ def test_exported_files_compute_what_the_model_does(tmp_path: Path, name: str, f
         (lambda: vit(stem="conv", stem_widths=(8, 8, 8), stem_strides=(2, 2, 2)), "model.stem=conv"),
         (lambda: vit(pre_logits=24), "model.pre_logits"),
         (lambda: vit(norm_eps=1e-5), "model.norm_eps=1e-05"),
+        (lambda: vit(distillation_token=True, position_tokens="patches"), "model.distillation_token with model.pos"),
         (lambda: resnet(stem="small"), "model.stem=small"),
     ],
 )
 def test_what_timm_does_not_have_is_told(tmp_path: Path, build: Any, key: str) -> None:
-    with pytest.raises(UserError, match=f"format: timm has no {key}; export as safetensors"):
+    with pytest.raises(UserError, match=f"format: timm has no {key}.*; export as safetensors"):
         export.to_timm(build(), tmp_path / "out", ABOUT)
     assert not (tmp_path / "out").exists()
