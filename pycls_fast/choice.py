@@ -79,7 +79,6 @@ class Choice(Section):
 
     @classmethod
     def choices(cls) -> Mapping[str, type[Self]]:
-        """The members of the family by name."""
         return cast(Mapping[str, type[Self]], cls._members)
 
     def own(self) -> dict[str, Any]:

@@ -51,7 +51,6 @@ def main(verb: str | None = None) -> NoReturn:
 
 
 def find_verb(name: str) -> "type[Verb]":
-    """The class of a verb."""
     module = import_module(f"pycls_fast.commands.{VERBS[name][0]}")
     found: type[Verb] = getattr(module, f"{name.title().replace('-', '')}Verb")
     found.example = f"pycls-fast {name} {VERBS[name][1]}"

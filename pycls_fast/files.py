@@ -66,7 +66,6 @@ _NAME = re.compile(r"step_(\d{9,})$")
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
     match = _NAME.match(path.name)
     assert match is not None
     return int(match.group(1))

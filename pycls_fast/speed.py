@@ -276,7 +276,6 @@ class Speed(Section):
         return {name: value for name, value in self.values().items() if name in self.model_fields_set}
 
     def values(self) -> dict[str, str]:
-        """The value of every switch by name."""
         return {name: getattr(self, name) for name in SWITCHES}
 
     def replace(self, **values: str) -> Speed:

@@ -146,7 +146,6 @@ Bytes = Annotated[
 
 
 def _as_tuple(value: Any) -> Any:
-    """Accept a single item as a list of one."""
     if isinstance(value, str | dict):
         return (value,)
     return tuple(value) if isinstance(value, list) else value

@@ -91,13 +91,11 @@ def check_mixing(config: RunConfig, world: World) -> None:
 
 
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
-    """The length of the run in steps, if it does not stop early."""
     whole, most = config.schedule.epochs * steps_per_epoch, config.schedule.max_steps
     return whole if most is None else min(whole, most)
 
 
 def steps_between_evaluations(config: RunConfig, steps_per_epoch: int) -> int:
-    """The number of steps after which the model is evaluated again."""
     return config.runtime.eval_every_steps or steps_per_epoch * config.runtime.eval_every_epochs
 
 

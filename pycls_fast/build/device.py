@@ -46,7 +46,6 @@ def device_kind(device: torch.device) -> Device:
 
 
 def level(config: RunConfig) -> precision.Level:
-    """The precision level."""
     return precision.LEVELS[config.precision.name]
 
 
@@ -197,7 +196,6 @@ def _give_way(config: RunConfig, resolved: Speed) -> Speed:
 
 
 def has_decoder(name: str) -> bool:
-    """Whether this machine has what a value of the switch `decode` needs."""
     if name == "region":
         return native.available()
     return name != "simplejpeg" or find_spec(name) is not None

@@ -126,7 +126,6 @@ def freeze(config: RunConfig, network: Network) -> set[str]:
 
 
 def low_rank(config: RunConfig, network: Network, adapted: set[str], world: World) -> LowRank | None:
-    """The network with its adapted weights in two factors, if there are any."""
     if not adapted:
         return None
     assert config.optim.lora_rank is not None
@@ -237,7 +236,6 @@ def loss(
 
 
 def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
-    """The learning rates of a run."""
     return LrSchedule(config.schedule, config.optim.scaled(config.data.global_batch_size).lr, steps_per_epoch)
 
 

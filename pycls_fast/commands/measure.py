@@ -65,7 +65,6 @@ class TimeVerb(Verb):
 
     @property
     def reads_images(self) -> bool:
-        """Whether images are read."""
         return self.mode not in ("train", "model")
 
     def variants(self, config: RunConfig) -> list[tuple[str, RunConfig]]:

@@ -74,7 +74,6 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             return self._verify(chosen, workers, {} if root is None else left_out(user_path(root), splits.values()))
 
     def _pack(self, config: RunConfig, splits: dict, workers: int) -> int:
-        """Pack each split, and print the images that could not be used."""
         from pycls_fast.data.pack import PackSettings, pack
         from pycls_fast.data.sources.packed import is_packed
 
@@ -98,7 +97,6 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
         return DONE
 
     def _verify(self, splits: dict, workers: int, left_out: dict[str, list[str]]) -> int:
-        """Print and write what is known of the images once all have been read."""
         import numpy as np
 
         from pycls_fast.data.check import copies, verify

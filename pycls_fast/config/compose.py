@@ -228,7 +228,6 @@ def compose_here(config_name: str, overrides: Sequence[str], folders: Sequence[P
 
 
 def require_folders(folders: Iterable[Path]) -> None:
-    """Raise a `UserError` if a folder of configurations is not there."""
     refuse(f"{folder}: no such folder of configurations" for folder in folders if not folder.is_dir())
 
 

@@ -46,7 +46,6 @@ class Situation:
 
     @property
     def level(self) -> Level:
-        """The precision level."""
         return LEVELS[self.config.precision.name]
 
     @property
@@ -81,7 +80,6 @@ class Conflict:
 
     @cached_property
     def switches(self) -> set[str]:
-        """The switches that it is about."""
         keys = (key_of_condition(condition).partition(".") for condition in (self.a, self.b))
         return {name for section, _, name in keys if section == "speed"}
 
@@ -99,7 +97,6 @@ class Conflict:
 
 
 def key_of_condition(condition: str | Fact) -> str:
-    """The key that is shown of it."""
     return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
 
 

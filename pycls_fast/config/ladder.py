@@ -112,7 +112,6 @@ class LadderSettings(Repeats):
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained."""
         return self.runs_at_most != 0
 
 

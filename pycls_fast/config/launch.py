@@ -98,7 +98,6 @@ class Verb(Section):
 
 
 def command_line(verb: type[Verb]) -> NoReturn:
-    """Run a verb from `sys.argv` and exit with its status."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in verb.subcommands:
         verb, arguments = verb.subcommands[arguments[0]], arguments[1:]
@@ -152,8 +151,6 @@ def _run(verb: type[Verb], arguments: list[str]) -> int:
 
 
 def _flags(arguments: list[str]) -> Namespace:
-    """Hydra's own flags, with `overrides`."""
-
     def mistake(message: str) -> NoReturn:
         raise UserError(f"{message}; write key=value for a value, --help lists what there is")
 
@@ -383,7 +380,6 @@ def is_command() -> bool:
 
 
 def config_folders() -> list[Path]:
-    """The folders of this process's configuration files."""
     return [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
 
 

@@ -112,7 +112,6 @@ def _explained(error: Exception, folders: Sequence[Path]) -> str:
 
 
 def unreadable(override: str, folders: Sequence[Path] = ()) -> UserError:
-    """The error for an argument that is not a `key=value`."""
     return UserError(_unreadable(override, folders))
 
 

@@ -32,7 +32,6 @@ class SavedConfig:
 
     @property
     def name(self) -> str:
-        """The experiment's name."""
         return str(self.values.get("config_name", self.file.stem))
 
 
@@ -86,7 +85,6 @@ def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
 
 
 def saved_in_run(run_dir: Path) -> SavedConfig:
-    """The configuration in a run folder's `config.yaml`."""
     file = run_dir / "config.yaml"
     return SavedConfig(_read(read_yaml, file), file)
 

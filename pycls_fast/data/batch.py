@@ -66,7 +66,6 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        """A copy on the device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -71,7 +71,6 @@ class DamagedImage(Exception):
 
 
 def why(error: OSError | DamagedImage) -> str:
-    """Why an image cannot be used."""
     return f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
 
 

@@ -40,11 +40,9 @@ class _Flag:
         self._value = multiprocessing.RawValue("b", 0)
 
     def set(self) -> None:
-        """Tell the workers to end."""
         self._value.value = 1
 
     def is_set(self) -> bool:
-        """Whether they were told to."""
         return bool(self._value.value)
 
 
@@ -78,7 +76,6 @@ class _Workers(_MultiProcessingDataLoaderIter):
             raise
 
     def stop(self) -> None:
-        """End the workers."""
         self._over.set()
         if not self._is_patient:
             self._kill()

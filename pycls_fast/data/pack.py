@@ -49,7 +49,6 @@ class PackSettings:
     """Of images whose pixels are stored or scaled; encoded ones keep their EXIF orientation."""
 
     def describe(self) -> str:
-        """A short description."""
         size = f"short side at most {self.short_side}" if self.short_side else "as they are"
         if self.store == RAW:
             return f"raw pixels{', turned by EXIF' if self.convert.upright else ''}, {size}"
@@ -86,7 +85,6 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
 
 
 def shards_of(count: int) -> list[range]:
-    """The positions of each shard."""
     size = max(-(-count // _MOST_SHARDS), _SMALLEST_SHARD)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 

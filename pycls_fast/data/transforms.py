@@ -101,7 +101,6 @@ class TrainTransform:
         return image_HWC[:, ::-1] if _draw_flip(hflip) else image_HWC
 
     def _turn(self, image_HWC: np.ndarray) -> np.ndarray:
-        """Flip top to bottom and rotate, as drawn."""
         if _draw_flip(self._augment.vflip):
             image_HWC = image_HWC[::-1]
         if self._augment.quarter_turns:

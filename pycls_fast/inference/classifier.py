@@ -69,17 +69,14 @@ class Prediction:
 
     @property
     def label(self) -> int:
-        """Index of the likeliest class."""
         return self.top[0].label
 
     @property
     def class_name(self) -> str:
-        """Name of the likeliest class."""
         return self.top[0].class_name
 
     @property
     def probability(self) -> float:
-        """Probability of the likeliest class."""
         return self.top[0].probability
 
 

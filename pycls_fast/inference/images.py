@@ -91,7 +91,6 @@ class GivenImages(Images):
         return not any(isinstance(item, Path | Address | Frame) for item in self._items)
 
     def read(self, index: int) -> bytes | np.ndarray:
-        """The file's bytes or the pixels."""
         item = self._items[index]
         if isinstance(item, Path):
             return read_bytes(item, IMAGE_BYTES)
@@ -113,7 +112,6 @@ class GivenImages(Images):
         return f"image {index}"
 
     def describe(self) -> str:
-        """A one-line description."""
         return f"{len(self):,} images"
 
 

@@ -93,7 +93,6 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
 def _rows(
     pictures_BHWC: np.ndarray, names: Sequence[str], titles: Sequence[str], values: Tensor, *, kind: str, heads: bool
 ) -> list[list[Cell]]:
-    """One row of cells per image."""
     if kind == "features":
         # Computed over all images together, so that a colour means the same in each.
         values = principal_components(values)

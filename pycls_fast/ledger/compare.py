@@ -116,7 +116,6 @@ class RunFiles:
 
     @property
     def conversion(self) -> Conversion:
-        """How the run converted its images."""
         data = self.run.config["data"]
         return Conversion(data["exif_orientation"], data["transparent"] == "white")
 

@@ -237,7 +237,6 @@ class Row:
         return {key: value for key, value in self.runs[0].settings.items() if key not in (SEED, FOLD)}
 
     def record(self, keys: Sequence[str]) -> dict[str, Any]:
-        """What a file says of it."""
         return {
             "runs": [str(run.path) for run in self.runs],
             # Of several runs always finished.
@@ -343,7 +342,6 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
 
 
 def shortened(text: str) -> str:
-    """A setting, with long fractions shortened."""
     return re.sub(r"\d+\.\d{7,}", lambda found: f"{float(found[0]):.6g}", text)
 
 

@@ -173,7 +173,6 @@ LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def linear_layer(in_width: int, out_width: int, kernel: str) -> nn.Linear:
-    """A linear layer with a bias."""
     return nn.Linear(in_width, out_width) if kernel == "torch" else ProductsLinear(in_width, out_width)
 
 

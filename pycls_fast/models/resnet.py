@@ -80,7 +80,6 @@ class ResidualBlock(nn.Module):
         raise NotImplementedError
 
     def last_norm(self) -> nn.Module:
-        """The norm that ends the branch."""
         *_, last = (layer for layer in self.children() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
         return last
 

@@ -334,5 +334,4 @@ class VisionTransformer(Network):
 
 
 def default_classifier_norm(classifier: str) -> str:
-    """The default place of the final norm."""
     return "before_pool" if classifier == "map" else "after_pool"

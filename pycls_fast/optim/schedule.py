@@ -115,7 +115,6 @@ class LrSchedule:
         return round(self.schedule.warmup_epochs * self.steps_per_epoch)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             start = self.schedule.warmup_start_factor
             return self.lr * (start + (1.0 - start) * step / self.warmup_steps)

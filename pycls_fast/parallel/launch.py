@@ -147,7 +147,6 @@ def _monitor(world: World, timeout_seconds: int) -> Monitor:
 
 
 def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
-    """The backends for `init_process_group`."""
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":

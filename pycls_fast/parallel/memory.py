@@ -290,7 +290,6 @@ def compress(flat: Tensor) -> EightBits:
 
 
 def decompress(packed: EightBits, count: int, dtype: torch.dtype) -> Tensor:
-    """Restore the flat tensor of `count` numbers."""
     wide_GE = packed.codes_GE.to(packed.low_G1.dtype).mul_(packed.step_G1).add_(packed.low_G1)
     return wide_GE.view(-1)[:count].to(dtype)
 

@@ -102,7 +102,6 @@ class Monitor:
 
     @property
     def doing(self) -> str:
-        """What the main thread is doing."""
         return self._doing[0]
 
     def __enter__(self) -> Monitor:

@@ -95,7 +95,6 @@ class World:
         return values  # type: ignore[return-value]  # all_gather_object fills every place
 
     def from_main(self, value: T) -> T:
-        """Broadcast rank 0's object to every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -103,7 +102,6 @@ class World:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait until every rank has reached this point."""
         if self.size > 1:
             dist.barrier(group=self.host_group)
 

@@ -209,7 +209,6 @@ class ShortTraining:
     done: int = field(default=0, init=False)
 
     def step(self) -> None:
-        """Take the next training step."""
         self.world.at(f"computing step {self.done + 1}")
         self.parts.step(self.done, islice(self.batches, self.parts.config.optim.microbatches), self.metrics)
         self.done += 1

@@ -131,7 +131,6 @@ def _rows(
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The mean over the classes for which it is known."""
     values = [row[name] for row in rows if row[name] is not None]
     return sum(values) / len(values) if values else None
 

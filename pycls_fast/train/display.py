@@ -94,7 +94,6 @@ class Display:
             self._log.print(text, markup=False)
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Print a short table of names and values."""
         table = plain_table([{"name": name, "value": value} for name, value in rows])
         table.title, table.title_justify = Text(title, style="table.title"), "left"
         table.show_header = False
@@ -108,7 +107,6 @@ class Display:
         self._write(printable(text))
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         self.note(f"warning: {text}", style="yellow")
 
     def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
@@ -118,12 +116,10 @@ class Display:
             self._training = self._bar.add_task(doing, total=total_steps, completed=step, numbers="")
 
     def advance(self, step: int) -> None:
-        """Set the bar to the number of steps done so far."""
         if self._bar is not None and self._training is not None:
             self._bar.update(self._training, completed=step)
 
     def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
-        """Show the numbers of a log interval."""
         loss, lr = f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"
         rate = f"{record['images_per_second']:,.0f} images/s"
         if self._bar is not None and self._training is not None:
@@ -162,7 +158,6 @@ class Display:
             self._bar.remove_task(task)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Print the result of a split."""
         by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
             f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {told(record, apart='  ')}"
@@ -245,7 +240,6 @@ def human(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A readable time in seconds, minutes, hours or days."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -53,7 +53,6 @@ class Predictions:
         return (self.labels_N >= 0) & (self.predicted_N == self.labels_N)
 
     def of(self, rows: np.ndarray | slice) -> Predictions:
-        """Those of some of the images."""
         return Predictions(*(values_N[rows] for values_N in vars(self).values()))
 
     def shared(self, other: Predictions) -> tuple[Predictions, Predictions]:
@@ -63,13 +62,11 @@ class Predictions:
         return self.of(mine[counted]), other.of(others[counted])
 
     def save(self, file: Path) -> None:
-        """Write an `.npz` file atomically."""
         with atomic_write(file) as temporary, temporary.open("wb") as stream:
             np.savez_compressed(stream, **{name.removesuffix("_N"): array for name, array in vars(self).items()})
 
     @classmethod
     def load(cls, file: Path) -> Predictions:
-        """Read what `save` wrote."""
         if not file.exists():
             raise UserError(f"{file}: there are no predictions; the run has not been evaluated yet")
         with refusing(f"{file}: not predictions that can be read", OSError, ValueError, KeyError, use="remove it"):
@@ -317,7 +314,6 @@ class DamagedImages:
         self.noted.update((name, reason) for name, reason in batch.damaged if name not in self.reported)
 
     def noting(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """Yield the batches, and note theirs."""
         with closing(batches):
             for batch in batches:
                 self.note(batch)

@@ -126,11 +126,9 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether the folder holds a run."""
         return self.metrics.is_file() or self.checkpoints.is_dir()
 
     def create(self) -> None:
-        """Make the folder for a run's files."""
         with writing(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
 
@@ -271,7 +269,6 @@ class RunFolder:
                 yield record
 
     def damaged_images(self) -> set[str]:
-        """The names of those that are recorded."""
         return {record["name"] for record in self.records("event") if record.get("event") == DAMAGED_IMAGE}
 
     def forget_after(self, step: int) -> int:
@@ -304,7 +301,6 @@ class RunFolder:
                 os.close(file)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file atomically."""
         with writing(self.path / name):
             # Flushed: the records decide which checkpoint is kept as the best.
             atomic_text(self.path / name, text)

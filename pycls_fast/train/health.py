@@ -74,7 +74,6 @@ class DivergenceCheck:
             )
 
     def saved(self) -> None:
-        """Note that the run's state is saved."""
         self._weights_changed = False
 
     def _error(self, line: str) -> UserError:

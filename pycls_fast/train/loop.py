@@ -101,7 +101,6 @@ class Loop:
         self.divergence = DivergenceCheck(run)
 
     def run_to_end(self) -> int:
-        """Train, evaluate, save, summarise."""
         try:
             with enough_to_train(self.run.config, self.run.world, len(self.run.classes)):
                 return self._run_to_end()
@@ -246,7 +245,6 @@ class Loop:
             self._finish_saving(done)
 
     def _report_damaged(self, done: int) -> None:
-        """Report the damaged images that any rank has noted; all ranks call this."""
         try:
             self.run.damaged.report(done)
         except UserError:

@@ -100,12 +100,10 @@ class Clock:
     intervals: list[tuple[float, float]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start a new interval now."""
         self.started = time.perf_counter()
         self.waited, self.images, self.steps = 0.0, 0, 0
 
     def add_step(self, images: int) -> None:
-        """Count a finished step with `images` over all ranks."""
         self.images += images
         self.steps += 1
 
@@ -179,7 +177,6 @@ class StepMemory:
         self._peak = max(self._peak, sum(storages.values()) + memory.peak)
 
     def bytes(self) -> int:
-        """The peak so far."""
         return self._peak or memory_peak_bytes(self._device)
 
     @property

@@ -131,7 +131,6 @@ def _text(values: tuple[float, float, float]) -> str:
 
 
 def timm_name(config: RunConfig) -> str | None:
-    """timm's name of the model, if it is timm's."""
     return config.model.name if isinstance(config.model, TimmModel) else None
 
 

@@ -102,7 +102,6 @@ def find_start(
 
 
 def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
-    """Resume from what `find_start` returned."""
     if opened is None:
         if run.world.is_main:
             run.folder.create()

@@ -64,7 +64,6 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The run's, with every `auto` replaced."""
         return self.parts.config
 
     @property
@@ -90,7 +89,6 @@ class Run:
 
     @cached_property
     def damaged(self) -> DamagedImages:
-        """The damaged images that this process has met."""
         return DamagedImages(self.config.data.max_damaged, self.world, self.display, self._record_damaged)
 
     def _record_damaged(self, step: int, name: str, reason: str) -> None:
@@ -99,12 +97,10 @@ class Run:
             self.add_record("event", step, event=DAMAGED_IMAGE, name=name, reason=reason)
 
     def scorer(self, after_batch: Callable[[], None]) -> Scorer:
-        """What scores images by the network as it is."""
         parts = self.parts
         return Scorer(self.config, parts.step.wrapped, self.world, parts.speed, self.display, self.damaged, after_batch)
 
     def epoch(self, step: int) -> float:
-        """A number of steps in epochs."""
         return step / self.parts.steps_per_epoch
 
     def add_record(self, kind: str, step: int, **values: Any) -> dict[str, Any]:

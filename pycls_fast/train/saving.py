@@ -182,7 +182,6 @@ class Saver:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no save for which `finish` has not been called."""
         return self._saving is None
 
     @property

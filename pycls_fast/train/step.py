@@ -222,7 +222,6 @@ class Watchdog:
             )
 
     def forget(self) -> None:
-        """Forget the values that were seen since the last check."""
         self._seen = []
 
     def _note(self, way: str, place: str, value: Tensor) -> None:
@@ -282,7 +281,6 @@ class CudaRecorder:
             ) from cause
 
     def replay(self) -> None:
-        """Run what was recorded."""
         self._graph.replay()
 
 

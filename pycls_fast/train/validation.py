@@ -86,7 +86,6 @@ class Evaluations:
         self._next_drawing = -math.inf
 
     def due(self, done: int) -> bool:
-        """Whether an evaluation is due after this many steps."""
         every = build.steps_between_evaluations(self.run.config, self.run.parts.steps_per_epoch)
         if done == 0:
             return self.run.config.begins_with_probe
@@ -225,7 +224,6 @@ def summarise(
 
 
 def _has_summary(run: Run) -> bool:
-    """Whether an earlier process wrote the summary of all the run's steps."""
     try:
         summary = read_json(run.folder.path / "summary.json")
         return summary["steps"] == run.total_steps and summary["final"] is not None and not summary["stopped"]

@@ -38,7 +38,6 @@ class Origin:
     step: int | None
 
     def __str__(self) -> str:
-        """For the user."""
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.path} ({self.kind} weights{step})"
 
@@ -172,7 +171,6 @@ NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
 
 
 def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:
-    """Write tensors into one file, with the description of some weights."""
     publish(file, lambda temporary: save_file(tensors, temporary, metadata=about_weights(weights)))
 
 

@@ -158,7 +158,6 @@ class SyntheticImages(Images):
 def open_synthetic(
     image_size: Size, seed: int, *, synthetic_train_images: int, synthetic_val_images: int, synthetic_classes: int
 ) -> dict[str, Images]:
-    """Noise for both splits."""
     counts = {"train": (synthetic_train_images, _TRAIN), "val": (synthetic_val_images, _VAL)}
     return {
         split: SyntheticImages(count, image_size, synthetic_classes, counter_seed(seed, stream))

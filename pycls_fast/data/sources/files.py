@@ -316,7 +316,6 @@ def labels_of(own: Iterable[Iterable[int]], classes: tuple[str, ...]) -> Labels:
 
 
 def _parts(said: object, separator: str) -> list[object]:
-    """The labels of one image."""
     if isinstance(said, str) and said.startswith("["):
         # A list as text; else a name.
         with suppress(ValueError):
@@ -338,7 +337,6 @@ def read_lines(file: Path) -> list[str]:
 
 
 def missing_column(what: str, column: str, columns: Sequence[str], key: str) -> UserError:
-    """The error for a table without a column."""
     return UserError(
         f"{what} has no column {column!r}; it has {first_few(sorted(columns), 12)}: choose one with {key}=NAME"
     )

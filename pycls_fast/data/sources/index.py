@@ -57,13 +57,11 @@ class Texts:
 
     @classmethod
     def of(cls, strings: Iterable[bytes]) -> Texts:
-        """Pack strings."""
         held = list(strings)
         return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
 
     @classmethod
     def join(cls, parts: Iterable[Texts]) -> Texts:
-        """Concatenate several of them."""
         held = list(parts)
         starts = np.cumsum([0, *(len(part.data) for part in held)]).tolist()
         ends = [part.ends + start for part, start in zip(held, starts[:-1], strict=True)]
@@ -148,7 +146,6 @@ class CachePolicy(NamedTuple):
 
     @classmethod
     def of(cls, data: Source, how: Opening, smallest: int = 50_000) -> CachePolicy:
-        """What `data.index_cache` says."""
         return cls(data.index_cache, 0 if how.index_all else smallest)
 
 

@@ -55,12 +55,10 @@ class _About(BaseModel):
 
 
 def shard_file(folder: Path, number: int) -> Path:
-    """The file with the images of a shard."""
     return folder / f"{number:05d}.bin"
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder holds a packed split."""
     return (folder / INDEX).is_file()
 
 

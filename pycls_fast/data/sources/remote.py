@@ -90,13 +90,11 @@ def stamp_of(address: str) -> list[Any]:
 
 
 def open_whole(address: str) -> Any:
-    """A file object for reading an address from its beginning to its end."""
     files, path = file_system(address)
     return attempt(f"opening {address}", lambda: files.open(path, "rb", block_size=_BLOCK))
 
 
 def read_range(address: str, start: int, size: int) -> bytes:
-    """`size` bytes of a file from `start` on."""
     files, path = file_system(address)
     return attempt(f"reading {address}", lambda: bytes(files.cat_file(path, start, start + size)))
 
@@ -158,8 +156,6 @@ class ShardCache:
             return draft
 
     def download(self, address: str, place: Path, size: int, draft: Path) -> None:
-        """Fill a draft, and give it its final name."""
-
         def fetch() -> None:
             files.get_file(path, str(draft))
             if draft.stat().st_size != size:
@@ -185,7 +181,6 @@ class ShardCache:
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Evict copies until another one fits; whether it does."""
         held, idle, now = 0, [], time.time()
         for file in self.folder.iterdir():
             # Other processes give drafts up meanwhile.

@@ -160,7 +160,6 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
 
 
 def _scan(shard: str, label_field: str) -> list[_Found]:
-    """The samples of one shard, in its order."""
     found = []
     try:
         with open_whole(shard) if is_remote(shard) else open_file(shard, None) as file:

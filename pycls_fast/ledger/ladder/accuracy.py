@@ -205,7 +205,6 @@ class CrossedTrainings:
         return False
 
     def record(self) -> Accuracy:
-        """What the trainings that have ended say."""
         groups, broken = self.groups(), list(self.known.broken.items())
         # Also those of designs from before a variant was left out.
         designs = [self.groups(replace(self.known, broken=dict(broken[:count]))) for count in range(len(broken))]

@@ -222,19 +222,15 @@ class LedgerFolder:
             self._say("the code differs from that of earlier measurements in this folder; the report says so")
 
     def timing_file(self, variant: Variant, number: int) -> Path:
-        """The file of a variant's timing in one round."""
         return self.path / "timings" / slug(variant) / f"round_{number}.json"
 
     def file(self, kind: Literal["numerics", "gradients"], variant: Variant) -> Path:
-        """The file of a variant's rounding errors, or of its gradient counts."""
         return self.path / kind / f"{slug(variant)}.json"
 
     def run_dir(self, variant: Variant, seed: int) -> Path:
-        """The folder of a variant's training run."""
         return self.path / "runs" / slug(variant) / f"seed_{seed}"
 
     def log_file(self, made: Path) -> Path:
-        """The log of the process that makes a file or folder of this folder."""
         name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
         return self.path / "logs" / f"{name}.txt"
 

@@ -159,11 +159,9 @@ class Selection:
         return plan(self._ladder, self._mode, impossible=self._excluded)
 
     def runnable(self) -> list[Variant]:
-        """The variants that are not known to fail."""
         return [variant for variant in self.variants() if self.why_not(variant) is None]
 
     def why_not(self, variant: Variant) -> str | None:
-        """Why a variant is not run; None if it is."""
         return self.impossible.get(variant.name) or self.failed.get(variant.name)
 
     def in_order(self) -> Iterator[Variant]:
@@ -222,7 +220,6 @@ class Family:
     pilot: int
 
     def at_look(self, place: int) -> tuple[PlannedPair, ...]:
-        """The pairs of a look."""
         return self.pairs[: math.ceil(LOOKS[place] * len(self.pairs))]
 
 

@@ -125,7 +125,6 @@ class Process:
         return ProcessResult(status, time.monotonic() - self._started, self._log)
 
     def wait(self) -> ProcessResult:
-        """Wait for the end."""
         self._process.wait()
         ended = self.finished()
         assert ended is not None
@@ -212,7 +211,6 @@ class TrainingRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether an earlier start has finished it."""
         return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
 
 

@@ -298,7 +298,6 @@ _MODEL = (
 
 
 def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Record:
-    """The record of a ledger, finished or not."""
     variants, total = ledger.selection.variants(), ledger.total()
     records = [_variant(ledger, variant) for variant in variants]
     compare_speed(records)

@@ -156,7 +156,6 @@ class TimedVariant:
         self._newly_skipped()
 
     def take_turn(self, part: PartName) -> None:
-        """Time a part once."""
         self.world.at(f"timing {self.name}, {part}: turn {len(self.turns[part]) + 1}")
         with self._at_work(part):
             turn = self.parts[part].turn(self.lengths[part])

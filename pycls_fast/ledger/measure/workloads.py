@@ -33,7 +33,6 @@ from pycls_fast.values import Size
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

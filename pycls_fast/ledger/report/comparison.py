@@ -43,7 +43,6 @@ def said(each: Record) -> list[str]:
 
 
 def verdict(record: Record) -> str:
-    """The result of the comparison image by image."""
     if record["not_paired"] is not None:
         return f"Not compared image by image: {record['not_paired']}. The numbers below are each over its own images."
     pair = record["images"]["pair"]
@@ -59,7 +58,6 @@ def verdict(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """Remarks that the numbers need."""
     a, b, found = record["a"], record["b"], record["images"]
     lines = [f"{name} is not finished." for name, run in (("A", a), ("B", b)) if not run["finished"]]
     for name in ("a", "b"):
@@ -148,7 +146,6 @@ def _class_rows(record: Record, *, changed: bool) -> list[Row]:
 
 
 def print_comparison(record: Record) -> None:
-    """Print the comparison on the terminal."""
     console = wide_console()
     for name in ("a", "b"):
         console.tell(f"{name.upper()}: {record[name]['path']} ({record[name]['config_name']})")
@@ -211,7 +208,6 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
 
 
 def charts(record: Record) -> list[Chart]:
-    """All charts for which the record has numbers."""
     made = (
         _lines(record, "loss", "loss, nats", "Training loss (thick and thin lines) and that of evaluations (dashed)."),
         _lines(record, "top1", "top-1, %", "Top-1 of the evaluated weights."),

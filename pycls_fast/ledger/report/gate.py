@@ -31,7 +31,6 @@ class Change:
 
     @property
     def row(self) -> dict[str, str]:
-        """That of the table."""
         text = f"LOST: {self.text}" if self.lost else self.text
         return {"variant": self.variant, "quantity": self.quantity, "before": self.before, "now": self.now, "": text}
 

@@ -125,13 +125,11 @@ def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
 
 
 def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
-    """Name the rows, from top to bottom."""
     axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
     axes.invert_yaxis()
 
 
 def charts(record: Record) -> list[Chart]:
-    """All charts for which the record has numbers."""
     made = (draw(record) for draw in (_decision, _throughput, _memory, _rounding, _gradients))
     return [chart for chart in made if chart is not None]
 
@@ -175,7 +173,6 @@ def _decision(record: Record) -> Chart | None:
 
 
 def _throughput(record: Record) -> Chart | None:
-    """Speed-ups with intervals."""
     if not record.timed:
         return None
 
@@ -197,7 +194,6 @@ def _throughput(record: Record) -> Chart | None:
 
 
 def _memory(record: Record) -> Chart | None:
-    """Peak memory, where it is known."""
     found = [(variant, timing.memory_peak_bytes) for variant, timing in record.timed if timing.memory_peak_bytes]
     if not found:
         return None
@@ -238,7 +234,6 @@ def _rounding(record: Record) -> Chart | None:
 
 
 def _gradients(record: Record) -> Chart | None:
-    """Histogram of the first variant's gradients."""
     if record.gradients is None:
         return None
     total = record.gradients.total
@@ -267,7 +262,6 @@ def _gradients(record: Record) -> Chart | None:
 
 
 def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
-    """The page of a ledger, with these charts."""
     named, ladder = title(record), record.ladder
     return render(
         Path(__file__).with_name("ledger.html.j2"),
@@ -286,7 +280,6 @@ def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
 
 
 def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
-    """A variant at a glance."""
     timing, ranks = variant.timing, ""
     if variant.ranks != record.reference.ranks or variant.ranks > 1:
         ranks = f"{variant.ranks} ranks"

@@ -223,7 +223,6 @@ class Record(_Part):
 
     @property
     def timed(self) -> list[tuple[VariantRecord, Timing]]:
-        """The variants that were timed."""
         return [(variant, variant.timing) for variant in self.variants if variant.timing is not None]
 
 

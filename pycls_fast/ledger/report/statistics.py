@@ -31,7 +31,6 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Summarise one or more samples of any unit."""
     p10, p50, p90 = np.quantile(samples, (0.1, 0.5, 0.9)).tolist()
     return Spread(p10, p50, p90, float(np.mean(samples)), len(samples))
 

@@ -22,7 +22,6 @@ Kind = Literal["good", "bad", "open"]
 
 
 def title(record: Record) -> str:
-    """The experiment, its model and the hardware."""
     found, device = record.model, record.device
     pixels = " or ".join(map(str, sorted({timing.image_size for _, timing in record.timed})))
     what = f" ({found.model}, {human(found.parameters)} parameters, {pixels} pixels)" if found else ""
@@ -54,7 +53,6 @@ def facts(record: Record) -> list[str]:
 
 
 def unfinished(record: Record) -> str | None:
-    """How much of the plan is done, if not all of it."""
     found = record.unfinished
     return f"unfinished: {found.done} of {found.of} measurements" if found else None
 
@@ -148,7 +146,6 @@ def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
 
 
 def speed_text(speedup: Speedup | None) -> str:
-    """A speed-up with its interval."""
     if speedup is None:
         return ""
     if speedup.low is None or speedup.high is None:

@@ -45,7 +45,6 @@ HUGGING_FACE = "hf:"
 
 
 def is_hub(source: str) -> bool:
-    """Whether a source is a name of timm or torchvision."""
     return source.startswith(_HUBS)
 
 
@@ -113,7 +112,6 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
 
 
 def _reachable(source: str) -> bool:
-    """Whether the host that a source is downloaded from is."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or "https" in getproxies():

@@ -41,7 +41,6 @@ class Traits:
 
 
 def timm_traits(model: Any) -> Traits:
-    """Traits of a model built by timm."""
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
         return Traits(unlike="smooths maps before it makes them smaller")
     block: Any = next(iter(getattr(model, "blocks", ())), None)
@@ -71,7 +70,6 @@ def timm_traits(model: Any) -> Traits:
 
 
 def torchvision_vit_traits(model: Any) -> Traits:
-    """Traits of a vision transformer built by torchvision."""
     block = model.encoder.layers[0]
     return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
 
@@ -82,7 +80,6 @@ def jax_traits(arrays: Mapping[str, Tensor]) -> Traits:
 
 
 def pycls_traits(settings: str) -> Traits:
-    """Traits of the model in a run's configuration of pycls."""
     found = _sections(settings)
     kind = found.get("MODEL", {}).get("TYPE")
     if kind == "vit":

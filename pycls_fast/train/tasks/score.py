@@ -92,7 +92,6 @@ class Setup:
         return network, Loaded(origin.path, origin.kind, origin.step, fitted, settings.image_size)
 
     def scorer(self, network: nn.Module) -> Scorer:
-        """What scores images by a network."""
         wrapped = ParallelModel(network, network, self.world.device)
         return Scorer(self.config, wrapped, self.world, self.switches, self.display, self.damaged)
 
@@ -311,7 +310,6 @@ def _by_class(source: Images, result: Evaluation) -> dict[str, Any]:
 
 
 def _show_worst(display: Display, classes: Sequence[Mapping[str, Any]]) -> None:
-    """Print the classes of the lowest F1."""
     seen = sorted((row for row in classes if row["f1"] is not None), key=lambda row: row["f1"])
     shown = []
     for row in seen[:_CLASSES]:
