@@ -32,18 +32,11 @@ def _within_31_bits(value: int) -> int:
     return value
 
 
-def _of_normal_size(value: float) -> float:
-    # The reciprocal of what is smaller is infinite: Beta(1e-320, 1e-320) is not a number.
-    if 0 < value < sys.float_info.min:
-        raise PydanticCustomError("too_small", "must be 0 or at least 2.3e-308")
-    return value
-
-
 # The upper limit is no part of the field: the help does not repeat it at each key.
 PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_within_31_bits)]
 NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_within_31_bits)]
-PositiveFloat = Annotated[float, Field(gt=0.0), AfterValidator(_of_normal_size)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0), AfterValidator(_of_normal_size)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Hue = Annotated[float, Field(ge=0.0, le=0.5)]
 Betas = tuple[Rate, Rate]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

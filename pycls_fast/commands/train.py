@@ -1,8 +1,6 @@
 """`pycls-fast prepare`, `plan`, `lr-find` and `train`: up to a trained network."""
 
-import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -252,21 +250,6 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
         return DONE
 
 
-_run_dirs: list[Path] = []
-"""The folders of this process's runs: several with `--multirun`."""
-
-
-def table_of(run_dirs: Sequence[Path]) -> str | None:
-    """A note with the command that lists the runs of a sweep in one table; None if no run began."""
-    runs = list(dict.fromkeys(run_dirs))
-    if not runs:
-        return None
-    # The folder above the runs if it holds nothing else, else each run's own.
-    above = runs[0].parent
-    places = [above] if above != Path() and set(above.iterdir()) == set(runs) else runs
-    return f"list the runs of this sweep: {shlex.join(['pycls-fast', 'runs', *map(str, places)])}"
-
-
 class TrainVerb(Verb, purpose=Purpose(trains=True)):
     """Train a network: `pycls-fast train data=FOLDER weights=SOURCE [--config-name EXPERIMENT] [key=value ...]`.
 
@@ -274,15 +257,10 @@ class TrainVerb(Verb, purpose=Purpose(trains=True)):
     network on handwritten digits.
     """
 
-    @staticmethod
-    def after_sweep() -> str | None:
-        """The command that lists the runs."""
-        return table_of(_run_dirs)
-
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train import train as train_network
 
-        return train_network(config, on_start=_run_dirs.append)
+        return train_network(config)
 
 
 class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):

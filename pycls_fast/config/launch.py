@@ -91,11 +91,6 @@ class Verb(Section):
         """Whether images are read, if the purpose says so."""
         return True
 
-    @staticmethod
-    def after_sweep() -> str | None:
-        """Called after a `--multirun` of several runs in this process; may return a note to print last."""
-        return None
-
 
 def command_line(verb: type[Verb]) -> NoReturn:
     arguments = sys.argv[1:]
@@ -213,8 +208,6 @@ def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], fou
             raise
         print_lines("error", [lost])
         return FAULT
-    note = verb.after_sweep() if len(statuses) > 1 else None
-    print_lines("note", [] if note is None else [note], whole=True)
     return FAULT if FAULT in statuses else max(statuses, default=DONE)
 
 

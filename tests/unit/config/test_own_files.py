@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 import pycls_fast
-from pycls_fast.commands.train import table_of
 from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, compose
 from pycls_fast.config.keys import CONFIGS
@@ -189,25 +188,6 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     status, _, calls = tool("-m", "seed=1,2", "run_dir=out/${hydra:job.num}")
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["out/0", "out/1"])
     assert tool("-m", "seed=1", "run_dir=out")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("run_dirs", "others", "listed"),
-    [
-        (["my out/0", "my out/1"], [], "'my out'"),
-        (["out/0", "out/1"], ["out/2"], "out/0 out/1"),
-        (["out/0", "out/1", "other/2"], [], "out/0 out/1 other/2"),
-    ],
-)
-def test_the_table_of_a_sweep_has_its_runs_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_dirs: list[str], others: list[str], listed: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in (*run_dirs, *others):
-        Path(folder).mkdir(parents=True)
-    note = table_of([Path(folder) for folder in run_dirs])
-    assert note == f"list the runs of this sweep: pycls-fast runs {listed}"
-    assert table_of([]) is None
 
 
 def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
