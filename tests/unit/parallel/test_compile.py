@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from small import batch, gradients, resnet, vit
 from torch import nn
 
 from pycls_fast import build
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import _within, compile_model, place_model, uncompiled
+from pycls_fast.parallel.wrap import compile_model, place_model, uncompiled
 from pycls_fast.train.assemble import make_step
 from tests.factories import config_of
 
@@ -24,10 +24,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Any:
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
     yield
-    import torch._dynamo
-
     torch._dynamo.reset()
 
 
@@ -43,34 +42,24 @@ def filled(name: str, depth: int = 12) -> Any:
     return vit(depth=depth, width=16, mlp_width=24, attention="sdpa") if name == "vit" else resnet()
 
 
-def test_evaluation_runs_uncompiled_and_keys_stay() -> None:
-    model = filled("vit").eval()
-    keys, (images, _) = list(model.state_dict()), batch()
-    with torch.no_grad(), uncompiled(model):
-        expected = model(images)
-    assert expected.any()
-    calls = []
+def test_evaluation_runs_uncompiled() -> None:
+    model, (images, _), calls = filled("vit").eval(), batch(), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         calls.append(len(inputs))
         return graph.forward
 
     model.blocks[0].compile(backend=backend)
-    assert list(model.state_dict()) == keys
     with torch.no_grad(), uncompiled(model):
-        assert torch.equal(model(images), expected)
-        model(images[:3])
+        model(images)
     assert not calls
     with torch.no_grad():
-        torch.testing.assert_close(model(images), expected)
+        model(images)
     assert len(calls) == 1
 
 
 def test_no_network_of_a_process_goes_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when `time_net compare=[...]` times many variants: all count against one limit of torch's."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
     compiled = []
     compile_module = nn.Module.compile
 
@@ -127,9 +116,8 @@ SMALL = ["model.width=32", "model.mlp_width=36", "data.image_size=8", "model.dro
 
 
 @pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def counters(monkeypatch: pytest.MonkeyPatch) -> Any:
     """dynamo's, with a backend that compiles nothing."""
-    import torch._dynamo
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.utils import counters
 
@@ -144,24 +132,23 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", untouched)
     monkeypatch.setattr(nn.Module, "compile", traced)
     monkeypatch.setattr(build.network, "need_compiler", lambda *_: None)
-    torch._dynamo.reset()
-    yield counters
-    torch._dynamo.reset()
+    return counters
 
 
 AMP = ["precision=amp_bf16"]
-CASES = [
-    *((strategy, [*AMP, f"speed.recompute={how}"]) for strategy, how in (("single", "selective"), ("fsdp", "full"))),
-    ("fsdp", [*AMP, "speed.recompute=budget"]),
-    ("fsdp", ["precision=fp16_master"]),
-    ("single", ["precision=fp32", "model.drop_path_rule=constant"]),
-]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
-    [*((strategy, AMP) for strategy in ("single", "ddp", "fsdp")), *CASES],
+    [
+        *((strategy, AMP) for strategy in ("single", "ddp", "fsdp")),
+        ("single", [*AMP, "speed.recompute=selective"]),
+        ("fsdp", [*AMP, "speed.recompute=full"]),
+        ("fsdp", [*AMP, "speed.recompute=budget"]),
+        ("fsdp", ["precision=fp16_master"]),
+        ("single", ["precision=fp32", "model.drop_path_rule=constant"]),
+    ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )
 def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, overrides: list[str]) -> None:
@@ -183,34 +170,6 @@ def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, ove
         assert not counters["graph_break"]
         found.append(counters["stats"]["unique_graphs"])
     assert found == ([1, 1] if "model.drop_path_rule=constant" in overrides else [2, 2])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not build.has_compiler("cpu"), reason="needs a C++ compiler")
-def test_a_budget_keeps_less_and_computes_the_same() -> None:
-    """What a linear layer and GELU save for the backward pass, by the bytes that autograd holds."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    # Cheap to recompute: a chain of element-wise operations between two products.
-    layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 32))
-    inputs = torch.randn(64, 32, requires_grad=True)
-    held, gradients = [], []
-    for budget in (1.0, 0.3):
-        compiled = torch.compile(layers, backend=partial(_within, {}, budget), dynamic=False)
-        saved: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = compiled(inputs).square().sum()
-        (gradient,) = torch.autograd.grad(loss, inputs)
-        held.append(sum(saved.values()))
-        gradients.append(gradient)
-        torch._dynamo.reset()
-    assert held[1] < held[0]
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_triton_is_told_to_fuse() -> None:

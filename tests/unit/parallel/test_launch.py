@@ -23,9 +23,26 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import HAS_GLIBC
 from pycls_fast.strategies import Parallel
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID",
+             "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # fmt: skip
+Variables = Callable[..., None]
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Variables:
+    """Sets what a launcher sets, and nothing of another one."""
+
+    def set_these(**values: object) -> None:
+        for name in LAUNCHERS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_these
+
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("values", "told"),
     [
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, True),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, False),
@@ -34,12 +51,9 @@ from pycls_fast.strategies import Parallel
     ],
 )
 def test_tasks_of_srun_that_nobody_joins(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variables: dict[str, str], told: bool
+    variables: Variables, capsys: pytest.CaptureFixture[str], values: dict[str, str], told: bool
 ) -> None:
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    variables(**values)
     with start_world("cpu", Parallel(name="single")) as world:
         assert world.size == 1
     said = capsys.readouterr().err
@@ -47,10 +61,9 @@ def test_tasks_of_srun_that_nobody_joins(
 
 
 def test_a_rank_that_stops_once_all_have_met(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: Variables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+    variables(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0)
     monkeypatch.setattr("pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: dist.HashStore())
     with pytest.raises(SystemExit) as ended, start_world("cpu", Parallel(name="ddp", timeout_seconds=1)):
         pass
@@ -59,11 +72,10 @@ def test_a_rank_that_stops_once_all_have_met(
 
 
 def test_no_run_starts_after_one_that_lost_its_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: Variables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next run of a sweep: the process group of the run before it still exists."""
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
+    variables(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(SystemExit, match="1"), start_world("cpu", Parallel(name="ddp")):
         pass
@@ -74,15 +86,18 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
     ("backend", "said"), [("gloo", "(gloo, bound to None)"), ("auto", "(cpu:gloo,cuda:nccl, bound to cuda:0)")]
 )
 def test_only_nccl_is_bound_to_its_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: Literal["gloo", "auto"], said: str
+    variables: Variables,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    backend: Literal["gloo", "auto"],
+    said: str,
 ) -> None:
     """With a device, torch splits groups, which gloo cannot."""
 
     def join(backends: str, *, device_id: torch.device | None, **more: Any) -> None:
         raise RuntimeError(f"{backends}, bound to {device_id}")
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    variables()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr("pycls_fast.parallel.launch.choose_device", lambda name, rank: torch.device("cuda", rank))
@@ -94,21 +109,19 @@ def test_only_nccl_is_bound_to_its_device(
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "has_master"), [(0, True), (1, True), (1, False)])
 def test_ranks_of_a_node_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int, has_master: bool
+    variables: Variables,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    rank: int,
+    has_master: bool,
 ) -> None:
     """A note, one line, and a status at which a launcher starts again."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = store.port if has_master else 1
-    for name, value in (("RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    launch = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    variables(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=0, **launch)
     monkeypatch.setattr(rendezvous, "_NOTE_SECONDS", 0.1)
-    second = timedelta(seconds=1)
-    monkeypatch.setattr(
-        "pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: open_store(rank, size, second)
-    )
-    with pytest.raises(SystemExit, match="1"), start_world("cpu", Parallel(name="ddp")):
+    with pytest.raises(SystemExit, match="1"), start_world("cpu", Parallel(name="ddp", timeout_seconds=1)):
         pass
     # torch's store warns of a wait that timed out.
     note, line = (line for line in capfd.readouterr().err.splitlines() if not line.startswith("[W"))
@@ -117,16 +130,14 @@ def test_ranks_of_a_node_that_does_not_come(
 
 
 def test_a_master_that_has_stopped_is_not_waited_for_without_end(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    variables: Variables, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its kernel still takes connections."""
     before = set(threading.enumerate())
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.5)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        ranks = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": silent.getsockname()[1]}
-        for name, value in ranks.items():
-            monkeypatch.setenv(name, str(value))
+        port = silent.getsockname()[1]
+        variables(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(dist.DistStoreError, match="waited 1 s for an answer of rank 0"):
             open_store(1, 2, timedelta(seconds=1))
         assert not report_mistake(UserError("told here"), timedelta(seconds=1))
@@ -137,7 +148,7 @@ def test_a_master_that_has_stopped_is_not_waited_for_without_end(
 
 
 @pytest.mark.parametrize(
-    ("variables", "count", "index"),
+    ("values", "count", "index"),
     [
         ({}, 8, 3),
         # Slurm's --gpus-per-task=1, from release 23.11 on in the second form: each task sees one GPU as number 0.
@@ -151,13 +162,10 @@ def test_a_master_that_has_stopped_is_not_waited_for_without_end(
     ],
 )
 def test_the_gpu_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int, index: int | None
+    variables: Variables, monkeypatch: pytest.MonkeyPatch, values: dict[str, str], count: int, index: int | None
 ) -> None:
     """Of local rank 3; None: there is none for it."""
-    for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    variables(**values)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     if index is not None:
@@ -300,32 +308,16 @@ def test_a_round_that_ranks_of_an_earlier_attempt_did_not_finish_is_left(store: 
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_says_so(store: dist.TCPStore) -> None:
-    all_meet(store, 2)
-    with pytest.raises(dist.DistStoreError, match=r"waited 1 s for the other ranks"):
-        meet(client(store, SHORT), 1, 2, SHORT)
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """What a rank of two nodes prints when it meets with a mistake, after all that were asked before it."""
-
-    def ask(rank: int, *lines: str) -> list[str]:
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4, "GROUP_RANK": rank // 4}.items():
-            monkeypatch.setenv(name, str(value))
+def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
+    store: dist.TCPStore, variables: Variables, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(rank: int, *lines: str) -> list[str]:
+        """What a rank of two nodes prints after all that were asked before it."""
+        variables(RANK=rank, LOCAL_RANK=rank % 4, GROUP_RANK=rank // 4, WORLD_SIZE=8)
         report_mistake(UserError(*lines), timedelta(seconds=0.2))
         return capsys.readouterr().err.splitlines()
 
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    return ask
-
-
-@pytest.mark.slow
-def test_the_first_rank_of_a_node_speaks_for_those_with_the_same_lines(
-    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     # The command line prints those of rank 0, whatever they are.
     assert told(0, "the batch", "the data") == []
