@@ -137,47 +137,26 @@ def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
     return tensor.is_contiguous(memory_format=memory_format)
 
 
-class Training:
-    """A model and its images in a memory format, as the run makes them."""
-
-    def __init__(self, name: str, memory_format: Any) -> None:
-        torch.manual_seed(0)
-        self.format = FORMATS[memory_format]
-        self.model: nn.Module = MODELS[name](drop_path=0.2).to(memory_format=self.format)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-        generator = torch.Generator().manual_seed(0)
-        batch = Batch(
-            images_BHWC=torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8, generator=generator),
-            labels_B=torch.arange(4),
-            indices_B=torch.arange(4),
-            erase_B4=None,
-        )
-        self.images_BCHW = Prepare((0.5,) * 3, (0.25,) * 3, memory_format=memory_format)(batch)
-
-    def backward(self) -> None:
-        self.model(self.images_BCHW).square().mean().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("name", SIDES)
-def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: str) -> None:
-    training = Training(name, memory_format)
+def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: Any) -> None:
+    """As the run makes model and images."""
+    model = MODELS[name](drop_path=0.2).to(memory_format=FORMATS[memory_format])
+    bytes_BHWC = torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8)
+    batch = Batch(bytes_BHWC, torch.arange(4), torch.arange(4), None)
+    images_BCHW = Prepare((0.5,) * 3, (0.25,) * 3, memory_format=memory_format)(batch)
     found: dict[str, bool] = {}
 
     def look(layer: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            found[layer] = output.ndim != 4 or is_in(output, training.format)
+            found[layer] = output.ndim != 4 or is_in(output, FORMATS[memory_format])
 
         return hook
 
-    for layer, module in training.model.named_modules():
+    for layer, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
             module.register_forward_hook(look(layer))
-    training.backward()
+    model(images_BCHW).square().mean().backward()
     assert found
     if memory_format == "channels_last" or name != "resnet50":
         assert [layer for layer, right in found.items() if not right] == []
@@ -186,9 +165,10 @@ def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format
         assert found["stem.conv"]
         assert found["stages.0.0.conv2"]
     # The fused optimizers walk over memory: a gradient in another order than its weight would be added wrongly.
-    for key, parameter in training.model.named_parameters():
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
         assert parameter.grad.stride() == parameter.stride(), key
-        assert parameter.ndim != 4 or is_in(parameter, training.format), key
+        assert parameter.ndim != 4 or is_in(parameter, FORMATS[memory_format]), key
 
 
 def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor:

@@ -93,41 +93,6 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
     assert mlp.facts["dropped_tokens"].item() == pytest.approx(1 - len(kept) / (per_token * TOKENS))
 
 
-@pytest.mark.parametrize("per_token", [1, 2])
-def test_with_priority_the_least_probability_is_left_out(per_token: Literal[1, 2]) -> None:
-    """Of the first choices each expert keeps the most probable ones; in the tokens' order it keeps less of them."""
-    mlp = layer(per_token=per_token)
-    logits = mlp.router(tokens().flatten(0, 1))
-    best_T, expert_kT = logits.softmax(1).amax(1), route(logits, per_token)[0]
-    room = 4
-    kept = {p: places(expert_kT, logits, priority=p)[0] < room for p in (True, False)}
-    assert best_T[kept[True]].sum() > best_T[kept[False]].sum()
-    for expert in range(4):
-        of_it = expert_kT[0] == expert
-        most = best_T[of_it].sort(descending=True).values[:room]
-        assert torch.equal(best_T[of_it & kept[True]].sort(descending=True).values, most)
-
-
-def test_the_balancing_loss_makes_the_load_even() -> None:
-    """The variance of the experts' shares of the tokens after 50 steps, from a router that prefers one."""
-    variances = []
-    for weight in (0.0, 0.01):
-        mlp = layer(per_token=1, balance_loss=weight, z_loss=0.0).train()
-        features = tokens() + 1.0
-        with torch.no_grad():
-            mlp.router.weight.mul_(0.1)[0] += 0.05
-        optimizer = torch.optim.SGD([mlp.router.weight], lr=1.0)
-        for _ in range(50):
-            optimizer.zero_grad()
-            mlp(features)
-            assert mlp.loss is not None
-            mlp.loss.backward()
-            optimizer.step()
-        expert_T = mlp.router(features.flatten(0, 1)).argmax(1)
-        variances.append(expert_T.bincount(minlength=4).double().div(TOKENS).var().item())
-    assert variances[1] < 0.5 * variances[0]
-
-
 @pytest.mark.parametrize("token_dim", [0, 1])
 def test_padding_takes_no_room_and_gets_zeros(token_dim: int) -> None:
     features, count = tokens(), tokens().shape[token_dim]
@@ -148,26 +113,6 @@ def test_an_exported_program_computes_the_same() -> None:
     torch.testing.assert_close(program.module()(more), mlp(more), rtol=1e-12, atol=1e-12)
 
 
-def test_a_network_with_one_expert_is_the_dense_network() -> None:
-    """Outputs and gradients of a step, and evaluation."""
-    dense, sparse = small_vit(depth=4), small_vit(depth=4, experts=Experts(1, per_token=1))
-    state = dense.state_dict()
-    routers = {name: value for name, value in sparse.state_dict().items() if "router" in name}
-    experts = {name for name, value in sparse.state_dict().items() if name in state and value.ndim > state[name].ndim}
-    sparse.load_state_dict({**routers, **{name: v[None] if name in experts else v for name, v in state.items()}})
-    assert len(experts) == 8
-    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    ends = []
-    for network in (dense.double(), sparse.double()):
-        evaluated = network.eval()(images)
-        logits = network.train()(images)
-        own = {name: parameter for name, parameter in network.named_parameters() if name in state}
-        gradients = torch.autograd.grad(logits.square().sum(), list(own.values()))
-        whole = (each.reshape(state[name].shape) for name, each in zip(own, gradients, strict=True))
-        ends.append([evaluated, logits, *whole])
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-12, atol=1e-12)
-
-
 def test_the_losses_are_those_of_the_papers() -> None:
     for weights in ((1.0, 0.0), (0.0, 1.0)):
         mlp = layer(per_token=1, balance_loss=weights[0], z_loss=weights[1]).train()
@@ -177,7 +122,10 @@ def test_the_losses_are_those_of_the_papers() -> None:
         first = probabilities.argmax(1)
         balance = 4 * sum((first == x).double().mean() * probabilities[:, x].mean() for x in range(4))
         z = logits.exp().sum(1).log().square().mean()
-        torch.testing.assert_close(mlp.loss, weights[0] * balance + weights[1] * z)
+        expected = weights[0] * balance + weights[1] * z
+        torch.testing.assert_close(mlp.loss, expected)
+        ours, theirs = (torch.autograd.grad(loss, mlp.router.weight) for loss in (mlp.loss, expected))
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_router_stays_in_float32() -> None:
