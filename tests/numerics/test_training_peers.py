@@ -154,7 +154,7 @@ def test_steps_are_those_of_timms_loop(name: str) -> None:
     config = config_of(*COMMON, *case.overrides, "needs_weights=false", name=case.experiment)
     is_vit = config.model.kind == "vit"
     theirs = vit(**case.model) if is_vit else randomise(timm.create_model("resnet18", num_classes=CLASSES))
-    convert: Convert = in_our_names if not is_vit else from_split_vit if case.model.get("split") else in_our_names
+    convert: Convert = from_split_vit if case.model.get("split") else in_our_names
     switches = build.switches(config, ALONE.device)
     ours = build.model(config, CLASSES, switches).double()
     start = {key: tensor.clone() for key, tensor in convert(theirs.state_dict()).items()}
