@@ -205,11 +205,3 @@ def test_neither_a_test_nor_its_processes_see_a_gpu(request: pytest.FixtureReque
         pytest.skip("with tests of a GPU")
     assert not torch.cuda.is_available()
     assert runs.environment()["CUDA_VISIBLE_DEVICES"] == ""
-
-
-@pytest.mark.parametrize(
-    ("markers", "seen"),
-    [("not slow and not cuda", False), ("", False), ("cuda and not slow", True), ("slow or cuda", True)],
-)
-def test_it_is_hidden(markers: str, seen: bool) -> None:
-    assert is_about_cuda(markers) == seen

@@ -14,7 +14,7 @@ from pycls_fast import build, precision
 from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
 from pycls_fast.optim.optimizers import ConstantScaler, RanksScaler
-from pycls_fast.precision import LEVELS, Name
+from pycls_fast.precision import LEVELS
 from tests.factories import config_of
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class TestKeptInFloat32:
         leaf = torch.randn(4, 8, device=device, requires_grad=True)
         with autocast():
             half = F.linear(leaf, torch.eye(8, device=device))
-            assert half.dtype in (torch.float16, torch.bfloat16)
+            assert half.dtype == (torch.float16 if name == "amp_fp16" else torch.bfloat16)
             out = self.OPERATIONS[operation](half)
         assert out.dtype == torch.float32
         exact = self.OPERATIONS[operation](half.detach().double())
@@ -75,17 +75,17 @@ class TestKeptInFloat32:
             assert torch.ones(2, dtype=torch.float64).exp().dtype == torch.float64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(LEVELS))
-def test_the_loss_scale_is_as_configured(name: Name) -> None:
-    for value, kind in (("dynamic", RanksScaler), ("512", ConstantScaler)):
-        scales = [f"precision.loss_scale={value}", "precision.loss_scale_start=1024"]
-        config = config_of(f"precision={name}", *(scales if LEVELS[name].scaled else []))
-        scaler = build.loss_scaler(config, CPU)
-        assert scaler.is_enabled() == LEVELS[name].scaled
-        if scaler.is_enabled():
-            assert type(scaler) is kind
-            assert scaler.get_scale() == {"dynamic": 1024, "512": 512}[value]
+def test_the_loss_scale_is_as_configured() -> None:
+    keys = ("start=1024", "growth=3", "backoff=0.25", "interval=17")
+    config = config_of("precision=amp_fp16", *(f"precision.loss_scale_{key}" for key in keys))
+    scaler = build.loss_scaler(config, CPU)
+    assert type(scaler) is RanksScaler
+    assert (scaler.get_scale(), scaler.get_growth_factor()) == (1024, 3)
+    assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 17)
+    constant = build.loss_scaler(config_of("precision=fp16", "precision.loss_scale=512"), CPU)
+    assert type(constant) is ConstantScaler
+    assert constant.get_scale() == 512
+    assert not build.loss_scaler(config_of("precision=amp_bf16"), CPU).is_enabled()
 
 
 @pytest.mark.cuda

@@ -176,14 +176,6 @@ def test_the_fast_preset_compiles_unless_something_is_in_the_way(
     assert build.switches(config, torch.device(device)).compile == ("blocks" if found else "off")
 
 
-def test_the_fast_preset_compiles_nothing_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = ["data=synthetic", "speed=fast", "precision=amp_bf16"]
-    monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert build.switches(config_of(*fast, name="vit_s16"), torch.device("cpu")).compile == "off"
-    by_hand = config_of(*fast, "speed.compile=model", name="vit_s16")
-    assert build.switches(by_hand, torch.device("cpu")).compile == "model"
-
-
 @pytest.mark.parametrize(
     ("overrides", "images", "expected"),
     [

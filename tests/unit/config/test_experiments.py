@@ -142,9 +142,6 @@ def test_the_default_of_every_key_is_valid() -> None:
             for name, field in section.model_fields.items()
             if not field.is_required()
         }
-        assert set(defaults) | {n for n, f in section.model_fields.items() if f.is_required()} == set(
-            section.model_fields
-        )
         plain = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in defaults.items()}
         # Strict mode takes a tuple for a tuple, so this is what JSON would give.
         try:
@@ -229,15 +226,6 @@ def test_timms_models_are_models() -> None:
 
 
 HERE = ("data=synthetic", "speed=meta2022", "parallel=single")
-
-
-def test_what_it_sets() -> None:
-    config = load_config("vit_b16", HERE)
-    assert (config.speed.preset, config.precision.name, config.parallel.name) == ("meta2022", "amp_fp16", "single")
-    assert config.model.classifier == "pooled"  # type: ignore[union-attr]
-    switches = build.switches(config, torch.device("cpu"))
-    names = ("layout", "qkv", "optimizer", "attention")
-    assert [getattr(switches, name) for name in names] == ["batch_second", "fused", "foreach", "reference"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

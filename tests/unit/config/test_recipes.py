@@ -6,8 +6,6 @@ import math
 from typing import Any
 
 import pytest
-import timm
-import timm.optim
 import torch
 from torch import nn
 
@@ -233,42 +231,8 @@ def test_the_rate_is_pycls(name: str) -> None:
         assert ours(epoch) == pytest.approx(lr, rel=5e-3 if epoch < facts["warmup"] else 1e-6), epoch
 
 
-def _sizes(groups: list[dict[str, Any]], key: str) -> dict[float, int]:
-    found: dict[float, int] = {}
-    for group in groups:
-        value = round(group.get(key, 1.0), 12)
-        found[value] = found.get(value, 0) + sum(parameter.numel() for parameter in group["params"])
-    return found
-
-
 def _network(config: RunConfig) -> nn.Module:
     return build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [
-        ("deit_ti16", "deit_tiny_patch16_224"),
-        ("deit3_s16", "deit3_small_patch16_224"),
-        ("rsb_a2", "resnet50"),
-        ("mae_finetune_b16", "vit_base_patch16_224.mae"),
-    ],
-)
-def test_as_many_weights_decay_as_timm_lets(name: str, theirs: str) -> None:
-    config = load(name)
-    with torch.device("meta"):
-        model = timm.create_model(theirs, num_classes=1000)
-    without = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    expected = timm.optim.param_groups_weight_decay(model, config.optim.weight_decay, no_weight_decay_list=without)
-    found = _sizes(parameter_groups(_network(config), config.optim), "weight_decay")
-    assert set(found) == {0.0, config.optim.weight_decay}
-    theirs_sizes = _sizes(expected, "weight_decay")
-    if name == "mae_finetune_b16":
-        # The published file is of the pre-training, whose model has another norm and no other difference.
-        assert found[config.optim.weight_decay] == theirs_sizes[config.optim.weight_decay]
-    else:
-        assert found == theirs_sizes
 
 
 @pytest.mark.slow
@@ -294,7 +258,7 @@ def test_what_decays_elsewhere() -> None:
         expected = {"torchvision_resnet50_v1": set(), "resnet50": set(), "vit_p_1gf": norms | biases}
         assert kinds[name] == expected.get(name, norms)
     config = load("torchvision_vit_b16")
-    assert _sizes(parameter_groups(_network(config), config.optim), "weight_decay").keys() == {0.3}
+    assert {group["weight_decay"] for group in parameter_groups(_network(config), config.optim)} == {0.3}
 
 
 def test_adam_and_lamb_are_those_of_the_sources() -> None:

@@ -26,8 +26,6 @@ from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
 from pycls_fast.plan.auto import resolve_auto
-from pycls_fast.plan.memory import Copies, Sizes, State
-from pycls_fast.plan.memory import state as state_of
 from pycls_fast.plan.memory_plan import MemoryPlan, group
 from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.train.assemble import make_step
@@ -127,20 +125,11 @@ def test_blocks_of_a_kind_run_again_in_each_format_of_their_input() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optim=sgd",),
-        ("optim=adafactor",),
-        ("optim=adafactor", "optim.momentum_dtype=float32"),
-        ("optim=adamw",),
-        ("optim=lamb",),
-    ],
-)
-def test_optimizers_keep_what_the_plan_says(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "adafactor optim.momentum_dtype=float32", "adamw", "lamb"])
+def test_optimizers_keep_what_the_plan_says(optimizer: str) -> None:
     # So wide that rows and columns are few beside their matrix.
     wide = ("model.width=256", "model.mlp_width=1024", "model.depth=2")
-    config = config_of(*VIT[1:], *wide, *overrides, name=VIT[0])
+    config = config_of(*VIT[1:], *wide, *f"optim={optimizer}".split(), name=VIT[0])
     switches = build.switches(config, CPU)
     network = build.model(config, 10, switches)
     step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
@@ -174,45 +163,14 @@ def test_a_rank_of_oss_holds_what_the_plan_says(eight: World, average: str, accu
     assert_held(eight, VIT, *overrides, f"optim.ema_decay={average}", within=0.1)
 
 
-SHARDED = [
-    ("parallel=fsdp",),
-    ("parallel=fsdp", "parallel.reshard_after_forward=false"),
-    ("parallel=fsdp", "optim.accumulation_steps=2"),
-    ("parallel=fsdp", "precision=bf16_params"),
-    ("parallel=hsdp", "parallel.shard_degree=4"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "overrides"), [*((VIT, keys) for keys in SHARDED), (RESNET, SHARDED[0])])
-def test_a_rank_of_fsdp_holds_what_the_plan_says(
-    eight: World, base: tuple[str, ...], overrides: tuple[str, ...]
-) -> None:
-    if "parallel=hsdp" in overrides:
-        eight = World(rank=0, size=8, device=CPU, mesh=make_mesh("cpu", 2, 4, datetime.timedelta(seconds=60)))
-    assert_held(eight, base, *overrides, images=16, within=0.1)
-
-
-@pytest.mark.slow
-def test_a_rank_that_computes_half_of_each_block(eight: World) -> None:
-    # A process has these meshes once: DTensor remembers them. Pipelines need ranks that answer: test_plan_ranks.py.
-    mesh = make_mesh("cpu", None, 4, datetime.timedelta(seconds=60), tensor=2)
-    world = World(rank=0, size=8, device=CPU, mesh=mesh, tensor=2)
-    for recompute in ("off", "full"):
-        keys = ("parallel=fsdp", "parallel.tensor_degree=2", f"speed.recompute={recompute}")
-        assert_held(world, VIT, *keys, images=16, within=0.05)
-
-
-def test_the_state_of_each_strategy() -> None:
-    def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> State:
-        return state_of(Sizes(1000, trained, 100), Copies(strategy, degree, 2, **keys))
-
-    assert held("single", 1).updating == held("ddp", 1).updating == 16_000
-    # DDP's buckets are never freed.
-    assert (held("single", 1).kept, held("ddp", 1).kept) == (12_000, 16_000)
-    assert (held("fsdp").kept, held("fsdp").updating) == (3_000, 4_000)
-    assert held("fsdp", averaged=True).updating == 5_000
-    assert held("fsdp", trained=40).updating == 1_000 + 120
+@pytest.mark.parametrize(
+    ("base", "more"),
+    [(VIT, "parallel.reshard_after_forward=false"), (VIT, "precision=bf16_params"), (RESNET, "precision=fp32")],
+)
+def test_a_rank_of_fsdp_holds_what_the_plan_says(eight: World, base: tuple[str, ...], more: str) -> None:
+    """Other layouts, with ranks that answer: tests/integration/test_plan_ranks.py."""
+    assert_held(eight, base, "parallel=fsdp", more, images=16, within=0.1)
 
 
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:

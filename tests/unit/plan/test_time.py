@@ -184,11 +184,6 @@ def test_an_all_reduce_of_many_nodes_waits_for_the_logarithm_of_their_hops() -> 
     assert clusters.cluster("h100x8").reduce(8e9, 8) < 2 * 8e9 / cluster.inside
 
 
-def test_each_doubling_of_the_nodes_loses_a_share_of_the_speed() -> None:
-    cluster = clusters.cluster("h100x128").model_copy(update={"jitter": 0.3})
-    assert cluster.efficiency == pytest.approx(0.7**4)
-
-
 def test_statistics_are_read_for_in_training_only() -> None:
     features, network = torch.randn(4, 3, 8, 8), nn.BatchNorm2d(3)
     moved = []
