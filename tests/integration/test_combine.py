@@ -221,6 +221,3 @@ def test_a_teacher_of_timm(digits: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs.eval()(its)
     torch.testing.assert_close(loss.target(own), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    run = pycls_fast.train_net("vit_digits", words, run_dir=tmp_path / "run", optim__lr=0.002)
-    first, *_, last = (record["loss"] for record in records(run.run_dir, "train"))
-    assert last < first

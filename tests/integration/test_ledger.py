@@ -153,21 +153,6 @@ def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Pa
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        ("switches=[layuot]", "did you mean layout?"),
-        ("seed=3", "seed: each run of a ledger has its own"),
-        ("resume=never", "resume: the trainings of a ledger resume by themselves"),
-        ("numerics_steps=0", "numerics_steps: must be"),
-    ],
-)
-def test_mistakes_are_one_line(argument: str, line: str, tmp_path: Path) -> None:
-    done = run_process(command(argument, tool="ledger"), cwd=tmp_path, expect=2)
-    (said,) = done.stderr.splitlines()
-    assert line in said
-
-
 def _kill_when_there_is(folder: Path, file: str, process: subprocess.Popen[bytes]) -> Path:
     """End a ledger as with kill -9 once it has made a file."""
     found = _wait_for(folder, file, process)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pycls_fast.train import checkpoint
 from tests.factories import load_checkpoint
-from tests.integration.runs import assert_same_state, command, records, run_process, under_torchrun
+from tests.integration.runs import assert_same_state
 from tests.integration.strategy_worker import run_cases
-from tests.integration.test_recipes import SMALL
 from tests.integration.test_strategies import MODELS, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -120,19 +118,3 @@ def assert_near(ours: Any, theirs: Any, place: str) -> None:
             assert_near(ours[key], value, f"{place}.{key}")
     elif isinstance(theirs, torch.Tensor):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=place)
-
-
-def test_vit_h16_in_shards_is_saved_and_goes_on(tmp_path: Path) -> None:
-    """The experiment as it is, but for 4 blocks and 64 pixels, on synthetic images; 0.6 GB a checkpoint."""
-    # On two ranks one has none of the five images in the last batch.
-    own = ["parallel=fsdp", "model.depth=4", "data.image_size=64", "data.synthetic_val_images=5"]
-    overrides = [*SMALL, *own, "optim.accumulation_steps=2", f"run_dir={tmp_path / 'run'}"]
-    for steps in (2, 4):
-        training = command(*overrides, f"schedule.max_steps={steps}", config_name="vit_h16")
-        run_process(under_torchrun(training, 2), cwd=tmp_path)
-    assert [record["step"] for record in records(tmp_path / "run", "train")] == [1, 2, 3, 4]
-    (event,) = records(tmp_path / "run", "event")
-    assert (event["event"], event["step"]) == ("resumed", 2)
-    opened = checkpoint.open_checkpoint(tmp_path / "run" / "checkpoints" / "best")
-    assert opened.plain["world_size"] == 2
-    assert opened.part("model").keys() == opened.part("ema").keys()

@@ -265,14 +265,6 @@ def test_resuming_another_run_is_refused(tmp_path: Path, digits: Path) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
-@pytest.mark.parametrize("own", [[], ["run_dir=runs/mine"]])
-def test_a_mistake_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"data\.root"):
-        train(load_config("vit_digits", ["data.source=folder", f"data.root={tmp_path / 'nowhere'}", *own]))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_killed_before_its_first_checkpoint(tmp_path: Path, digits: Path) -> None:
     """It begins anew, and the records do not hold its steps twice."""

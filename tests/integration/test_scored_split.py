@@ -113,21 +113,6 @@ def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_other_images_are_not_resumed_with(
-    run: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.move(images, tmp_path / "moved")
-    assert go_on(tmp_path / "moved", run, "schedule.max_steps=3") == 0
-    assert "resumed from" in capsys.readouterr().out
-    # As many as before.
-    rename_cats(tmp_path / "moved")
-    with pytest.raises(
-        UserError, match=r"^data\.root: the 40 training images in \d classes are not the 40 in .*step_000000003 was"
-    ):
-        go_on(tmp_path / "moved", run, "schedule.max_steps=4")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("openvino", "xml")])
 def test_an_exported_file_is_scored(
     run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str, ending: str

@@ -217,6 +217,13 @@ def test_a_plan_that_cannot_be_carried_out(
     assert not (tmp_path / "report").exists()
 
 
+def test_keys_that_each_training_has_of_its_own() -> None:
+    typed = ["seed=3", "resume=never", "run_dir=x", "optim.lr=1"]
+    with pytest.raises(UserError) as caught:
+        running._checked(config_of(), LADDER, LadderSettings(**SETTINGS), typed)
+    assert [line.partition(":")[0] for line in caught.value.lines] == ["run_dir", "seed", "resume"]
+
+
 @pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["trackers=[]"]), ("tensorboard", [])])
 def test_trainings_are_not_tracked(
     tracker: str, typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

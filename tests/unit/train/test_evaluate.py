@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -81,10 +82,14 @@ def score(
         patch.setattr(build, "label_sets", lambda *_: sets_LK)
         patch.setattr(build, "eval_batches", lambda *_: made)
         display, switches = Display(speaks=False, mode="plain"), cast("Speed", None)
-        damaged = met or DamagedImages(0, ALONE, display)
-        scorer = Scorer(config, ParallelModel(model, model, CPU), ALONE, switches, display, damaged)
+        damaged, places = met or DamagedImages(0, ALONE, display), list[str]()
+        monitor: Any = SimpleNamespace(at=places.append)
+        world = replace(ALONE, monitor=monitor)
+        scorer = Scorer(config, ParallelModel(model, model, CPU), world, switches, display, damaged)
         result = evaluate(scorer, scored, "evaluating", keep_scores=keep_scores)
     assert model.training
+    # Ranks that wait see the progress of a slow one.
+    assert places == [f"evaluating: {done} batches done" for done in range(1, len(made) + 1)]
     return result
 
 
