@@ -172,8 +172,6 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
     ("pipeline", "model.kind!=vit", "it divides the blocks of this project's ViT", ""),
     ("expert", "model.experts=0|null", "the model has none", "model.experts=8"),
-    ("expert", "speed.drop_path_compute=skip", "ranks would have different numbers of tokens for all experts",
-     "speed.drop_path_compute=multiply"),
     ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
     ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
     ("pipeline", "optim.trainable!=[all]", "a stage may have nothing to train", "optim.trainable=[all]"),
@@ -229,6 +227,10 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "images of one size are recorded", f"data.image_size_schedule=[] or {_NO_RECORDING}"),
     ("speed.cuda_graphs=on", NO_MASTERS,
      "the optimizer's weights have new memory in every step", f"precision=amp_bf16 or {_NO_RECORDING}"),
+    # Nor would ranks that divide experts have as many tokens each.
+    ("speed.drop_path_compute=skip", "model.experts!=0|null",
+     "experts have room for all samples' tokens and are balanced over them",
+     "speed.drop_path_compute=multiply or model.experts=0"),
     # Less memory.
     ("speed.param_offload=cpu", WHOLE_HALF,
      "it keeps float32 weights of its own", "precision=amp_bf16 or speed.param_offload=none"),

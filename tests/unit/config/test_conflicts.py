@@ -29,6 +29,7 @@ OTHER = {
     "distill.teacher": "some.safetensors",
     "loss.class_weights": "auto",
     "model.drop_path": "0.1",
+    "model.experts": "4",
     "model.groups": "2",
     "model.width_per_group": "32",
     "optim.lora_rank": "2",
