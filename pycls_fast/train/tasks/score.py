@@ -273,7 +273,8 @@ def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, 
     """The scores of a network from `Setup.load`; arguments and errors as of `score`."""
     config = setup.config
     with enough_to_score(config, setup.world), setup.display:
-        called = FlipAveraged(network, sigmoid=config.loss.criterion().sigmoid) if tta == "flip" else network
+        sigmoid = scored.source.label_sets is not None or config.loss.criterion().sigmoid
+        called = FlipAveraged(network, sigmoid=sigmoid) if tta == "flip" else network
         result = evaluate(setup.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
     setup.damaged.report()
     if result.count == 0:

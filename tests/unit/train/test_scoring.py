@@ -118,6 +118,24 @@ def test_a_table_of_the_predictions(config: RunConfig, tmp_path: Path) -> None:
     assert rows[0]["class"] == source.classes[int(rows[0]["label"])]
 
 
+def test_mirror_images_with_several_labels_are_averaged_class_by_class(config: RunConfig, tmp_path: Path) -> None:
+    """Also by a configuration for one label: symmetric images have the same scores with and without."""
+    lines = ["path,label"]
+    for number, labels in enumerate(["cat;dog", "cat", "dog;cow", "cow"] * 2):
+        Image.new("RGB", (8, 8), (30 * number, 255 - 30 * number, 99)).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{labels}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    table = ["data=manifest", f"data.root={tmp_path / 'table.csv'}", "data.label_separator=;"]
+    keys = [key for key in BASE if "synthetic" not in key]
+    config = config_of(*keys, *table, f"weights={config.weights}")
+    plain, averaged = tmp_path / "plain.json", tmp_path / "averaged.json"
+    assert score(config, "all", str(plain)) == score(config, "all", str(averaged), tta="flip") == 0
+    found, expected = (json.loads(file.read_text()) for file in (averaged, plain))
+    assert expected["f1"] > 0
+    for name in ("map", "f1", "calibration_error", "loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
 def test_rows_of_images_without_a_class_or_a_number() -> None:
     source = SyntheticImages(150, 8, 3, seed=0)
     labels, predicted = np.array([0, -1, 1, 2]), np.array([5, 1, -1, 2])
