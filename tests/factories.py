@@ -137,6 +137,19 @@ def class_folders(root: Path, **counts: int) -> Path:
     return root
 
 
+def photographs(root: Path, classes: Sequence[str], count: int, *, sides: tuple[int, int]) -> Path:
+    """Folders `train` and `val` with so many pictures of any shape, the same in both; the classes take turns."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        width, height = (int(side) for side in random.integers(*sides, 2))
+        spots = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        for part in ("train", "val"):
+            folder = root / part / classes[number % len(classes)]
+            folder.mkdir(parents=True, exist_ok=True)
+            spots.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+    return root
+
+
 State = Mapping[str, Tensor]
 Convert = Callable[[State], dict[str, Tensor]]
 

@@ -24,6 +24,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.score import score, score_neighbours
+from tests.factories import photographs
 from tests.integration.runs import scored
 
 CLASSES = ("n01440764", "n01443537", "n01484850", "n01491361", "n01494475")
@@ -36,16 +37,7 @@ MACHINE = ("data.num_workers=0", "runtime.progress=plain", "runtime.device=cpu",
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """Twenty small photographs of other shapes and the five classes' folders of training."""
-    random = np.random.default_rng(0)
-    for index in range(20):
-        height, width = random.integers(90, 240, 2)
-        low = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
-        for split in ("train", "val"):
-            folder = tmp_path / "images" / split / CLASSES[index % 5]
-            folder.mkdir(parents=True, exist_ok=True)
-            low.resize((int(width), int(height)), Image.Resampling.BICUBIC).save(folder / f"{index}.png")
-    return tmp_path / "images"
+    return photographs(tmp_path / "images", CLASSES, 20, sides=(90, 240))
 
 
 def timm_folder(path: Path, *, width: int = 96, **about: Any) -> torch.nn.Module:

@@ -43,9 +43,7 @@ EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_los
     [
         (["ddp"], []),
         (["fsdp"], []),
-        pytest.param(["fsdp", "parallel.tensor_degree=2"], [], marks=pytest.mark.slow),
         pytest.param(["ddp", "parallel.pipeline_degree=2"], [], marks=pytest.mark.slow),
-        pytest.param(["ddp"], EXPERTS, marks=pytest.mark.slow),
         pytest.param(["fsdp", "speed.recompute=full"], EXPERTS, marks=pytest.mark.slow),
     ],
 )

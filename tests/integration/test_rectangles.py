@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import pycls_fast
 from pycls_fast.config import load_config
 from pycls_fast.inference.export import export
 from pycls_fast.train import train
+from tests.factories import photographs
 from tests.integration.runs import assert_same_state, newest_checkpoint, scored
 
 SMALL = (
@@ -31,16 +30,7 @@ NETWORKS = {
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen images of many shapes in two classes, and as many for validation."""
-    random, root = np.random.default_rng(0), tmp_path_factory.mktemp("photos")
-    for number in range(32):
-        folder = root / ("train", "val")[number // 16] / ("red", "green")[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        low = random.integers(0, 160, (5, 5, 3), dtype=np.uint8)
-        low[..., number % 2] += 95
-        width, height = (int(side) for side in random.integers(30, 120, 2))
-        Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg")
-    return root
+    return photographs(tmp_path_factory.mktemp("photos"), ("cat", "dog"), 16, sides=(30, 120))
 
 
 @pytest.mark.slow
@@ -74,7 +64,7 @@ def test_from_training_to_export(name: str, photos: Path, tmp_path: Path) -> Non
 
     found, again = (pycls_fast.load(weights).logits([str(photos / "val")]) for weights in (run, file))
     assert torch.equal(found, again)
-    paths = sorted(str(path) for path in (photos / "val").rglob("*.jpg"))
+    paths = sorted(str(path) for path in (photos / "val").rglob("*.png"))
     logits = pycls_fast.load(run).logits(paths)
-    labels = torch.tensor([sorted(("red", "green")).index(Path(path).parent.name) for path in paths])
+    labels = torch.tensor([("cat", "dog").index(Path(path).parent.name) for path in paths])
     assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(here["loss"], rel=1e-5)

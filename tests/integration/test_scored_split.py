@@ -40,12 +40,9 @@ def images(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path, images: Path) -> Path:
     """A run of two steps on these images."""
-    assert go_on(images, tmp_path / "run") == 0
-    return tmp_path / "run"
-
-
-def go_on(images: Path, run: Path, *overrides: str) -> int:
-    return train(load_config("vit_digits", [*SMALL, f"data.root={images}", f"run_dir={run}", *overrides]))
+    where = tmp_path / "run"
+    assert train(load_config("vit_digits", [*SMALL, f"data.root={images}", f"run_dir={where}"])) == 0
+    return where
 
 
 def scored(run: Path, split: str, *overrides: str) -> dict[str, Any]:

@@ -199,18 +199,15 @@ def test_home_is_resolved_and_nobodys_is_a_name(monkeypatch: pytest.MonkeyPatch)
     assert user_path("~nobody_of_that_name/images") == Path("~nobody_of_that_name/images")
 
 
-def _without_a_passwd_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`docker run --user 12345` without HOME."""
+
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "XDG_CACHE_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_a_cache_of_nobody_is_below_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`docker run --user 12345` without HOME."""
-    _without_a_passwd_line(monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert cache_folder() == Path(".cache/pycls_fast")
     assert _places("hub:x", "auto")[0].parent == cache_folder()

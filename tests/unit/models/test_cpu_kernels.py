@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +33,7 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.precision import keep_in_float32
 from tests.factories import randomise
+from tests.integration.runs import run_process
 from tests.unit.models.conftest import check_rounding, draw
 
 Function = Callable[..., Tensor]
@@ -233,16 +233,10 @@ print("bfloat16 in oneDNN:", torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
-def test_bfloat16_on_processors_for_which_onednn_has_none() -> None:
-    found = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _IN_BFLOAT16],
-        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (found.returncode, found.stdout) == (0, "bfloat16 in oneDNN: False\n"), found.stderr
+def test_bfloat16_on_processors_for_which_onednn_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    done = run_process([sys.executable, "-W", "error", "-c", _IN_BFLOAT16], cwd=tmp_path)
+    assert done.stdout == "bfloat16 in oneDNN: False\n"
 
 
 @pytest.mark.skipif(not cpu_kernels._FUSES_BIAS, reason="a processor without bfloat16 in oneDNN")

@@ -26,6 +26,8 @@ from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
 from pycls_fast.plan.auto import resolve_auto
+from pycls_fast.plan.memory import Copies, Sizes, State
+from pycls_fast.plan.memory import state as state_of
 from pycls_fast.plan.memory_plan import MemoryPlan, group
 from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.train.assemble import make_step
@@ -171,6 +173,18 @@ def test_a_rank_of_oss_holds_what_the_plan_says(eight: World, average: str, accu
 def test_a_rank_of_fsdp_holds_what_the_plan_says(eight: World, base: tuple[str, ...], more: str) -> None:
     """Other layouts, with ranks that answer: tests/integration/test_plan_ranks.py."""
     assert_held(eight, base, "parallel=fsdp", more, images=16, within=0.1)
+
+
+def test_the_state_of_each_strategy() -> None:
+    def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> State:
+        return state_of(Sizes(1000, trained, 100), Copies(strategy, degree, 2, **keys))
+
+    assert held("single", 1).updating == held("ddp", 1).updating == 16_000
+    # DDP's buckets are never freed.
+    assert (held("single", 1).kept, held("ddp", 1).kept) == (12_000, 16_000)
+    assert (held("fsdp").kept, held("fsdp").updating) == (3_000, 4_000)
+    assert held("fsdp", averaged=True).updating == 5_000
+    assert held("fsdp", trained=40).updating == 1_000 + 120
 
 
 def resolved(*overrides: str, ranks: int = 1) -> RunConfig:

@@ -21,7 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.cluster import accelerator, interval
 from pycls_fast.plan.layout import Layout
-from pycls_fast.plan.memory_plan import MemoryPlan, gigabytes
+from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.report import Report
 from pycls_fast.plan.search import Search
 from tests.factories import config_of, script
@@ -307,12 +307,6 @@ def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
     for one, other in itertools.pairwise(found):
         assert one.images_per_second > other.images_per_second
         assert one.memory > other.memory
-
-
-def test_sizes_are_readable() -> None:
-    assert [*map(gigabytes, (4.2e5, 9.996e8, 1e9, 9.996e11, 1.5e12))] == [
-        "0.42 MB", "1,000 MB", "1 GB", "1,000 GB", "1,500 GB",
-    ]  # fmt: skip
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, verb: type[Verb] = PlanVerb) -> int:
