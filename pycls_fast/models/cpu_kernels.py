@@ -3,8 +3,8 @@
 Attention, linear layers and convolutions as plain matrix products with custom backward passes, the products that a
 CPU's matrix units are fast at: in bfloat16 the backward pass of torch's fused attention takes six times as long as its
 forward pass on a CPU, oneDNN's product with a transposed first factor runs at half the rate of one without, and its
-convolutions are slow for 1x1 kernels and for small maps with many channels (above all the gradient of the weights).
-GELU by polynomials, and a max-pool that the compiler leaves alone.
+convolutions are slow for 1x1 kernels and for small maps with many channels (above all the gradient of the weights). And
+GELU by polynomials.
 
 Shape letters: B batch, H heads, N tokens, E width of one head, T tokens or output pixels of all images, I and O widths
 of a layer's input and output. Of maps: C and O channels in and out, H and W the sides, h and w those of the output, k
@@ -381,54 +381,3 @@ _opaque_gradients.register_fake(_gradients)
 
 
 CONVOLUTION: dict[str, type[nn.Conv2d]] = {"torch": nn.Conv2d, "products": ProductsConv2d}
-
-
-class MaxPool2d(nn.MaxPool2d):
-    """torch's max-pool, to the bit, that stays torch's own operator in compiled code; square windows, undilated.
-
-    Inductor generates its own code for it, whose backward pass takes 40 times as long as torch's on a CPU.
-    """
-
-    def forward(self, maps_BCHW: Tensor) -> Tensor:
-        # Only in torch.compile: exported programs keep torch's operator, which other tools can read.
-        if torch.compiler.is_dynamo_compiling() and maps_BCHW.device.type == "cpu":
-            return _pool(maps_BCHW, self.kernel_size, self.stride, self.padding)[0]
-        return super().forward(maps_BCHW)
-
-
-def _pool_maps(maps_BCHW: Tensor, side: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """The maxima and where they are in each map, (B, C, h, w) each."""
-    window = ([side, side], [stride, stride], [padding, padding])
-    maxima_BChw, places_BChw = torch.ops.aten.max_pool2d_with_indices(maps_BCHW, *window)
-    return maxima_BChw, places_BChw
-
-
-_pool = torch.library.custom_op("pycls_fast::max_pool2d", _pool_maps, mutates_args=(), tags=_TAGS)
-_pool.register_fake(_pool_maps)
-
-
-@torch.library.custom_op("pycls_fast::max_pool2d_backward", mutates_args=(), tags=_TAGS)
-def _pool_backward(
-    gradient_BChw: Tensor, maps_BCHW: Tensor, places_BChw: Tensor, side: int, stride: int, padding: int
-) -> Tensor:
-    """The gradient of the maps, (B, C, H, W)."""
-    window = ([side, side], [stride, stride], [padding, padding], [1, 1], False)
-    return torch.ops.aten.max_pool2d_with_indices_backward(gradient_BChw, maps_BCHW, *window, places_BChw)
-
-
-@_pool_backward.register_fake
-def _(gradient_BChw: Tensor, maps_BCHW: Tensor, places_BChw: Tensor, side: int, stride: int, padding: int) -> Tensor:
-    return torch.empty_like(maps_BCHW)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    maps_BCHW, *ctx.window = inputs
-    ctx.save_for_backward(maps_BCHW, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, gradient_BChw: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-    return _pool_backward(gradient_BChw, *ctx.saved_tensors, *ctx.window), None, None, None
-
-
-_pool.register_autograd(_backward, setup_context=_keep)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pycls_fast.models.cpu_kernels import CONVOLUTION, MaxPool2d
+from pycls_fast.models.cpu_kernels import CONVOLUTION
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.network import Network, Units
 
@@ -175,7 +175,7 @@ class ConvStem(nn.Module):
             "small": lambda: _conv(3, 64, 3),
         }[kind]()
         self.norm = nn.BatchNorm2d(64)
-        self.pool = None if kind == "small" else MaxPool2d(3, stride=2, padding=1)
+        self.pool = None if kind == "small" else nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         maps_BCHW = images_BCHW

@@ -72,6 +72,8 @@ def wrap_model(
     if parallel.sync_batchnorm and world.size > 1:
         synchronise(model, world.device)
     if speed.compile != "off":
+        if world.device.type == "cpu":
+            keep_max_pool()
         budget = parallel.recompute_budget if speed.recompute == "budget" else 1.0
         compile_model(model, model.units(), what=speed.compile, mode=speed.compile_mode, budget=budget)
     wrapped = IMPLEMENTATIONS[parallel.strategy(world.size)](model, world, settings)
@@ -132,6 +134,17 @@ def compile_model(model: nn.Module, units: Units, *, what: str, mode: str = "def
     how: dict[str, Any] = {"options": options} if budget == 1.0 else {"backend": partial(_within, options, budget)}
     for module in modules:
         module.compile(dynamic=None if alike else False, **how)
+
+
+def keep_max_pool() -> None:
+    """Have compiled code call torch's max-pool, in the whole process: on a CPU the backward pass that the compiler
+    makes of it takes 40 times as long."""
+    from torch._inductor import decomposition, lowering
+
+    aten: Any = torch.ops.aten
+    for operator in (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default):
+        decomposition.decompositions.pop(operator, None)
+        lowering.make_fallback(operator, lowering.constrain_to_fx_strides, warn=False)
 
 
 def _within(options: dict[str, Any], budget: float, graph: torch.fx.GraphModule, inputs: Any) -> Any:
