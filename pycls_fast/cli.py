@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": ("train", "data=my_images weights=timm:resnet50.a1_in1k epochs=10"),
-    "test": ("score", "weights=RUN output=scores.json"),
-    "predict": ("predict", "RUN more_images format=csv"),
-    "export": ("predict", "weights=RUN output=model.onnx format=onnx"),
+    "test": ("weights", "weights=RUN output=scores.json"),
+    "predict": ("weights", "RUN more_images format=csv"),
+    "export": ("weights", "weights=RUN output=model.onnx format=onnx"),
     "prepare": ("train", "verify data=my_images"),
     "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
     "ledger": ("measure", "--config-name vit_digits ladder=modern"),
     "compare": ("measure", "RUN OTHER_RUN"),
     "runs": ("measure", "runs/finetune"),
-    "knn": ("score", "data=my_images weights=timm:resnet50.a1_in1k"),
-    "soup": ("score", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
-    "calibrate": ("score", "weights=RUN output=calibrated.safetensors"),
+    "knn": ("weights", "data=my_images weights=timm:resnet50.a1_in1k"),
+    "soup": ("weights", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
+    "calibrate": ("weights", "weights=RUN output=calibrated.safetensors"),
     "lr-find": ("train", "data=my_images weights=timm:resnet50.a1_in1k"),
-    "maps": ("predict", "RUN cat.jpg"),
+    "maps": ("weights", "RUN cat.jpg"),
     "plan": ("train", "--config-name vit_h16 cluster=h100x64"),
 }
 """The verbs: their files in `commands/`, and the words of one call, for the list of verbs and a call without a key."""

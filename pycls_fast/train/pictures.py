@@ -185,7 +185,7 @@ def write_report(
         Path(__file__).with_name("report.html.j2"),
         title=title,
         facts=facts,
-        confusion=None if picture is None else _data_url(picture.read_bytes(), "png"),
+        confusion=None if picture is None else data_url(picture.read_bytes(), "png"),
         classes=classes,
         wrong=len(wrong_M),
         tiles=list(_tiles(source, found.indices_N[wrong_M], said, convert)),
@@ -207,14 +207,14 @@ def _tiles(
         file = io.BytesIO()
         image.save(file, format="JPEG", quality=85)
         yield {
-            "data": _data_url(file.getvalue(), "jpeg"),
+            "data": data_url(file.getvalue(), "jpeg"),
             "name": source.name(index),
             "labels": [source.classes[label] for label in labels],
             "guesses": {source.classes[label]: float(p) for label, p in guesses.items()},
         }
 
 
-def _data_url(data: bytes, kind: str) -> str:
+def data_url(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 

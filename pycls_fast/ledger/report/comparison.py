@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +11,11 @@ from typing import Any
 from PIL import Image
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.ledger.report.page import INK, LINE, PALE, Chart, literal, plain_axes
+from pycls_fast.ledger.report.page import INK, PALE, Chart, plain_axes
 from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.contact_sheet import tile
 from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
-from pycls_fast.train.pictures import render
+from pycls_fast.train.pictures import data_url, render
 
 Record = Mapping[str, Any]
 Row = dict[str, str]
@@ -196,10 +195,9 @@ def _embedded(picture: Image.Image) -> str:
     kind = "PNG" if max(picture.size) * 3 <= _SIDE else "JPEG"
     buffer = io.BytesIO()
     tile(picture, _SIDE).save(buffer, format=kind, quality=85)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+    return data_url(buffer.getvalue(), kind.lower())
 
 
-_BARS = 20
 # A thick pale line and a thin dark one stay distinguishable where they overlap.
 _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "a": {"color": PALE, "linewidth": 4.5, "marker": "s"},
@@ -211,7 +209,6 @@ def charts(record: Record) -> list[Chart]:
     made = (
         _lines(record, "loss", "loss, nats", "Training loss (thick and thin lines) and that of evaluations (dashed)."),
         _lines(record, "top1", "top-1, %", "Top-1 of the evaluated weights."),
-        _classes(record),
     )
     return [chart for chart in made if chart is not None]
 
@@ -232,22 +229,3 @@ def _lines(record: Record, key: str, label: str, what: str) -> Chart | None:
     axes.set(xlabel="epoch", ylabel=label)
     axes.legend(fontsize=8, frameon=False)
     return Chart(key, label.partition(",")[0].capitalize(), what, figure)
-
-
-def _classes(record: Record) -> Chart | None:
-    found = record["images"]
-    rows = [row for row in found["classes"] if row["difference"]][:_BARS] if found is not None else []
-    if not rows:
-        return None
-    rows.sort(key=lambda row: row["difference"])
-    figure, axes = plain_axes(0.9 + 0.27 * len(rows))
-    for place, row in enumerate(rows):
-        gain = row["difference"] > 0
-        color, hatch = (INK, None) if gain else ("white", "////")
-        axes.barh(place, row["difference"], height=0.66, edgecolor=INK, color=color, hatch=hatch)
-    axes.axvline(0, color=LINE, linewidth=1)
-    axes.set_yticks(range(len(rows)), [literal(row["class"], 22) for row in rows])
-    axes.set_xlabel("points of accuracy, B minus A")
-    few = 100 / min(row["images"] for row in rows)
-    what = f"The classes that changed most. Hatched: worse in B. One image of the smallest is {few:.2g} points."
-    return Chart("classes", "Classes", what, figure)

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import pycls_fast
-from pycls_fast.commands.predict import ExportVerb
+from pycls_fast.commands.weights import ExportVerb
 from pycls_fast.config import validate_saved
 from pycls_fast.config.keys import PATHS
 from pycls_fast.config.launch import read_options

@@ -116,7 +116,7 @@ def test_planted_disagreements(runs: Path, tmp_path: Path, capsys: pytest.Captur
     assert not page.open
     assert len(page.ids) == len(set(page.ids))
     assert set(page.references) <= set(page.ids)
-    assert (page.pictures, page.seen.count("svg")) == (5, 3)
+    assert (page.pictures, page.seen.count("svg")) == (5, 2)
     for words in ("Right in A, wrong in B: 3 of 4", "Right in B, wrong in A: 2", "optim.lr", "0.001", "rounding"):
         assert words in page.text
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
