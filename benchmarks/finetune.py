@@ -62,7 +62,7 @@ RULES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "the last within an error": partial(best_evaluation, metric="top1", tolerance=1.0),
     "the last": lambda records: -1,
 }
-COLUMNS = ("kNN", "linear probe", "finetune", "plain loop, best of 8", "torchvision's recipe", "timm's defaults")
+COLUMNS = ("kNN", "linear probe", "finetune", "best of 8 plain loops", "torchvision's recipe", "timm's defaults")
 
 
 def link(place: Path, file: Path) -> None:
@@ -286,7 +286,7 @@ def measure(
             record(rule, score, 0.0)
     take("torchvision's recipe", lambda: loop("sgd", 0.1 * BATCH / 256, 1e-4)[1])
     take("timm's defaults", lambda: loop("sgd", 0.05, 2e-5)[1])
-    take("plain loop, best of 8", tuned)
+    take("best of 8 plain loops", tuned)
 
 
 def table(lines: list[dict[str, object]], columns: Sequence[str]) -> str:
