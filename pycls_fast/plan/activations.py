@@ -316,23 +316,30 @@ class _Passes:
         else:
             del out
             held = 0
-        gradients = 0
+        gradients = parts = 0
         for parameter in unit.parameters():
             if parameter.grad is not None:
                 gradients += local(parameter.grad).nbytes
+                parts += local(parameter.grad).nbytes * _is_partial(parameter.grad)
                 if id(parameter) not in existed:
                     parameter.grad = None
         if memory.live != base:
             gc.collect()
+        # FSDP adds up the gradients of norms, one after the other: ranks that see other tokens have a part of each.
+        added = [Work("all_reduce", float(parts))] if parts else []
         block = BlockMemory(
             held, keeps_input, keeps_output, input_bytes, output_bytes, forward, backward,
             sum(local(p).numel() for p in unit.parameters()),
             sum(local(p).numel() for p in unit.parameters() if p.requires_grad),
             gradients,
-            (forward_kernels, self.work.taken()),
+            (forward_kernels, (*self.work.taken(), *added)),
         )  # fmt: skip
         self.work.found += before
         return block, output
+
+
+def _is_partial(gradient: Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements)
 
 
 def _settings(owner: Any) -> Any:

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 import yaml
 from PIL import Image
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pycls_fast.build.device import cores, device_kind, has_decoder
 from pycls_fast.data.choices import Augment
@@ -30,10 +31,12 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.tensor import divide
 from pycls_fast.plan.cluster import Accelerator, Kernels, Measured, fitted
 from pycls_fast.plan.memory_plan import group
-from pycls_fast.plan.operators import CountWork
+from pycls_fast.plan.operators import EXCHANGES, CountWork
 
-# Bytes of the exchanges that are timed, how often each is, and how many products and exchanges follow each other.
-_SIZES, _REPEATS, _TIMES = (2**12, 2**24), 7, 20
+# Bytes of the exchanges that are timed, and how often each is.
+_SIZES, _REPEATS = (2**12, 2**24), 7
+# Width and images of the block that two ranks divide.
+_BLOCK = (384, 18)
 
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
@@ -128,19 +131,24 @@ def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured
     return partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device)
 
 
+def _block_passes(width: int, images: int, device: torch.device, mesh: DeviceMesh | None = None) -> Callable[[], None]:
+    """What runs a ViT's block of 16 tokens forwards and backwards, or this rank's part of it."""
+    network = VisionTransformer(
+        image_size=32, patch_size=8, width=width, depth=1, heads=2, mlp_width=2 * width, num_classes=2
+    ).to(device)
+    ((_, block),) = network.units()
+    if mesh is not None:
+        divide(network, [block], mesh)
+    features = torch.randn(images, 16, width, device=device, requires_grad=True)
+    return lambda: block(features).sum().backward()
+
+
 def dispatch() -> float:
     """Seconds that the host thinks about each kernel of a small block that ranks divide, besides a whole one's."""
-    network = VisionTransformer(image_size=32, patch_size=8, width=64, depth=1, heads=2, mlp_width=128, num_classes=2)
-    ((_, block),) = network.units()
-    features = torch.randn(1, 16, 64, requires_grad=True)
-
-    def run() -> None:
-        block(features).sum().backward()
-
     device = torch.device("cpu")
-    whole = seconds(run, device)
+    whole = seconds(_block_passes(64, 1, device), device)
     with group({"tensor": 2}, None) as mesh:
-        divide(network, [block], mesh["tensor"])
+        run = _block_passes(64, 1, device, mesh["tensor"])
         divided = seconds(run, device)
         with CountWork() as found:
             run()
@@ -176,21 +184,11 @@ def _exchange(rank: int, file: str, backend: str, found: Any) -> None:
             "scatter": partial(dist.reduce_scatter_tensor, part, whole),
         }
         found[size] = {name: seconds(run, device) for name, run in runs.items()}
-    matrix, whole, part = (
-        torch.randn(512, 512, device=device),
-        torch.ones(1024, device=device),
-        torch.ones(512, device=device),
-    )
-
-    def work(*, exchanges: bool) -> None:
-        for _ in range(_TIMES):
-            torch.matmul(matrix, matrix)
-            if exchanges:
-                dist.all_gather_into_tensor(whole, part)
-
-    # Ranks that compute meet late, and busy cores answer late: on two cores 1.6 ms, without arithmetic 0.3 ms.
-    alone, together = (seconds(partial(work, exchanges=each), device) for each in (False, True))
-    found["hop"] = max(together - alone, 0.0) / _TIMES
+    run = _block_passes(*_BLOCK, device, init_device_mesh(device.type, (2,), mesh_dim_names=("tensor",))["tensor"])
+    found["block"] = seconds(run, device)
+    with CountWork() as work:
+        run()
+    found["exchanged"] = [each.bytes for each in work.found if each.kind in EXCHANGES]
     dist.destroy_process_group()
 
 
@@ -200,11 +198,16 @@ def links() -> dict[str, Any]:
     with mp.Manager() as manager, TemporaryDirectory() as folder:
         found = manager.dict()
         mp.spawn(_exchange, args=(f"{folder}/rendezvous", backend, found), nprocs=2)
-        (small, large), hop = (found[size] for size in _SIZES), found["hop"]
+        (small, large), block, exchanged = (found[size] for size in _SIZES), found["block"], found["exchanged"]
     more = {name: max(large[name] - small[name], 1e-9) for name in small}
     # An all-reduce of two ranks sends its size once; by itself each half of it may take longer.
     inside = (_SIZES[1] - _SIZES[0]) / more["reduce"]
     gathers = more["reduce"] / (more["gather"] + more["scatter"])
+    # Ranks that have computed meet late: on two cores after 3 ms, where nothing before an exchange makes it 0.3 ms.
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    with group({"tensor": 2}, None) as mesh:
+        alone = seconds(_block_passes(*_BLOCK, device, mesh["tensor"]), device)
+    hop = max((block - alone - sum(exchanged) / 2 / inside / gathers) / len(exchanged), 0.0)
     return {"inside": inside, "network": inside, "latency": [hop, hop], "gathers": gathers}
 
 

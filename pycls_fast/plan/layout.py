@@ -36,6 +36,11 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def sums(self) -> int:
+        """How often in a step FSDP adds up gradients: in a stage after the last microbatch only."""
+        return self.accumulation if self.pipeline == 1 else 1
+
+    @property
     def values(self) -> dict[str, dict[str, object]]:
         """The settings of the run, also those that the configuration may have otherwise."""
         parallel: dict[str, object] = dict(UNDIVIDED)

@@ -310,7 +310,7 @@ class Search:
         images = self.batch // (layout.data * layout.accumulation)
         found = defaultdict(float, self._weights(layout))
         for kind, size in self._features(layout, images):
-            found[kind] += layout.accumulation * size
+            found[kind] += (layout.sums if kind == "all_reduce" else layout.accumulation) * size
         return dict(found)
 
     def _weights(self, layout: Layout) -> dict[str, float]:
@@ -340,7 +340,7 @@ class Search:
                 # Gathered blocks stay from backward pass to backward pass, and a forward pass between them frees them.
                 gathers = once + parts * again
             found["all_gather"] = float(copies.compute_bytes * gathers)
-            found["reduce_scatter"] = 4.0 * gradients * (parts if layout.pipeline == 1 else 1)
+            found["reduce_scatter"] = 4.0 * gradients * layout.sums
         if layout.replicate > 1:
             itemsize = copies.compute_bytes if copies.has_buckets else 4
             found["all_reduce"] = itemsize * plan.sizes[0].trained / layout.shard
@@ -410,9 +410,11 @@ class Search:
         for kind, size in (features - travels).elements():
             if kind == "send":
                 exposed += parts * cluster.send(size, apart=cluster.ranks // layout.pipeline)
+            elif kind == "all_reduce":
+                exposed += layout.sums * cluster.reduce(size, near)
             else:
                 # Korthikanti et al., 2022, section 4.2.2: four gathers and four reductions of a block's features.
-                exposed += parts * (cluster.reduce if kind == "all_reduce" else cluster.gather)(size, near)
+                exposed += parts * cluster.gather(size, near)
         return exposed
 
     def outcomes(self) -> list[Outcome]:
