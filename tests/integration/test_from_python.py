@@ -116,10 +116,7 @@ def test_a_loop_of_ones_own_computes_what_the_step_does(plain: RunConfig) -> Non
     for step, batch in enumerate(batches):
         parts.step(step, [batch], metrics)
     assert parts.step.ema is not None
-    for own, ours in (
-        (network.state_dict(), parts.network.state_dict()),
-        (ema.values, parts.step.ema.values),
-    ):
+    for own, ours in ((network.state_dict(), parts.network.state_dict()), (ema.values, parts.step.ema.values)):
         assert own.keys() == ours.keys()
         assert all(torch.equal(own[name], ours[name]) for name in own)
 
