@@ -49,13 +49,10 @@ class TestModel:
 
 class TestData:
     def test_steps_of_an_epoch(self) -> None:
-        assert [build.steps_per_epoch(config_of("data.global_batch_size=8"), images) for images in (8, 15, 16)] == [
-            1,
-            1,
-            2,
-        ]
+        config = config_of("data.global_batch_size=8")
+        assert [build.steps_per_epoch(config, images) for images in (8, 15, 16)] == [1, 1, 2]
         with pytest.raises(UserError, match=r"^data.global_batch_size: 8 is larger than the training set of 7 images"):
-            build.steps_per_epoch(config_of("data.global_batch_size=8"), 7)
+            build.steps_per_epoch(config, 7)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
