@@ -379,11 +379,11 @@ class Search:
         overlap = 0.0 if self.device.type == "cpu" else _OVERLAP
         found, blocks = self._weights(layout), self._trace(layout, _FEW).activations.blocks
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
+        # What is gathered, and what is to be added up, is copied once.
+        copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
             passes = 2 if self._plan(layout).copies(parts).reshard_after_forward else 1
-            # What is gathered, and what is to be scattered, is copied once.
-            copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
             gather, scatter = (
                 cluster.gather(size, layout.shard, apart=near) + copies * size
                 for size in (found["all_gather"] / parts / passes / count, found["reduce_scatter"] / parts / count)
@@ -395,8 +395,10 @@ class Search:
             hidden = max(0.0, gather - overlap * forward / count) + max(0.0, behind - overlap * backward / count)
             exposed += parts * (gather + scatter + (count - 1) * hidden)
         elif layout.replicate > 1:
-            whole = cluster.reduce(found["all_reduce"], layout.replicate, apart=near)
-            last = cluster.reduce(min(_BUCKET, found["all_reduce"]), layout.replicate, apart=near)
+            whole, last = (
+                cluster.reduce(size, layout.replicate, apart=near) + copies * size
+                for size in (found["all_reduce"], min(_BUCKET, found["all_reduce"]))
+            )
             # A pipeline averages gradients when all are there.
             exposed += whole if layout.pipeline > 1 else max(last, whole - overlap * backward)
         # Tokens travel to their experts where those are divided.

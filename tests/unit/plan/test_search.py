@@ -144,14 +144,13 @@ def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
         assert getattr(shared, part) == pytest.approx(2 * getattr(own, part))
 
 
-def test_what_shards_exchange_is_copied_too(search: Search) -> None:
+def test_what_ranks_exchange_of_weights_is_copied_too(search: Search) -> None:
     device = replace(search.cluster.accelerator, device="cpu")
     links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0), "accelerator": device, "cores": 8}
     found = Search(search.config, search.cluster.model_copy(update=links), 10)
-    layout, size = Layout(1, 16, precision="fp32"), found.exchanged(Layout(1, 16, precision="fp32"))
-    whole = 2 * (size["all_gather"] + size["reduce_scatter"]) / (device.bandwidth * device.efficiency["pass"])
-    assert found.outcome(layout).exchange == pytest.approx(whole, rel=0.2)
-    assert found.outcome(Layout(16, precision="fp32")).exchange == 0.0
+    for layout in (Layout(1, 16, precision="fp32"), Layout(16, precision="fp32")):
+        copied = 2 * sum(found.exchanged(layout).values()) / (device.bandwidth * device.efficiency["pass"])
+        assert found.outcome(layout).exchange == pytest.approx(copied, rel=0.2)
 
 
 @pytest.mark.slow
