@@ -17,9 +17,11 @@ from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
+from pycls_fast.cli import VERBS, find_verb
+
 # Before the forks, so that each try imports nothing.
-for module in ("train", "predict", "score", "measure"):
-    importlib.import_module(f"pycls_fast.commands.{module}")
+for verb in VERBS:
+    find_verb(verb)
 for module in ("train", "inference", "ledger.runs", "ledger.compare"):
     importlib.import_module(f"pycls_fast.{module}")
 
