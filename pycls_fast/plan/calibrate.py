@@ -76,9 +76,7 @@ class _Attention(nn.Module):
 
 
 def measured(device: torch.device) -> Accelerator:
-    """This machine's device: a CPU with one thread, or a GPU in float32 and bfloat16."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """This machine's device: a CPU with the threads that there are, or a GPU in float32 and bfloat16."""
     try:
         is_cpu = device.type == "cpu"
         side, many = (1024, 2**24) if is_cpu else (8192, 2**28)
@@ -115,7 +113,6 @@ def measured(device: torch.device) -> Accelerator:
         return fitted(start, [_timed(layer, features, device) for layer, features in examples])
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch.set_num_threads(threads)
 
 
 def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured:
@@ -131,24 +128,24 @@ def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured
     return partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device)
 
 
-def _block_passes(width: int, images: int, device: torch.device, mesh: DeviceMesh | None = None) -> Callable[[], None]:
-    """What runs a ViT's block of 16 tokens forwards and backwards, or this rank's part of it."""
+def _block_passes(width: int, images: int, mesh: DeviceMesh | None = None) -> Callable[[], None]:
+    """What runs a ViT's block of 16 tokens forwards and backwards on the CPU, or this rank's part of it."""
     network = VisionTransformer(
         image_size=32, patch_size=8, width=width, depth=1, heads=2, mlp_width=2 * width, num_classes=2
-    ).to(device)
+    )
     ((_, block),) = network.units()
     if mesh is not None:
         divide(network, [block], mesh)
-    features = torch.randn(images, 16, width, device=device, requires_grad=True)
+    features = torch.randn(images, 16, width, requires_grad=True)
     return lambda: block(features).sum().backward()
 
 
 def dispatch() -> float:
     """Seconds that the host thinks about each kernel of a small block that ranks divide, besides a whole one's."""
     device = torch.device("cpu")
-    whole = seconds(_block_passes(64, 1, device), device)
+    whole = seconds(_block_passes(64, 1), device)
     with group({"tensor": 2}, None) as mesh:
-        run = _block_passes(64, 1, device, mesh["tensor"])
+        run = _block_passes(64, 1, mesh["tensor"])
         divided = seconds(run, device)
         with CountWork() as found:
             run()
@@ -184,11 +181,12 @@ def _exchange(rank: int, file: str, backend: str, found: Any) -> None:
             "scatter": partial(dist.reduce_scatter_tensor, part, whole),
         }
         found[size] = {name: seconds(run, device) for name, run in runs.items()}
-    run = _block_passes(*_BLOCK, device, init_device_mesh(device.type, (2,), mesh_dim_names=("tensor",))["tensor"])
-    found["block"] = seconds(run, device)
-    with CountWork() as work:
-        run()
-    found["exchanged"] = [each.bytes for each in work.found if each.kind in EXCHANGES]
+    if backend == "gloo":
+        run = _block_passes(*_BLOCK, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))["tensor"])
+        found["block"] = seconds(run, device)
+        with CountWork() as work:
+            run()
+        found["exchanged"] = [each.bytes for each in work.found if each.kind in EXCHANGES]
     dist.destroy_process_group()
 
 
@@ -198,28 +196,34 @@ def links() -> dict[str, Any]:
     with mp.Manager() as manager, TemporaryDirectory() as folder:
         found = manager.dict()
         mp.spawn(_exchange, args=(f"{folder}/rendezvous", backend, found), nprocs=2)
-        (small, large), block, exchanged = (found[size] for size in _SIZES), found["block"], found["exchanged"]
+        timed = dict(found)
+    small, large = (timed[size] for size in _SIZES)
     more = {name: max(large[name] - small[name], 1e-9) for name in small}
-    # An all-reduce of two ranks sends its size once; by itself each half of it may take longer.
-    inside = (_SIZES[1] - _SIZES[0]) / more["reduce"]
+    # An all-reduce of two ranks sends its size once and takes two hops; by itself each half of it may take longer.
+    inside, hop = (_SIZES[1] - _SIZES[0]) / more["reduce"], small["reduce"] / 2.0
     gathers = more["reduce"] / (more["gather"] + more["scatter"])
-    # Ranks that have computed meet late: on two cores after 3 ms, where nothing before an exchange makes it 0.3 ms.
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
-    with group({"tensor": 2}, None) as mesh:
-        alone = seconds(_block_passes(*_BLOCK, device, mesh["tensor"]), device)
-    hop = max((block - alone - sum(exchanged) / 2 / inside / gathers) / len(exchanged), 0.0)
+    if backend == "gloo":
+        # A CPU's ranks that have computed meet late: on two cores after 3 ms, where nothing before makes it 0.3 ms.
+        with group({"tensor": 2}, None) as mesh:
+            alone = seconds(_block_passes(*_BLOCK, mesh["tensor"]), torch.device("cpu"))
+        late, exchanged = timed["block"] - alone, timed["exchanged"]
+        hop = max((late - sum(exchanged) / 2 / inside / gathers) / len(exchanged), 0.0)
     return {"inside": inside, "network": inside, "latency": [hop, hop], "gathers": gathers}
 
 
 def calibrate(file: Path) -> str:
-    """Measure this machine and write it; returns what was written."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made = measured(device)
+    """Measure this machine, a CPU with one thread, and write it; returns what was written."""
+    device, threads = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        made, exchanges, images = measured(device), links(), images_per_core()
+    finally:
+        torch.set_num_threads(threads)
     ranks = cores() if device.type == "cpu" else torch.cuda.device_count()
     # More ranks of a CPU share its cores.
     per_node = 4 * ranks if device.type == "cpu" else ranks
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
-    cluster |= links() | {"images_per_core": images_per_core()}
+    cluster |= exchanges | {"images_per_core": images}
     # Through JSON, whose names are text, as the reader wants them.
     entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
     text = yaml.safe_dump(entry, sort_keys=False)

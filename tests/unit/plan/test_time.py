@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.parallel.world import ALONE
+from pycls_fast.plan import calibrate as calibrating
 from pycls_fast.plan import cluster as clusters
-from pycls_fast.plan.calibrate import calibrate, dispatch
+from pycls_fast.plan.calibrate import calibrate, dispatch, links
 from pycls_fast.plan.cluster import Accelerator, Kernels, errors, fitted
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.operators import CountWork, Work
@@ -195,9 +197,38 @@ def test_statistics_are_read_for_in_training_only() -> None:
     assert moved[0] - moved[1] == pytest.approx(features.nbytes, rel=0.05)
 
 
+def test_a_hop_between_gpus_is_half_of_a_small_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a CPU meet late, and are timed with arithmetic."""
+
+    def spawn(function: Any, args: tuple[Any, ...], nprocs: int) -> None:
+        *_, backend, found = args
+        assert backend == "nccl"
+        for size, seconds in ((2**12, 2e-5), (2**24, 1e-3)):
+            found[size] = dict.fromkeys(("reduce", "gather", "scatter"), seconds)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(calibrating.mp, "spawn", spawn)
+    assert links()["latency"] == [1e-5, 1e-5]
+
+
 @pytest.mark.slow
-def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path) -> None:
-    calibrate(tmp_path / "here.yaml")
+def test_the_links_of_this_machine_are_a_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    before, passes = torch.get_num_threads(), calibrating._block_passes
+
+    def noting(*args: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return passes(*args)
+
+    monkeypatch.setattr(calibrating, "_block_passes", noting)
+    torch.set_num_threads(2)
+    try:
+        calibrate(tmp_path / "here.yaml")
+        # As the ranks that they are compared with.
+        assert threads == [1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
     here = clusters.cluster(f"{tmp_path / 'here.yaml'}:herex2")
     assert here.accelerator.device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert 0 < here.gather(2**24, 2) < 10
