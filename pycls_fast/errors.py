@@ -289,6 +289,9 @@ def check_launcher() -> None:
         wrong += [f"{name}: not set, but WORLD_SIZE={size} is" for name in needed if name not in os.environ]
     if not wrong and int(rank) >= int(size):
         wrong = [f"RANK: must be below WORLD_SIZE={size}, got {rank}"]
+    if not wrong and int(values["MASTER_PORT"]) > 65_535:
+        # A scheduler's job number in its place, say.
+        wrong = [f"MASTER_PORT: must be at most 65535, got {values['MASTER_PORT']}"]
     refuse(f"{line} (the environment); start with torchrun, or unset its variables" for line in wrong)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,18 @@ def test_out_of_memory_is_tried_with_less_and_failures_are_told(
     told = "refused: speed.attention: no such kernel here; use another"
     assert gpu.measure(_row(), tmp_path, options) == {"status": told}
     assert f"| {told} |" in gpu.page(tmp_path, "python")
+
+
+def test_a_row_that_the_end_cuts_off_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run again, those that are too slow are not."""
+
+    def run(line: list[str], *, timeout: float, **named: Any) -> Any:
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for ends, kept in ((time.monotonic(), False), (math.inf, True)):
+        gpu.measure(_row(), tmp_path, gpu.parse(["--page-only"]), ends)
+        assert _row().file(tmp_path).exists() == kept
 
 
 def _whole(record: dict[str, Any]) -> dict[str, Any]:

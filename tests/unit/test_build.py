@@ -213,12 +213,13 @@ class TestOptimizing:
         """As the second of two ranks has it, without their exchange. What it computes: tests/numerics."""
         alone = build.wrap
         monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
-        config = config_of("seed=9", "optim.ema_decay=0.75", "optim.ema_warmup=false")
+        config = config_of("seed=9", "optim.ema_decay=0.75", "optim.ema_warmup=false", "augment.mixup_alpha=0.2")
         for how in ("loop", "foreach"):
             switches = REFERENCE.replace(clip=how, ema=how)
             step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
             assert (step.seed, step.rank, step.clip_foreach) == (9, 1, how == "foreach")
             assert (step.ema.decay, step.ema.warmup, step.ema.implementation) == (0.75, False, how)
+            assert step.mixer == build.mixer(config)
 
     def test_a_step_knows_its_number_of_classes(self) -> None:
         """A threshold may make every class the right one."""

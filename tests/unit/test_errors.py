@@ -38,6 +38,7 @@ def test_the_first_line_of_any_error() -> None:
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
         ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "4501234"}, "MASTER_PORT"),
         # In one process it says nothing about who speaks.
         ({"LOCAL_RANK": "1", "RANK": "x"}, "RANK"),
     ],
