@@ -10,11 +10,13 @@ import torch
 import torch._dynamo
 from small import batch, gradients, resnet, vit
 from torch import nn
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 
 from pycls_fast import build
-from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import compile_model, keep_max_pool, place_model, uncompiled
+from pycls_fast.parallel.parallel_model import StrategySettings
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import compile_model, place_model, uncompiled, wrap_model
+from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
 from tests.factories import config_of
 
@@ -74,17 +76,19 @@ def test_no_network_of_a_process_goes_back_to_eager_in_silence(counters: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_max_pools_are_torch_s(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    keep_max_pool()
     # ReLU: ties.
-    pool = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+    pool: Any = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
     generator = torch.Generator().manual_seed(0)
     maps = torch.randn(2, 8, 13, 10, generator=generator).to(dtype).contiguous(memory_format=memory_format)
     leaves = [maps.clone().requires_grad_() for _ in range(2)]
     expected = pool(leaves[0])
     weights = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view(expected.shape)
     (expected * weights).sum().backward()
-    compile_model(pool, [("", pool)], what="blocks")
-    found, codes = run_fw_bw_and_get_code(lambda: pool(leaves[1]) * weights)
+    pool.units = lambda: [("", pool)]
+    wrap_model(pool, ALONE, StrategySettings(speed=Speed(compile="blocks")))
+    # torch's cache on disk does not know of decompositions.
+    with fresh_cache():
+        found, codes = run_fw_bw_and_get_code(lambda: pool(leaves[1]) * weights)
     for name in ("max_pool2d_with_indices", "max_pool2d_with_indices_backward"):
         assert any(f"torch.ops.aten.{name}.default(" in code for code in codes)
     assert torch.equal(found, expected * weights)
