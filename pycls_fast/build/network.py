@@ -31,7 +31,8 @@ from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import Group, by_name, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
-from pycls_fast.optim.optimizers import ConstantScaler, HostOptimizer, RanksScaler, compile_step, make_capturable
+from pycls_fast.optim.optimizers import HostOptimizer, compile_step, make_capturable
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights
 from pycls_fast.parallel import memory

@@ -32,11 +32,13 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.distill import distillation
 from pycls_fast.train.evaluate import DamagedImages
 from pycls_fast.train.folder import output_file
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
-from pycls_fast.train.step import CudaRecorder, GraphedStep, PipelinedStep, Step, Watchdog, make_recordable
+from pycls_fast.train.step import PipelinedStep, Step
+from pycls_fast.train.watchdog import Watchdog
 
 
 def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:

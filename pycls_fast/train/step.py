@@ -1,17 +1,10 @@
-"""One training step: no rank checks, no timing, no printing, and nothing that waits for the device but a watchdog.
-
-Also as a pipeline's, and as one CUDA graph, recorded once and replayed without the host. After NVIDIA and PyTorch,
-Accelerating PyTorch with CUDA Graphs (2021): the graph reads fixed memory, into which each step's images, labels,
-mixing share, learning rate and EMA share are written before it is replayed.
-"""
+"""One training step: no rank checks, no timing, no printing, and nothing that waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Mixer, Prepare
-from pycls_fast.errors import UserError, first_line
 from pycls_fast.losses import LossFunction, Targets
-from pycls_fast.models.drop_path import DropPath
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights, local
-from pycls_fast.parallel.fairscale import plain_name
 from pycls_fast.parallel.parallel_model import ParallelModel
-from pycls_fast.parallel.world import World
 from pycls_fast.seeds import generators, microbatch_seed, seed_generators
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.watchdog import Watchdog
 
 
 @dataclass
@@ -180,175 +170,3 @@ class PipelinedStep(Step):
     def _facts(self) -> Mapping[str, Tensor]:
         assert self.wrapped.pipeline is not None
         return {name: self.wrapped.pipeline.sum(value) for name, value in self.network.facts().items()}
-
-
-class Watchdog:
-    """Checks every module's output and its gradient, but those inside a compiled part; waits for the device once per
-    microbatch.
-
-    If the loss is `scaled`, overflowing gradients only lower the scale: they are remembered in `last`, and only a
-    non-finite forward pass stops the run.
-    """
-
-    def __init__(self, network: nn.Module, *, scaled: bool) -> None:
-        self.last: str | None = None
-        """The last finding, for the message of the code that stops the run."""
-        self._network = network
-        self._scaled = scaled
-        # Way, place, and whether all values are finite, as a flag on the device.
-        self._seen: list[tuple[str, str, Tensor]] = []
-        for name, module in network.named_modules():
-            place = f"the output of {plain_name(name) or 'the whole network'} ({type(module).__name__})"
-            module.register_forward_hook(partial(self._watch, place))
-
-    def check(self, step: int, loss: Tensor) -> None:
-        """Check the values of a microbatch of `step` (from 0), after its backward pass; a `UserError` names the first
-        module whose output (or gradient, if the loss is not scaled) is not finite."""
-        self._note("forward", "the loss", loss)
-        for name, parameter in self._network.named_parameters():
-            if parameter.grad is not None:
-                self._note("backward", f"the gradient of the weight {plain_name(name)}", parameter.grad)
-        seen, self._seen = sorted(self._seen, key=lambda each: each[0] == "backward"), []
-        # Gradients of shards may be on the host (speed.param_offload).
-        finite = torch.stack([flag.to(loss.device) for *_, flag in seen]).tolist()
-        if all(finite):
-            return
-        way, place, _ = seen[finite.index(False)]
-        self.last = f"the first value that is not finite in the {way} pass of step {step + 1} is in {place}"
-        if way == "forward" or not self._scaled:
-            raise UserError(
-                f"runtime.watchdog: {self.last}; lower optim.lr, set optim.clip_norm, or keep that part in a wider "
-                "format with another precision"
-            )
-
-    def forget(self) -> None:
-        self._seen = []
-
-    def _note(self, way: str, place: str, value: Tensor) -> None:
-        self._seen.append((way, place, torch.isfinite(local(value.detach())).all()))
-
-    def _watch(self, place: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # A forward pass that is recomputed within the backward pass was checked before.
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self._note("forward", place, value)
-                if value.requires_grad:
-                    value.register_hook(partial(self._note, "backward", f"the gradient that reaches {place}"))
-
-
-WARM_UP = 3
-"""Steps that run without the graph, so that libraries choose kernels, code compiles and optimizer state is made."""
-
-Action = Callable[[], None]
-
-
-class CudaRecorder:
-    """A CUDA graph, recorded on its own stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._graph = torch.cuda.CUDAGraph()
-
-    def warm_up(self, action: Action) -> None:
-        """Run the function on the stream on which it will be recorded."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            action()
-        current.wait_stream(self._stream)
-
-    def record(self, action: Action) -> None:
-        """Call the function to capture its kernels; nothing is computed."""
-        failure: BaseException | None = None
-        try:
-            # Only this thread is captured: the loader's pinning thread allocates meanwhile.
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                try:
-                    action()
-                except BaseException as error:
-                    failure = error
-                    raise
-        except RuntimeError as error:
-            # After a failure, ending the capture fails too, with a message that hides the cause.
-            cause = failure or error
-            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
-                raise cause from None
-            raise UserError(
-                f"speed.cuda_graphs: this step cannot be recorded ({first_line(cause)}); use speed.cuda_graphs=off"
-            ) from cause
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def make_recordable(network: nn.Module, world: World) -> None:
-    """Let the network draw on the device, as a replayed graph cannot draw on the host; a `UserError` on several
-    ranks."""
-    if world.size > 1:
-        raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
-    for module in network.modules():
-        if isinstance(module, DropPath):
-            module.draws_on_device = True
-
-
-@dataclass
-class GraphedStep(Step):
-    """A `Step` that is replayed from the fourth call on. One microbatch of one shape; the optimizer is capturable.
-
-    Preparing and mixing a batch, which draw random numbers per step, happen before the replay, as in `Step`. `fixed` is
-    the memory that the recorded step reads.
-    """
-
-    recorder: CudaRecorder = field(kw_only=True)
-    fixed: dict[str, Tensor] = field(default_factory=dict, init=False)
-    _done: int = field(default=0, init=False)
-
-    def __call__(self, step: int, microbatches: Iterable[Batch], metrics: TrainMetrics) -> None:
-        """Train on the one microbatch of a step, counted from 0; `metrics` are those of the first call."""
-        (batch,) = microbatches
-        set_lr(self.optimizer, self.schedule(step))
-        self._write(step, *self.inputs(step, 0, batch))
-        if self._done < WARM_UP:
-            self.recorder.warm_up(lambda: self._recorded(metrics))
-        else:
-            if self._done == WARM_UP:
-                self.recorder.record(lambda: self._recorded(metrics))
-            self.recorder.replay()
-        self._done += 1
-        # Of tensors that the replay writes; what it would add to is not among the fixed ones.
-        metrics.add_facts(self._facts())
-
-    def _write(self, step: int, images_BCHW: Tensor, targets: Targets) -> None:
-        """Write a step's inputs where the graph reads them; a ValueError for images of another shape than the first."""
-        inputs = {"images_BCHW": images_BCHW, "labels_B": targets.labels_B}
-        if self.mixer is not None:
-            # An unmixed batch has its labels in both places, with a share of 1 on the first.
-            inputs["mixed_B"] = targets.labels_B if targets.mixed_B is None else targets.mixed_B
-            inputs["lam"] = _on_device(targets.lam, images_BCHW.device)
-        if self.ema is not None:
-            inputs["ema_share"] = _on_device(self.ema.share(step), images_BCHW.device)
-        if not self.fixed:
-            self.fixed = {name: torch.empty_like(value) for name, value in inputs.items()}
-        if images_BCHW.shape != self.fixed["images_BCHW"].shape:
-            raise ValueError(f"recorded with images {tuple(self.fixed['images_BCHW'].shape)}; got {images_BCHW.shape}")
-        for name, value in inputs.items():
-            self.fixed[name].copy_(value)
-
-    def _recorded(self, metrics: TrainMetrics) -> None:
-        fixed = self.fixed
-        targets = Targets(fixed["labels_B"], fixed.get("mixed_B"), fixed.get("lam", 1.0))
-        loss = self._add_gradients(fixed["images_BCHW"], targets)
-        self._take_gradients()
-        metrics.add_loss(loss)
-        grad_norm = self._update()
-        if self.ema is not None:
-            self.ema.update_by(fixed["ema_share"])
-        metrics.add_step(grad_norm)
-
-
-def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
-    # Filled there: a copy from the host would wait.
-    return value if isinstance(value, Tensor) else torch.full((), value, device=device)

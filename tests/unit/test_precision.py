@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pycls_fast import build, precision
 from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
-from pycls_fast.optim.optimizers import ConstantScaler, RanksScaler
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.precision import LEVELS
 from tests.factories import config_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim import optimizers
-from pycls_fast.optim.optimizers import ConstantScaler, RanksScaler
+from pycls_fast.optim import scaling
+from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from tests.factories import make_optimizer
 
 
@@ -22,7 +22,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch, constant: float | None, gradient: 
         asked.append((op, group))
         flag.clamp_(min=others)
 
-    monkeypatch.setattr(optimizers.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(scaling.dist, "all_reduce", all_reduce)
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     dynamic = {"init_scale": 8.0, "backoff_factor": 0.25}

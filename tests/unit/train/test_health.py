@@ -20,7 +20,7 @@ from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
-from pycls_fast.train.step import Watchdog
+from pycls_fast.train.watchdog import Watchdog
 from tests.factories import config_of
 
 NAN = float("nan")
