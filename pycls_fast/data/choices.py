@@ -69,7 +69,7 @@ class Parquet(Files, name="parquet"):
     """The column of Parquet or hub data that holds the images; null: the only one with images."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.tables import open_parquet
+        from pycls_fast.data.sources.hub import open_parquet
 
         return open_parquet(root, self, self.image_column)
 
@@ -89,7 +89,7 @@ class Hub(Source, name="hub"):
     """The configuration of a hub dataset that has several."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pycls_fast.data.sources.tables import open_hub
+        from pycls_fast.data.sources.hub import open_hub
 
         return open_hub(root, self, **self.own())
 

@@ -1,0 +1,158 @@
+"""Parquet files and datasets of the Hugging Face hub, through `datasets`: rows are mapped from Arrow files on disk."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pycls_fast.data.source import Files, Source
+from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.files import SPLIT_OF, Labels, find_files, missing_column, name_classes, read_class_list
+from pycls_fast.errors import UserError, first_few, one_of, refusing
+from pycls_fast.reading import IMAGE_BYTES, open_file, read_bytes
+
+
+class ArrowImages(Images):
+    """One split of a `datasets.Dataset`."""
+
+    def __init__(self, images: Any, where: str, labels: Labels) -> None:
+        """`images`: a dataset in Arrow format whose only column holds the encoded images."""
+        self.classes, self.labels, self.label_sets = labels
+        self._images = images
+        self.where = where
+
+    def read(self, index: int) -> bytes:
+        image = self._images[index].column(0)[0].as_py()
+        if isinstance(image, dict):
+            path, image = image.get("path"), image["bytes"]
+            image = read_bytes(path, IMAGE_BYTES) if image is None and isinstance(path, str) else image
+        if not isinstance(image, bytes):
+            raise OSError("there is no image in this row")
+        return image
+
+
+def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, Images]:
+    """The parts of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
+
+    `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
+    """
+    names = read_class_list(root)
+    found = find_files(root, (".parquet",), data)
+    opened: dict[str, Images] = {}
+    with _datasets(root) as hf:
+        for split, files in found.items():
+            for file in files:
+                open_file(file, None).close()
+            # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
+            dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
+            opened[split] = _open_split(
+                f"{root} ({split})", dataset, image_column=image_column, label=data.label_column,
+                separator=data.label_separator, names=names, is_test=split == "test",
+            )  # fmt: skip
+    return opened
+
+
+def open_hub(
+    name: str,
+    data: Source,
+    *,
+    train: str | None,
+    val: str | None,
+    image_column: str | None,
+    label_column: str,
+    hub_config: str | None,
+) -> dict[str, Images]:
+    """The parts of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
+    `save_to_disk` wrote."""
+
+    repository, _, revision = name.partition("@")
+    opened: dict[str, Images] = {}
+    with _datasets(name) as hf:
+        if Path(name).is_dir():
+            for file in Path(name).rglob("*"):
+                if not file.is_dir():
+                    open_file(file, None).close()
+            found = hf.load_from_disk(name)
+        else:
+            found = hf.load_dataset(repository, hub_config, revision=revision or None)
+        loaded = dict(found) if isinstance(found, dict) else {"train": found}
+        named = {"train": train or "train"} | ({} if val is None else {"val": val})
+        if train is None and val is None:
+            # The first validation split, else a test split, which is left out if it has no labels.
+            other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
+            named |= {} if other is None else {SPLIT_OF[other]: other}
+        for own, split in named.items():
+            one_of(f"data.{own}", split, sorted(loaded))
+            opened[own] = _open_split(
+                f"{name} ({split})", loaded[split], image_column=image_column, label=label_column,
+                separator=data.label_separator, names=None, is_test=own == "test",
+            )  # fmt: skip
+    return opened
+
+
+@contextmanager
+def _datasets(name: str) -> Iterator[Any]:
+    """The library; what fails within the block becomes one line."""
+    with refusing("data.source: parquet and hub need `datasets`", ImportError, use="pip install 'pycls_fast[hub]'"):
+        import datasets
+    try:
+        yield datasets
+    except UserError:
+        raise
+    except Exception as error:
+        # Raised by the hub, the file system, Arrow or the dataset's own definition.
+        reason = error.__cause__ or error
+        text = " ".join(str(reason).split())[:300]
+        raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(reason).__name__}: {text})") from error
+
+
+def _open_split(
+    where: str,
+    dataset: Any,
+    *,
+    image_column: str | None,
+    label: str,
+    separator: str | None,
+    names: Sequence[str] | None,
+    is_test: bool,
+) -> ArrowImages:
+    """Class names take the place of the dataset's own; a test split may have no column of labels."""
+    column = _image_column(where, dataset, image_column)
+    features = dataset.features
+    if label in features:
+        # Selected first: if the rows are picked by indices, all columns would be copied.
+        values = dataset.select_columns([label]).with_format("arrow")[:].column(0).to_pylist()
+    elif is_test:
+        values = [None] * len(dataset)
+    else:
+        raise missing_column(where, label, list(features), "data.label_column")
+    kind = features.get(label)
+    # That of the elements of a list.
+    names = names or getattr(getattr(kind, "feature", kind), "names", None)
+    labels = name_classes(values, names=names, where=where, separator=separator)
+    images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, labels)
+    with suppress(OSError, IndexError):
+        # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
+        images.read(0)
+    return images
+
+
+def _image_column(where: str, dataset: Any, wanted: str | None) -> str:
+    """The column of encoded images: binary, or structs with a field `bytes` (what `datasets.Image` is stored as)."""
+    import pyarrow
+
+    def holds_images(kind: Any) -> bool:
+        binary = pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
+        return binary or (pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+    schema = dataset.features.arrow_schema
+    found = [name for name in schema.names if holds_images(schema.field(name).type)]
+    if wanted in found or (wanted is None and len(found) == 1):
+        return wanted or found[0]
+    raise UserError(
+        f"{where}: columns of images are {first_few(found) or 'none'}, of {first_few(list(schema.names), 12)}; choose "
+        "one with data.image_column=NAME"
+    )
