@@ -85,7 +85,7 @@ def test_groups_are_those_of_one_process(
         assert {key: mine[key] for key in mine if key != "params"} == {k: other[k] for k in other if k != "params"}
     # Few tensors: as many as each wrapper meets groups, and a pair of one's own for a norm that stays float32.
     norms = sum(isinstance(module, nn.LayerNorm) for module in plain.modules())
-    wrappers = len(plain.units()) + 1 + (precision == "fp16_master") * norms  # type: ignore[operator]
+    wrappers = len(plain.units()) + 1 + (precision == "fp16_master") * norms
     assert len(flats.flats) <= 3 * wrappers
 
 
