@@ -132,7 +132,7 @@ def _ladder(truth: Truth, family: Family, generator: np.random.Generator) -> lis
         count = len(family.at_look(place))
         found = fit(pairs[:count], family.names)
         assert found is not None
-        looks.append((place, 2 * count, [(family.names, found)]))
+        looks.append((place, 2 * count, [found]))
         decided = decide(looks, truth.margin)
         if decided[-1].settled:
             break

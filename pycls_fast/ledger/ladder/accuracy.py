@@ -32,6 +32,7 @@ from pycls_fast.ledger.report.effects import (
     LOOKS,
     Effect,
     Fit,
+    Look,
     Pair,
     breaks,
     decide,
@@ -51,6 +52,21 @@ from pycls_fast.train.folder import RunFolder
 _TOO_COARSE = 1.5
 # So many failures have a reason, which must be found before more trainings start.
 _MOST_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What the trainings of one group say.
+
+    Attributes:
+        effects: those at the last look that is complete; without verdicts if none is.
+        looks: the complete ones, with their verdicts.
+        fits: of the group's families, from which the effects follow; empty as long as there are too few pairs.
+    """
+
+    effects: list[Effect]
+    looks: list[Look]
+    fits: list[Fit]
 
 
 @dataclass
@@ -149,7 +165,7 @@ class CrossedTrainings:
                 continue
             self.known.looked = [self.settings.runs_at_most, self.settings.margin]
             self.folder.keep_crossing(self.known)
-            effects = self._effects(group)[0]
+            effects = self._result(group).effects
             if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
         return True
@@ -209,24 +225,24 @@ class CrossedTrainings:
         # Also those of designs from before a variant was left out.
         designs = [self.groups(replace(self.known, broken=dict(broken[:count]))) for count in range(len(broken))]
         trained = [family for design in (*designs, groups) for group in design for family in group]
-        found = [self._effects(group) for group in groups]
+        results = [self._result(group) for group in groups]
         return Accuracy(
             runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
             effects=[
                 *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.known.identical),
-                *(effect for effects, *_ in found for effect in effects),
+                *(effect for result in results for effect in result.effects),
             ],
-            looks=[look for _, looks, _ in found for look in looks],
+            looks=[look for result in results for look in result.looks],
             plan=[
                 PlannedFamily(names=list(f.names), runs=[2 * len(f.at_look(place)) for place in range(len(LOOKS))])
                 for group in groups
                 for f in group
             ],
             broken=self.known.broken,
-            fit=self._fitted(groups[0][0], found[0][2][0][1]) if found and found[0][2] else None,
+            fit=self._overall_fit(groups[0][0], results[0].fits[0]) if results and results[0].fits else None,
         )
 
-    def _fitted(self, family: Family, found: Fit) -> OverallFit:
+    def _overall_fit(self, family: Family, found: Fit) -> OverallFit:
         names, several = family.names, len(family.names) > 1
         # Of alternatives the last, as at the end of a cumulative ladder.
         kept = possible(self.ladder, names[::-1], self.known.conflicts)
@@ -235,40 +251,33 @@ class CrossedTrainings:
             floor=found.floor,
             variance_ratio=(found.residual / found.floor) ** 2,
             resolution=resolution(found.deviation, 2 * len(family.pairs)),
-            together=sum_of(found, names, [name for name in names if name not in kept]) if several else None,
-            interplay=interplay(self._ended(family.pairs), names, found) if several else None,
+            together=sum_of(found, [name for name in names if name not in kept]) if several else None,
+            interplay=interplay(self._ended(family.pairs), found) if several else None,
         )
 
-    def _effects(
-        self, group: Sequence[Family]
-    ) -> tuple[list[Effect], list[Any], list[tuple[Sequence[str], Fit]] | None]:
-        """Effects at the last look that is complete, or without words if none is; the looks; the fits of the last."""
-        looks: list[tuple[int, int, list[tuple[Sequence[str], Fit]]]] = []
-        made = []
+    def _result(self, group: Sequence[Family]) -> _Result:
+        s = self.settings
+        looks: list[tuple[int, int, list[Fit]]] = []
+        decided: list[Look] = []
         for place in range(len(LOOKS)):
-            fits = self._fits([(family, family.at_look(place)) for family in group], complete=True)
+            planned = [family.at_look(place) for family in group]
+            is_complete = all(run.is_done for pairs in planned for pair in pairs for run in self._runs(pair))
+            fits = self._fits(group, planned) if is_complete else None
             if fits is not None:
-                looks.append((place, 2 * len(group[0].at_look(place)), fits))
-                made = decide(looks, self.settings.margin, strict=self.settings.strict)
-                if made[-1].settled:
+                looks.append((place, 2 * len(planned[0]), fits))
+                decided = decide(looks, s.margin, strict=s.strict)
+                if decided[-1].settled:
                     break
-        if made:
-            return made[-1].effects, made, looks[-1][2]
-        fits = self._fits([(family, family.pairs) for family in group], complete=False)
-        return (estimates(fits, self.settings.margin) if fits else []), [], fits
+        if decided:
+            return _Result(decided[-1].effects, decided, looks[-1][2])
+        fits = self._fits(group, [family.pairs for family in group]) or []
+        return _Result(estimates(fits, s.margin), [], fits)
 
-    def _fits(
-        self, chosen: Sequence[tuple[Family, Sequence[PlannedPair]]], *, complete: bool
-    ) -> list[tuple[Sequence[str], Fit]] | None:
-        made: list[tuple[Sequence[str], Fit]] = []
-        for family, planned in chosen:
-            if complete and not all(run.is_done for pair in planned for run in self._runs(pair)):
-                return None
-            found = fit(self._ended(planned), family.names)
-            if found is None:
-                return None
-            made.append((family.names, found))
-        return made
+    def _fits(self, group: Sequence[Family], planned: Sequence[Sequence[PlannedPair]]) -> list[Fit] | None:
+        """A fit of each family to those of its pairs that have ended; None if these are too few for one of them."""
+        fits = [fit(self._ended(pairs), family.names) for family, pairs in zip(group, planned, strict=True)]
+        known = [found for found in fits if found is not None]
+        return known if len(known) == len(fits) else None
 
     def _runs(self, pair: PlannedPair) -> list[TrainingRun]:
         variants = [together(self.ladder, on) for on in pair.on]

@@ -71,6 +71,7 @@ class Fit:
     """Least squares on pairs.
 
     Attributes:
+        names: the m variants whose effects are estimated together.
         effects: (m,) in points of top-1.
         shape: (m, m) their covariance over the variance of one run.
         residual: the standard deviation of a run within its pair, in points, as measured.
@@ -78,6 +79,7 @@ class Fit:
         freedom: degrees of freedom of the residual.
     """
 
+    names: tuple[str, ...]
     effects: np.ndarray
     shape: np.ndarray
     residual: float
@@ -118,7 +120,7 @@ def fit(pairs: Sequence[Pair], names: Sequence[str]) -> Fit | None:
     effects = inverse @ on_PM.T @ difference_P
     # A difference has twice a run's variance.
     squares = float(((difference_P - on_PM @ effects) ** 2).sum()) / (2 * freedom)
-    return Fit(effects, 2 * inverse, math.sqrt(squares), math.sqrt(floor_of(pairs)), freedom)
+    return Fit(tuple(names), effects, 2 * inverse, math.sqrt(squares), math.sqrt(floor_of(pairs)), freedom)
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ class Together:
     high: float
 
 
-def sum_of(found: Fit, names: Sequence[str], without: Sequence[str]) -> Together:
-    """The sum of the effects of the names that are not left out."""
-    on_M = np.array([name not in without for name in names], float)
+def sum_of(found: Fit, without: Sequence[str]) -> Together:
+    """The sum of the effects of the variants that are not left out."""
+    on_M = np.array([name not in without for name in found.names], float)
     total, error = float(on_M @ found.effects), found.deviation * math.sqrt(on_M @ found.shape @ on_M)
     half = float(special.stdtrit(found.freedom, 0.975)) * error
     return Together(list(without), total, error, total - half, total + half)
@@ -150,16 +152,16 @@ class Interplay:
     p_value: float
 
 
-def interplay(pairs: Sequence[Pair], names: Sequence[str], found: Fit) -> Interplay | None:
+def interplay(pairs: Sequence[Pair], found: Fit) -> Interplay | None:
     """What two variants do to each other, by t tests of pairs in which they are on together against the rest.
 
     Only the means of pairs tell: of differences of mirror images it cancels, from all on against all off as well. The
     luck of seeds does not cancel in means, so smaller interactions are not seen. None if no two variants can be tested.
     """
-    half_PM = np.array([[(name in pair.on[0]) + (name in pair.on[1]) for name in names] for pair in pairs]) / 2
+    half_PM = np.array([[(name in pair.on[0]) + (name in pair.on[1]) for name in found.names] for pair in pairs]) / 2
     rest_P = np.array([pair.mean for pair in pairs]) - half_PM @ found.effects
     tests = list[Interplay]()
-    for two in combinations(names, 2):
+    for two in combinations(found.names, 2):
         is_both_P = np.array([any(set(two) <= set(on) for on in pair.on) for pair in pairs])
         both, others = rest_P[is_both_P], rest_P[~is_both_P]
         if min(len(both), len(others)) > 1:
@@ -209,20 +211,18 @@ class Look:
         return all(effect.word != "undecided" for effect in self.effects)
 
 
-def decide(
-    looks: Sequence[tuple[int, int, Sequence[tuple[Sequence[str], Fit]]]], margin: float, *, strict: bool = False
-) -> list[Look]:
-    """The looks, with verdicts that stay once given.
+def decide(looks: Sequence[tuple[int, int, Sequence[Fit]]], margin: float, *, strict: bool = False) -> list[Look]:
+    """The looks with their verdicts, which stay once given.
 
     Args:
-        looks: for each, its place in `LOOKS`, the number of trainings of each family, and (names, fit) of each family
+        looks: for each, its place in `LOOKS`, the number of trainings of each family, and the fits of the families,
             whose variants are tested together.
         margin: the loss in points that does not matter.
         strict: 'free' at its level per ladder, not per variant.
     """
     costs, free, gains, made = set[int](), set[int](), set[int](), list[Look]()
-    for place, runs, families in looks:
-        estimated = estimates(families, margin)
+    for place, runs, fits in looks:
+        estimated = estimates(fits, margin)
         p_costs, p_free = (np.array([getattr(each, key) for each in estimated]) for key in ("p_costs", "p_free"))
         costs = _rejected(p_costs, place, ALPHA_COSTS, costs)
         gains = _rejected(1 - p_costs, place, ALPHA_GAINS, gains)
@@ -242,13 +242,13 @@ def decide(
     return made
 
 
-def estimates(families: Iterable[tuple[Sequence[str], Fit]], margin: float) -> list[Effect]:
+def estimates(fits: Iterable[Fit], margin: float) -> list[Effect]:
     """Effects with plain 95% intervals and without verdicts, for a ledger that is not at a planned look."""
     made = []
-    for names, found in families:
+    for found in fits:
         effects, errors = found.effects, found.errors
         p_values = [special.stdtr(found.freedom, each / errors) for each in (effects, -(effects + margin))]
-        for name, *row in zip(names, *(each.tolist() for each in (effects, errors, *p_values)), strict=True):
+        for name, *row in zip(found.names, *(each.tolist() for each in (effects, errors, *p_values)), strict=True):
             effect, error, p_costs, p_free = row
             half = _quantile(found.freedom, 0.975) * error
             low, high = effect - half, effect + half

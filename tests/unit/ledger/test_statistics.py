@@ -154,24 +154,26 @@ def test_two_variants_that_act_on_each_other_are_named() -> None:
     found = fit(made, NAMES)
     assert found.effects == pytest.approx([-0.75, -0.75, 0, 0, 0, 0, 0, 0], abs=0.05)
     assert made[0].difference == pytest.approx(found.effects.sum(), abs=0.2)
-    said = interplay(made, NAMES, found)
+    said = interplay(made, found)
     assert said.names == ("a", "b")
     assert said.difference == pytest.approx(-1.5, abs=0.4)
     assert said.p_value < 0.01
-    assert interplay(pairs([-1.0], 0.1), "a", fit(pairs([-1.0], 0.1), "a")) is None
+    assert interplay(pairs([-1.0], 0.1), fit(pairs([-1.0], 0.1), "a")) is None
 
 
 def test_innocent_variants_do_not_act_on_each_other() -> None:
     accused, ladders = 0, 50
     for seed in range(ladders):
         made = pairs([-0.5, 0.5, 0.1], 0.2, luck=0.4, seed=seed)
-        accused += interplay(made, "abc", fit(made, "abc")).p_value <= ALPHA_INTERPLAY
+        accused += interplay(made, fit(made, "abc")).p_value <= ALPHA_INTERPLAY
     assert accused <= stats.binom.ppf(0.999, ladders, ALPHA_INTERPLAY)
 
 
 def test_the_sum_of_the_effects_leaves_alternatives_out() -> None:
-    found = Fit(np.array([1.0, 2.0, 4.0]), np.array([[1.0, 0.5, 0], [0.5, 1, 0], [0, 0, 1]]), 0.1, 0.2, 10)
-    total = sum_of(found, "abc", ["c"])
+    found = Fit(
+        ("a", "b", "c"), np.array([1.0, 2.0, 4.0]), np.array([[1.0, 0.5, 0], [0.5, 1, 0], [0, 0, 1]]), 0.1, 0.2, 10
+    )
+    total = sum_of(found, ["c"])
     assert (total.difference, total.error) == (3.0, pytest.approx(0.2 * math.sqrt(3)))
     assert total.high - 3.0 == pytest.approx(stats.t.ppf(0.975, 10) * total.error)
 
@@ -217,7 +219,7 @@ def test_an_independent_implementation_finds_the_same_words() -> None:
         for place, part in enumerate(looks):
             found = fit(part, NAMES)
             assert found is not None
-            fits.append((place, 2 * len(part), [(NAMES, found)]))
+            fits.append((place, 2 * len(part), [found]))
             decided = decide(fits, 0.25)
             if decided[-1].settled:
                 break
@@ -274,10 +276,10 @@ def test_resolution_and_forecast() -> None:
 def test_strict_has_holms_level_for_free() -> None:
     made = pairs([0.0] * 8, 0.2, runs=64)
     found = fit(made, NAMES)
-    words = {strict: [e.word for e in decide([(2, 64, [(NAMES, found)])], 0.08, strict=strict)[0].effects]
+    words = {strict: [e.word for e in decide([(2, 64, [found])], 0.08, strict=strict)[0].effects]
              for strict in (False, True)}  # fmt: skip
     assert words[False].count("free") > words[True].count("free")
-    (look,) = decide([(2, 64, [(NAMES, found)])], 0.25, strict=True)
+    (look,) = decide([(2, 64, [found])], 0.25, strict=True)
     assert {effect.word for effect in look.effects} == {"free"}
     assert look.levels[0] == levels(0.05 / 8)[2]
 
