@@ -74,9 +74,9 @@ def synchronise(network: nn.Module, device: torch.device) -> None:
             vars(module)["process_group"] = None
 
 
-# One layer's weights in a ViT-H have 26 MB, more than torch's bucket of 25. Larger ones have fewer messages; but there
+# torch's size of a bucket in MiB. One layer's weights in a ViT-H have 26: larger buckets have fewer messages; but there
 # have to be some, so that the exchange begins while the backward pass goes on.
-_LARGEST_BUCKET, _FEWEST_BUCKETS = 100, 16
+_BUCKET, _LARGEST_BUCKET, _FEWEST_BUCKETS = 25, 100, 16
 
 # Gradients are cast for the exchange; the sum over the ranks is computed in that format.
 _CASTS: dict[str, Callable[..., Any]] = {
@@ -100,6 +100,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
             shard_groups=[pipeline.group],
             pipeline=pipeline,
         )
+    megabytes = bucket_megabytes(sum(p.nbytes for p in network.parameters() if p.requires_grad))
     model = DistributedDataParallel(
         network,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -107,7 +108,8 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         # (World.average_buffers).
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=_bucket_megabytes(network),
+        # By default torch has a small first one, too, which is sent the sooner.
+        bucket_cap_mb=megabytes if megabytes > _BUCKET else None,
     )
     if settings.parallel.compression in _CASTS:
         model.register_comm_hook(None, _CASTS[settings.parallel.compression])
@@ -124,8 +126,6 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
     )
 
 
-def _bucket_megabytes(network: nn.Module) -> int | None:
-    """The size of a bucket of gradients; None for torch's choice (25, and a small first one)."""
-    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad) / 2**20
-    size = min(int(gradients / _FEWEST_BUCKETS), _LARGEST_BUCKET)
-    return size if size > 25 else None
+def bucket_megabytes(gradients: float) -> int:
+    """MiB of a bucket of gradients, which DDP exchanges at once, of so many bytes of gradients."""
+    return max(min(int(gradients / 2**20 / _FEWEST_BUCKETS), _LARGEST_BUCKET), _BUCKET)

@@ -20,6 +20,7 @@ from torch import nn
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import refuse, refusing
+from pycls_fast.parallel.ddp import bucket_megabytes
 from pycls_fast.parallel.pipeline import bubble, owners
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster, Kernels
@@ -34,8 +35,6 @@ _FEW, _MANY = 8, 64
 # Of the arithmetic behind which an exchange hides: the rest is lost to kernels that share the device's memory with it.
 # An assumption; not fitted.
 _OVERLAP = 0.92
-# DDP's default (torch's `bucket_cap_mb`); the last one of a step is never hidden.
-_BUCKET = 25 * 2**20
 _DEGREES = (1, 2, 4, 8)
 # Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
 _MOST = 8
@@ -395,12 +394,12 @@ class Search:
             hidden = max(0.0, gather - overlap * forward / count) + max(0.0, behind - overlap * backward / count)
             exposed += parts * (gather + scatter + (count - 1) * hidden)
         elif layout.replicate > 1:
-            whole, last = (
-                cluster.reduce(size, layout.replicate, apart=near) + copies * size
-                for size in (found["all_reduce"], min(_BUCKET, found["all_reduce"]))
-            )
+            # In buckets, of which the last one of a step is never hidden.
+            buckets = math.ceil(found["all_reduce"] / 2**20 / bucket_megabytes(found["all_reduce"]))
+            size = found["all_reduce"] / buckets
+            last = cluster.reduce(size, layout.replicate, apart=near) + copies * size
             # A pipeline averages gradients when all are there.
-            exposed += whole if layout.pipeline > 1 else max(last, whole - overlap * backward)
+            exposed += buckets * last if layout.pipeline > 1 else max(last, buckets * last - overlap * backward)
         # Tokens travel to their experts where those are divided.
         features, travels = Counter(self._features(layout, images)), Counter[tuple[str, float]]()
         if layout.expert > 1:
