@@ -1,6 +1,6 @@
 """Child processes that run this project's commands: their arguments, how they start, and how they ended.
 
-Their output goes to a file, and they end with this process. Trainings run several at a time, each on GPUs of its own.
+Their output goes to a file, and they end with this process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,6 @@ from pycls_fast.train.folder import RunFolder, output_file
 _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.
 _SAVING_SECONDS = 30.0
-# Between two words on a training.
-_EVERY_SECONDS = 60.0
 # Where this process imports the package from.
 _OURS = Path(__file__).parents[3]
 
@@ -214,60 +212,11 @@ class TrainingRun:
         return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
 
 
-def trainings(
-    runs: Sequence[TrainingRun],
-    *,
-    jobs: int,
-    devices: Sequence[str],
-    start: Callable[[TrainingRun, Sequence[str]], Process],
-    finished: Callable[[Process], ProcessResult | None],
-    done: Callable[[TrainingRun, ProcessResult], None],
-    say: Callable[[str], None],
-) -> Generator[None]:
-    """Training runs of a ledger, `jobs` at a time; on CUDA each has GPUs of its own. Yields while they run.
-
-    `devices` are the CUDA devices to divide among them, empty if there is no need to. A run that lacked memory while
-    others may have run is started once more without them, after all. An error, also where this is used, stops all.
-    """
-    waiting, free, again = deque(runs), list(devices), list[TrainingRun]()
-    running: dict[TrainingRun, tuple[Process, list[str]]] = {}
-    watch_due = time.monotonic() + _EVERY_SECONDS
-
-    def fits(ranks: int) -> bool:
-        return not running or (len(running) < jobs and (not devices or len(free) >= ranks))
-
-    try:
-        while waiting or running:
-            while waiting and fits(ranks := waiting[0].variant.ranks or 1):
-                run, own = waiting.popleft(), free[:ranks]
-                del free[:ranks]
-                running[run] = start(run, own), own
-            for run, (process, own) in list(running.items()):
-                ended = finished(process)
-                if ended is None:
-                    continue
-                del running[run]
-                free += own
-                if ended.lacked_memory and jobs > 1:
-                    say(f"{run}: lacked memory; starting it once more by itself at the end")
-                    again.append(run)
-                else:
-                    done(run, ended)
-            if time.monotonic() >= watch_due:
-                watch_due = time.monotonic() + _EVERY_SECONDS
-                for run in running:
-                    say(f"{run}: {reached(RunFolder(run.folder))}")
-            yield
-    except BaseException:
-        Process.stop(process for process, _ in running.values())
-        raise
-    if again:
-        yield from trainings(again, jobs=1, devices=devices, start=start, finished=finished, done=done, say=say)
-
-
-def reached(folder: RunFolder) -> str:
+def progress_of(folder: RunFolder) -> str:
     """The newest step in a run's metrics, with its epoch and loss."""
-    for record in deque(folder.records("train"), maxlen=1):
-        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
-        return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"
-    return "no step logged yet"
+    newest = deque(folder.records("train"), maxlen=1)
+    if not newest:
+        return "no step logged yet"
+    (record,) = newest
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"

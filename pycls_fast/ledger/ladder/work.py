@@ -7,8 +7,8 @@ killed ledger resumes where it was; only a round of timings that it has cut shor
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ from pycls_fast.ledger.ladder.processes import (
     Process,
     ProcessResult,
     TrainingRun,
+    progress_of,
     timing_arguments,
-    trainings,
 )
-from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.signals import StopRequest
 
 # Rare enough to leave the cores to the process that is timed.
 _POLLING_SECONDS = 0.1
+# Between two lines on how far the trainings are.
+_PROGRESS_SECONDS = 60.0
 
 
 @dataclass
@@ -70,8 +72,9 @@ class Ledger:
             base = base.model_copy(update={"ranks": self.settings.ranks})
             self.ladder = self.ladder.model_copy(update={"baseline": base})
         self.selection = Selection(self.ladder, self.settings.mode, self.device)
-        # Of this start: seconds of processes, those of trainings apart; timings.
-        self._took: dict[bool, list[float]] = {False: [], True: []}
+        # Of this start: seconds that each measurement and each training took, and the timings.
+        self._measurement_seconds: list[float] = []
+        self._training_seconds: list[float] = []
         self._timed: set[Path] = set()
 
     def plan(self) -> dict[str, Any]:
@@ -220,32 +223,33 @@ class Ledger:
         if file.is_file():
             return None
         arguments = (*more, text_override("output", str(file)))
-        finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
+        finished = self._wait(self._start(what, verb, variant, arguments, file))
         if again and finished.status != 0:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
-            finished = self._to_its_end(self._start(what, verb, variant, arguments, file))
-        self._report(what, finished, training=False)
+            finished = self._wait(self._start(what, verb, variant, arguments, file))
+        self._measurement_seconds.append(finished.seconds)
+        self._report(what, finished)
         return finished
 
-    def _to_its_end(self, process: Process) -> ProcessResult:
+    def _wait(self, process: Process) -> ProcessResult:
         try:
-            while (finished := self._finished(process)) is None:
+            while (finished := self._poll(process)) is None:
                 time.sleep(_POLLING_SECONDS)
         except BaseException:
             Process.stop([process])
             raise
         return finished
 
-    def _finished(self, process: Process) -> ProcessResult | None:
+    def _poll(self, process: Process) -> ProcessResult | None:
+        """How a process ended, or None while it runs; a `KeyboardInterrupt` if a stop was requested."""
         finished = process.finished()
         # If it has ended, it may be by the same signal.
         if self.stop:
             raise KeyboardInterrupt
         return finished
 
-    def _report(self, what: str, finished: ProcessResult, *, training: bool) -> None:
-        """Count a process that has ended, and say how."""
-        self._took[training].append(finished.seconds)
+    def _report(self, what: str, finished: ProcessResult) -> None:
+        """Say how a process ended."""
         self.folder.lap()
         if finished.status == 0:
             missing, total = self.missing(), self.total()
@@ -260,29 +264,57 @@ class Ledger:
         """The remaining time in words; how long a training takes is not known before one has ended."""
         runs = missing["training"]
         others = sum(missing.values()) - runs
-        unknown = runs > 0 and not self._took[True]
+        unknown = runs > 0 and not self._training_seconds
         if unknown and not others:
             return "the training comes next"
-        each, run = (sum(took) / max(len(took), 1) for took in self._took.values())
+        each, run = (sum(s) / max(len(s), 1) for s in (self._measurement_seconds, self._training_seconds))
         seconds = others * each + runs * run / self.settings.jobs
         text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
         return f"about {text} left{' before the training' if unknown else ''}"
 
     def train(self, runs: Sequence[TrainingRun]) -> None:
-        """Start those of the runs that are not done, and wait for them."""
-        at_work = trainings(
-            # Two families may share a run.
-            list({run.folder: run for run in runs if not run.is_done}.values()),
-            jobs=self.settings.jobs,
-            devices=self.cuda_devices,
-            start=self._start_training,
-            finished=self._finished,
-            done=self._training_done,
-            say=self.say,
-        )
-        with closing(at_work):
-            for _ in at_work:
+        """Run those trainings that are not done, `jobs` at a time, and wait for them."""
+        # Two families may share a run.
+        missing = list({run.folder: run for run in runs if not run.is_done}.values())
+        lacked_memory = self._train(missing, self.settings.jobs)
+        self._train(lacked_memory, jobs=1)
+
+    def _train(self, runs: Sequence[TrainingRun], jobs: int) -> list[TrainingRun]:
+        """Run trainings; returns those that lacked memory while others may have run, which are to be started again by
+        themselves. If one raises, or a stop is requested, all end."""
+        waiting, free, again = deque(runs), list(self.cuda_devices), list[TrainingRun]()
+        running: dict[TrainingRun, tuple[Process, list[str]]] = {}
+        progress_due = time.monotonic() + _PROGRESS_SECONDS
+
+        def fits(ranks: int) -> bool:
+            return not running or (len(running) < jobs and (not self.cuda_devices or len(free) >= ranks))
+
+        try:
+            while waiting or running:
+                while waiting and fits(ranks := waiting[0].variant.ranks or 1):
+                    run, devices = waiting.popleft(), free[:ranks]
+                    del free[:ranks]
+                    running[run] = self._start_training(run, devices), devices
+                for run, (process, devices) in list(running.items()):
+                    ended = self._poll(process)
+                    if ended is None:
+                        continue
+                    del running[run]
+                    free += devices
+                    if ended.lacked_memory and jobs > 1:
+                        self.say(f"{run}: lacked memory; starting it once more by itself at the end")
+                        again.append(run)
+                    else:
+                        self._training_done(run, ended)
+                if time.monotonic() >= progress_due:
+                    progress_due = time.monotonic() + _PROGRESS_SECONDS
+                    for run in running:
+                        self.say(f"{run}: {progress_of(RunFolder(run.folder))}")
                 time.sleep(_POLLING_SECONDS)
+        except BaseException:
+            Process.stop(process for process, _ in running.values())
+            raise
+        return again
 
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
         folder = text_override("run_dir", str(run.folder))
@@ -293,7 +325,8 @@ class Ledger:
         if finished.status != 0:
             # One that is refused leaves no folder.
             write_json(output_file(run.folder / FAILED), {"reason": finished.reason()})
-        self._report(str(run), finished, training=True)
+        self._training_seconds.append(finished.seconds)
+        self._report(str(run), finished)
 
     def _start(
         self, what: str, verb: str, variant: Variant, arguments: Sequence[str], made: Path, devices: Sequence[str] = ()

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +20,17 @@ from pycls_fast.build import device as build_device
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import processes
+from pycls_fast.ledger.ladder import work as at_work
 from pycls_fast.ledger.ladder.processes import (
+    FAILED,
     Process,
     ProcessResult,
     TrainingRun,
     _environment,
-    trainings,
     visible_devices,
 )
 from tests.factories import TRAINED
-from tests.unit.ledger.stand_ins import work
+from tests.unit.ledger.stand_ins import made, work
 
 OUT_OF_MEMORY = """Traceback (most recent call last):
   File "time_net.py", line 1, in <module>
@@ -185,82 +188,94 @@ def test_a_process_sees_its_slice_of_the_devices(
 LACKS = "error: the device is out of memory (8 GB were asked for); lower data.global_batch_size, or the model"
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(processes.Process, "stop", lambda processes: None)
-    yield
-    while Scene.made:
-        Scene.made.pop().trainings.close()
-
-
 class Scene:
-    """Trainings whose processes are names; a run ends when `end` says so."""
+    """A ledger that trains, and waits for processes that end one after the other, as they are listed; "Ctrl-C" among
+    them is a request to stop."""
 
-    made: ClassVar[list[Scene]] = []
-
-    def __init__(self, folder: Path, ranks: dict[str, int], *, jobs: int, devices: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.started: list[tuple[str, tuple[str, ...]]] = []
+        self.events: list[str] = []
         self.said: list[str] = []
-        self.done: list[str] = []
-        self.ended: dict[str, ProcessResult] = {}
-        runs = [TrainingRun(Variant(name=name, ranks=n), 0, folder / name) for name, n in ranks.items()]
-        self.trainings = trainings(
-            runs, jobs=jobs, devices=devices, start=self.start, finished=self.finished,
-            done=lambda run, finished: self.done.append(run.variant.name), say=self.said.append,
-        )  # fmt: skip
-        self.made.append(self)
+        self._ends: deque[tuple[str, int, str]] = deque()
+        self._ended: dict[str, ProcessResult] = {}
+        self._waits = 0
+        self._ledger = made(folder)
+        scene = self
 
-    def start(self, run: TrainingRun, devices: Sequence[str]) -> Any:
-        self.started.append((run.variant.name, tuple(devices)))
-        return run.variant.name
+        class Listed(Process):
+            def __init__(self, verb: str, arguments: Sequence[str], *, log: Path, devices: Any, **_: Any) -> None:
+                del verb, arguments
+                self._log = log
+                scene.events.append(f"start {log.stem} {','.join(devices)}".strip())
 
-    def finished(self, process: Any) -> ProcessResult | None:
-        return self.ended.pop(process, None)
+            def finished(self) -> ProcessResult | None:
+                return scene._ended.pop(self._log.stem, None)
 
-    def end(self, name: str, status: int = 0, said: str = "") -> bool:
-        """A run ends; returns whether any is left after two looks."""
-        log = self.folder / f"{name}.txt"
-        log.write_text(said)
-        self.ended[name] = ProcessResult(status, 1.0, log)
-        self.advance()
-        return self.advance()
+            @staticmethod
+            def stop(processes: Iterable[Any]) -> None:
+                scene.events += [f"stop {process._log.stem}" for process in processes]
 
-    def advance(self) -> bool:
-        """Look once; returns whether any run is left."""
-        return next(self.trainings, self) is not self
+        monkeypatch.setattr(at_work, "Process", Listed)
+        monkeypatch.setattr(at_work, "time", SimpleNamespace(monotonic=time.monotonic, sleep=self._wait))
+
+    def train(
+        self, ranks: Mapping[str, int], ends: Sequence[tuple[str, int, str]], *, jobs: int, devices: Sequence[str] = ()
+    ) -> None:
+        """Run trainings with so many ranks each, which end as listed: name, status, and what it printed."""
+        self._ends.extend(ends)
+        (self.folder / "logs").mkdir()
+        self._ledger = ledger = made(self.folder, jobs=jobs)
+        ledger.cuda_devices, ledger.say = devices, self.said.append
+        ledger.train([TrainingRun(Variant(name=name, ranks=n), 0, self.folder / name) for name, n in ranks.items()])
+        assert not self._ends
+
+    def _wait(self, seconds: float) -> None:
+        del seconds
+        self._waits += 1
+        assert self._waits < 20, "it waits for what has ended"
+        # Every second time: what one leaves free is taken before the next one ends.
+        if self._ends and self._waits % 2 == 0:
+            name, status, said = self._ends.popleft()
+            if name == "Ctrl-C":
+                self._ledger.stop.name = "SIGINT"
+                return
+            log = self.folder / "logs" / f"{name}.txt"
+            log.write_text(said)
+            self._ended[name] = ProcessResult(status, 1.0, log)
+            self.events.append(f"end {name}")
 
 
-@pytest.mark.usefixtures("stopped")
-def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"a": 1, "b": 2, "c": 2, "d": 1}, jobs=4, devices=("0", "1", "2", "3"))
-    assert scene.advance()
-    # Two are wanted and one is free.
-    assert scene.started == [("a", ("0",)), ("b", ("1", "2"))]
-    scene.end("a")
-    assert scene.started[2:] == [("c", ("3", "0"))]
-    scene.end("b")
-    assert scene.started[3:] == [("d", ("1",))]
-    assert scene.end("c")
-    assert not scene.end("d")
-    assert scene.done == ["a", "b", "c", "d"]
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
 
 
-@pytest.mark.usefixtures("stopped")
+def test_each_run_has_gpus_of_its_own(scene: Scene) -> None:
+    ends = [(name, 0, "") for name in "abcd"]
+    scene.train({"a": 1, "b": 2, "c": 2, "d": 1}, ends, jobs=4, devices=("0", "1", "2", "3"))
+    # At first two are wanted and one is free.
+    assert scene.events == [
+        "start a 0", "start b 1,2", "end a", "start c 3,0", "end b", "start d 1", "end c", "end d",
+    ]  # fmt: skip
+    assert [line for line in scene.said if "lacked memory" in line] == []
+
+
 @pytest.mark.parametrize(("status", "said"), [(2, LACKS), (-9, "")])
-def test_lack_of_memory_beside_others_is_not_the_variants_fault(status: int, said: str, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
-    scene.advance()
-    scene.end("b", status, said)
-    assert scene.done == []
-    scene.end("a")
+def test_lack_of_memory_beside_others_is_not_the_variants_fault(status: int, said: str, scene: Scene) -> None:
+    ends = [("b", status, said), ("a", 0, ""), ("c", 0, ""), ("b", status, said)]
+    scene.train({"a": 1, "b": 1, "c": 1}, ends, jobs=2)
     # The one that is tried again waits until no other one runs.
-    assert [name for name, _ in scene.started] == ["a", "b", "c"]
-    assert scene.end("c")
-    assert [name for name, _ in scene.started] == ["a", "b", "c", "b"]
-    assert not scene.end("b", status, said)
-    assert scene.done == ["a", "c", "b"]
-    assert len(scene.said) == 1
+    assert scene.events == ["start a", "start b", "end b", "start c", "end a", "end c", "start b", "end b"]
+    done = [line for line in scene.said if ": started" not in line]
+    assert [line.partition(":")[0] for line in done] == ["b", "a", "c", "b"]
+    assert ["lacked memory" in line for line in done] == [True, False, False, False]
+    assert [file.parent.name for file in scene.folder.rglob(FAILED)] == ["b"]
+
+
+def test_ctrl_c_stops_all_trainings(scene: Scene) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        scene.train({"a": 1, "b": 1, "c": 1}, [("a", 0, ""), ("Ctrl-C", 0, "")], jobs=2)
+    assert scene.events == ["start a", "start b", "end a", "start c", "stop b", "stop c"]
 
 
 @pytest.mark.parametrize(
@@ -282,15 +297,13 @@ def test_more_runs_than_gpus_are_refused(
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.usefixtures("stopped")
-def test_running_trainings_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_EVERY_SECONDS", 0.0)
-    scene = Scene(tmp_path, {"a": 1, "b": 1, "c": 1}, jobs=2)
-    (tmp_path / "b").mkdir()
+def test_running_trainings_are_watched(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_work, "_PROGRESS_SECONDS", 0.0)
+    (scene.folder / "b").mkdir()
     record = {"kind": "train", "step": 5, "epoch": 0.5, **TRAINED, "loss": 1.25}
-    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    scene.advance()
-    assert scene.said == [
+    (scene.folder / "b" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    scene.train({"a": 1, "b": 1, "c": 1}, [(name, 0, "") for name in "abc"], jobs=2)
+    assert [line for line in scene.said if ": started" not in line][:2] == [
         "a: training, seed 0: no step logged yet",
         "b: training, seed 0: epoch 0.50, step 5, loss 1.2500",
     ]
