@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ from pycls_fast.optim.choices import Loss
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.checkpoint import differing_shapes
+from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.weights import Origin, Weights, find_weights, open_weights
+from pycls_fast.train.weights import Origin, find_weights, open_weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""
@@ -124,9 +124,8 @@ def load(
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, _PRECISIONS)
     weights = open_weights(find_weights(run), kind=which)
-    config = _config(weights, device, precision, "fast" if fast else "reference")
-    classes = weights.classes
-    assert classes is not None
+    (saved_config, classes), path = weights.require_model(), weights.origin.path
+    config = _config(saved_config, str(path), device, precision, "fast" if fast else "reference")
     with build.world(config) as world:
         switches = build.switches(config, world.device)
         # Do not advance the caller's generator; the initial values are overwritten below.
@@ -134,27 +133,19 @@ def load(
             network = build.model(config, config.model.num_classes or len(classes), switches)
         state = network.state_dict()
         saved = {name: spec.shape for name, spec in weights.specs.items()}
-        wrong = differing_shapes(saved, {name: value.shape for name, value in state.items()})
-        if wrong is not None:
-            raise UserError(f"weights: {weights.origin.path} does not fit its own model: {wrong} in the model")
+        here = {name: value.shape for name, value in state.items()}
+        check_shapes(f"weights: {path} does not fit its own model", saved, here)
         with torch.no_grad():
             weights.fill(state)
         network = place_model(network, world, memory_format=switches.memory_format)
         build.apply_precision(config, network, world.device)
-    several = bool(weights.config and weights.config["data"].get("label_separator"))
+    several = bool(saved_config["data"].get("label_separator"))
     return Classifier(
         network.eval().requires_grad_(False), classes, config, weights.origin, world, switches, several=several
     )
 
 
-def _config(weights: Weights, device: str, precision: str, preset: str) -> RunConfig:
-    path = weights.origin.path
-    if weights.config is None or weights.classes is None:
-        raise UserError(
-            f"weights: {path} does not say which model and classes it belongs to; give a run folder, a checkpoint, or "
-            "a file that pycls-fast export has written"
-        )
-    saved = weights.config
+def _config(saved: Mapping[str, Any], where: str, device: str, precision: str, preset: str) -> RunConfig:
     # Decode as the run did: the pixels of different libraries differ a little.
     decode = saved["speed"].get("decode") or (None if saved["speed"]["preset"] == "fast" else "pillow")
     if decode is not None and not build.has_decoder(decode):
@@ -177,7 +168,7 @@ def _config(weights: Weights, device: str, precision: str, preset: str) -> RunCo
     if "imports" not in saved and saved["loss"]["name"] not in Loss.choices():
         # An exported file names no modules.
         changes |= {"loss": {}}
-    return validate_saved({**saved, **changes}, str(path))
+    return validate_saved({**saved, **changes}, where)
 
 
 @dataclass(eq=False, repr=False)

@@ -212,15 +212,11 @@ class TimmNetwork(WrappedNetwork):
         if _built_for_one_size(name):
             self.arguments.setdefault("img_size", self.image_size.typed)
         self.network = self._create()
-        if not hasattr(self.network, "default_cfg"):
+        head = getattr(self.network, "default_cfg", {}).get("classifier")
+        if not isinstance(dict(self.network.named_modules(remove_duplicate=False)).get(str(head)), nn.Linear):
             raise UserError(
-                f"model.name: {name} has no default_cfg; set it in the model to name its last linear layer, for "
-                "example self.default_cfg = {'classifier': 'head'}"
-            )
-        if not isinstance(self._head(), nn.Linear):
-            raise UserError(
-                f"model.name: {name} has no single linear classifier (default_cfg['classifier'] is "
-                f"{self.network.default_cfg.get('classifier')!r}); choose another model, or correct that in your own"
+                f"model.name: {name} has no single linear classifier (default_cfg['classifier'] is {head!r}); choose "
+                "another model, or name the last layer in your own: self.default_cfg = {'classifier': 'head'}"
             )
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
@@ -252,10 +248,6 @@ class TimmNetwork(WrappedNetwork):
         """What timm's constructor draws, which is the whole model, on the CPU."""
         with torch.device("cpu"):
             return dict(named_tensors(self._create()))
-
-    def _head(self) -> nn.Module | None:
-        name = self.network.default_cfg.get("classifier")
-        return dict(self.network.named_modules(remove_duplicate=False)).get(name) if isinstance(name, str) else None
 
     def _create(self) -> Any:
         import timm

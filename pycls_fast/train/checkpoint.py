@@ -118,16 +118,16 @@ def _put_together(values: State) -> State:
     return values
 
 
-def differing_shapes(there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> str | None:
-    """How many names are missing or have a different shape on the other side, and the first; None if all match."""
+def check_shapes(what: str, there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]]) -> None:
+    """Refuse `what` if a name is missing or has another shape on the other side; says how many do, and the first."""
     mine, saved = ({name: tuple(shape) for name, shape in shapes.items()} for shapes in (here, there))
     wrong = sorted(name for name in mine.keys() | saved.keys() if mine.get(name) != saved.get(name))
-    if not wrong:
-        return None
-    first = wrong[0]
-    return (
-        f"{len(wrong)} tensors differ, the first is {first} with shape {saved.get(first)} there and {mine.get(first)}"
-    )
+    if wrong:
+        first = wrong[0]
+        raise UserError(
+            f"{what}: {len(wrong)} tensors differ, the first is {first} with shape {saved.get(first)} there and "
+            f"{mine.get(first)} here"
+        )
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,7 @@ class Checkpoint:
         here = {path: tensor.shape for path, tensor in into.items()}
         if world.pipeline > 1:
             here = {path: shape for each in world.gather(here) for path, shape in each.items()}
-        wrong = differing_shapes(saved, here)
-        if wrong is not None:
-            raise UserError(f"{self.path}: does not fit this run: {wrong} here")
+        check_shapes(f"{self.path}: does not fit this run", saved, here)
 
     def like(self, model: Tensors, *, host_optimizer: bool = False) -> Tensors:
         """Empty tensors, by path, for the optimizer's state: one of the parameter's shape gets the parameter's

@@ -57,6 +57,15 @@ class Weights:
     run: Run | None = None
     """What computes the logits, of a file that holds no tensors but a program."""
 
+    def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Their configuration and class names; a `UserError` if the file lacks one of them."""
+        if self.config is None or self.classes is None:
+            raise UserError(
+                f"weights: {self.origin.path} does not say which model and classes it belongs to; give a run folder, a "
+                "checkpoint, or a file that pycls-fast export has written"
+            )
+        return self.config, self.classes
+
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All tensors on the CPU, those with floating point in another format if one is given."""
         tensors = {
@@ -159,11 +168,10 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
 def open_program(path: Path) -> Weights:
     """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`."""
     run, texts = open_exported(path)
-    own = pretrained.own_metadata(texts)
-    if own.config is None or own.classes is None:
-        raise UserError(f"weights: {path} is not of pycls-fast export: it names no configuration or no classes")
-    origin = Origin(path, texts.get("weights", "model"), own.step)
-    return Weights(origin, {}, own.classes, own.config, fill=lambda tensors: None, run=run)
+    own, kind = pretrained.own_metadata(texts), texts.get("weights", "model")
+    opened = Weights(Origin(path, kind, own.step), {}, own.classes, own.config, fill=lambda tensors: None, run=run)
+    opened.require_model()
+    return opened
 
 
 NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")

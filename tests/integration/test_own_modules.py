@@ -95,7 +95,7 @@ def of_own_model(here: Path, text: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ("pass", r"^model.name: tiny_of_.* has no default_cfg; set it .* self.default_cfg = {'classifier': 'head'}$"),
+        ("pass", r"^model.name: tiny_of_.* is None\); .* in your own: self.default_cfg = {'classifier': 'head'}$"),
         (
             "self.default_cfg = {'classifier': 'haed'}",
             r"no single linear classifier \(default_cfg\['classifier'\] is 'haed'\)",

@@ -217,7 +217,7 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config.json is not timm's description of a model"):
         pretrained.described(tmp_path / "weights.pth")
     for source, line in (
-        ("timm:resnet51x", "has no weights resnet51x"),
+        ("timm:resnet51x", "has no weights resnet51x; did you mean resnet51q"),
         ("timm:resnet50.zzz", "has no weights resnet50.zzz"),
         ("torchvision:resnet50.V9", "has no weights resnet50.V9"),
     ):

@@ -663,7 +663,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused(small(), str(tmp_path / "list.pth"), "it holds a list, not weights by name")
     for source, line in (
         (str(tmp_path / "none.pth"), "is not a file"),
-        ("timm:resnet51x", "has no model resnet51x"),
+        ("timm:resnet51x", r"could not be downloaded .Unknown model .resnet51x"),
         ("torchvision:resnet50.IMAGENET1K_V9", "has no weights resnet50.IMAGENET1K_V9"),
     ):
         refused(small(), source, line)

@@ -96,8 +96,6 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
     if project == "timm":
         import timm
 
-        if not timm.is_model(name):
-            raise UserError(f"weights: timm {timm.__version__} has no model {name}")
         model = _downloaded(source, lambda: timm.create_model(name, pretrained=True))
         return model.state_dict(), timm_traits(model)
     import torchvision

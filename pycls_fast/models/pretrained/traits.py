@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, refuse, refusing
+from pycls_fast.errors import UserError, did_you_mean, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.models.pretrained.names import jax_heads
 from pycls_fast.models.resnet import ResNet
@@ -116,7 +116,7 @@ def _sections(settings: str) -> dict[str, Mapping[str, Any]]:
 def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
     """Refuse weights if no model of ours can compute what they were trained for."""
     if traits.unlike and not isinstance(network, TimmNetwork):
-        raise UserError(_other_model(traits.unlike, source))
+        raise _other_model(traits.unlike, source)
 
 
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
@@ -126,7 +126,7 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
         found.append(("shortcut", traits.shortcut, network.shortcut))
     elif isinstance(network, VisionTransformer):
         if traits.pools_unlike and with_head:
-            raise UserError(_other_model(traits.pools_unlike, source))
+            raise _other_model(traits.pools_unlike, source)
         block: Any = network.blocks[0]
         found += [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
         if with_head:
@@ -143,12 +143,12 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _other_model(unlike: str, source: str) -> str:
+def _other_model(unlike: str, source: str) -> UserError:
     if source.startswith("timm:"):
         way_out = f"use model=timm model.name={source.removeprefix('timm:')}"
     else:
         way_out = "no model here does; choose other weights"
-    return f"weights: {source} is of a model that {unlike}, and the model does not; {way_out}"
+    return UserError(f"weights: {source} is of a model that {unlike}, and the model does not; {way_out}")
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,12 @@ def described(source: str | Path, *, model: str | None = None, for_scoring: bool
     """
     project, _, name = str(source).partition(":")
     if project == "timm":
+        import timm
+
         about = _of_timm_model(name)
         if about is None:
-            raise UserError(f"weights: timm has no weights {name}")
+            known = (each.partition(".")[0] for each in timm.list_pretrained())
+            raise UserError(f"weights: timm has no weights {name}{did_you_mean(name, known)}")
     elif project == "torchvision":
         about = _of_torchvision(name)
     else:
