@@ -160,16 +160,21 @@ def _trees(ladder: Ladder) -> list[Path]:
 
 def _work(ledger: Ledger, config_name: str) -> Record:
     """Measure everything and write the report; returns its record."""
-    report = partial(_report, ledger, config_name)
     with ledger.folder.opened(ledger.plan()), stop_requests("stopping; what is finished is saved") as ledger.stop:
         # There is something to save at any time.
         ledger.stop.training = True
         finished = False
         try:
-            ledger.run(after_phase=partial(report, finished=False), after_first=partial(announce, ledger))
+            announce(ledger, *ledger.time_reference())
+            ledger.time_variants()
+            _report(ledger, config_name, finished=False)
+            ledger.measure_numerics()
+            if ledger.settings.trains:
+                _report(ledger, config_name, finished=False)
+                ledger.plan_trainings().run()
             finished = True
         finally:
-            record = report(finished=finished)
+            record = _report(ledger, config_name, finished=finished)
     return record
 
 

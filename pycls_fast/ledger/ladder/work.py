@@ -38,7 +38,8 @@ _PROGRESS_SECONDS = 60.0
 
 @dataclass
 class Ledger:
-    """A ladder at work in its folder, which `folder.opened(ledger.plan())` opens.
+    """A ladder at work in its folder, which `folder.opened(ledger.plan())` opens. What runs processes raises
+    `KeyboardInterrupt` once a stop is requested.
 
     Attributes:
         flags, typed: options and overrides that make the experiment, for every tool.
@@ -48,7 +49,7 @@ class Ledger:
         refused: why the settings of a combination are refused, if they are.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
         crossed: the trainings, once they start.
-        stop: may come true while `run` works, which then stops its processes and raises `KeyboardInterrupt`.
+        stop: whether the processes are to be stopped.
     """
 
     ladder: Ladder
@@ -89,38 +90,31 @@ class Ledger:
             **self.conditions,
         }
 
-    def run(
-        self,
-        after_phase: Callable[[], object] = lambda: None,
-        after_first: Callable[[float | None, Timed], object] = lambda seconds, timed: None,
-    ) -> None:
-        """Do everything that is not done yet.
+    def time_reference(self) -> tuple[float | None, Timed]:
+        """Time the reference once, unless an earlier start has; returns the seconds that its process took (None if an
+        earlier start made it) and its record. A `UserError` if it does not run."""
+        reference = self.selection.variants()[0]
+        finished = self._time(reference, 0)
+        took = None if finished is None else finished.seconds
+        return took, read_measurement(self.folder.timing_file(reference, 0), Timed)
 
-        Args:
-            after_phase: called after the timings and before the trainings.
-            after_first: called after the first timing with the seconds that its process took (None if an earlier start
-                made it) and its record.
-
-        Raises:
-            UserError: the reference does not run.
-            KeyboardInterrupt: a stop was requested.
-        """
+    def time_variants(self) -> None:
+        """Time every variant in every round, as far as it is not done; a `UserError` if the reference does not run."""
         # The first round finds what cannot run here; later variants go without it. One that fails in a later round is
         # left out alone: those after it include its change and already have timings.
-        for place, variant in enumerate(self.selection.in_order()):
-            finished = self._time(variant, 0)
-            if place == 0:
-                took = None if finished is None else finished.seconds
-                after_first(took, read_measurement(self.folder.timing_file(variant, 0), Timed))
-        s = self.settings
-        for number in range(s.rounds):
+        for variant in self.selection.in_order():
+            self._time(variant, 0)
+        for number in range(self.settings.rounds):
             # Again for those that `_time` has put aside.
             for _ in range(2):
                 # Alternating order: a steady drift cancels over two rounds.
                 order = self.selection.runnable()
                 for variant in order if number % 2 == 0 else reversed(order):
                     self._time(variant, number)
-        after_phase()
+
+    def measure_numerics(self) -> None:
+        """Measure each variant's rounding, and the reference's gradients, as far as they are asked for and missing."""
+        s = self.settings
         if s.numerics_steps is not None:
             for variant in self.with_rounding():
                 file, what = self.folder.file("numerics", variant), f"{variant.name}: rounding"
@@ -129,9 +123,6 @@ class Ledger:
             first = self.selection.variants()[0]
             # In float32, so that nothing has rounded them.
             self._extra("gradients", "gradients", first, self.folder.file("gradients", first), "precision=fp32")
-        if s.trains:
-            after_phase()
-            self.plan_trainings().run()
 
     def plan_trainings(self) -> CrossedTrainings:
         """The trainings of what is known to run."""

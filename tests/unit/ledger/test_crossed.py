@@ -20,7 +20,7 @@ from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import headline, remarks
-from tests.unit.ledger.stand_ins import FakeProcess, made, make_run
+from tests.unit.ledger.stand_ins import FakeProcess, made, make_run, run
 
 NAMES = "abcdefgh"
 LADDER = Ladder(
@@ -134,7 +134,7 @@ def crossed(folder: Path, **settings: Any) -> Ledger:
 def work(ledger: Ledger) -> Record:
     """Let it work to its end."""
     with ledger.folder.opened(ledger.plan()):
-        ledger.run()
+        run(ledger)
         return collect(ledger, "x")
 
 
@@ -161,7 +161,7 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
 
     stopped.say = say
     with stopped.folder.opened(stopped.plan()), pytest.raises(KeyboardInterrupt):
-        stopped.run()
+        run(stopped)
     partly = collect(stopped, "x", finished=False)
     assert set(words(partly).values()) <= {None}
     again = work(crossed(tmp_path / "stopped"))

@@ -17,7 +17,7 @@ from pycls_fast.ledger.ladder import folder as module
 from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions
 from pycls_fast.ledger.ladder.work import Ledger
 from tests.factories import config_of
-from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet
+from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet, run
 
 
 def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
         settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
         ledger = Ledger(LADDER, settings, [], [], "cpu", place, say=quiet)
         with ledger.folder.opened(ledger.plan()):
-            ledger.run()
+            run(ledger)
         assert json.loads((tmp_path / "plan.json").read_text())["code"] == place.codes
         assert bool(said) == (code not in before)
         before.update(place.codes)

@@ -16,7 +16,7 @@ from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.speed import SWITCHES
 from tests.factories import config_of
-from tests.unit.ledger.stand_ins import FakeProcess, made
+from tests.unit.ledger.stand_ins import FakeProcess, made, run
 
 # What vit_digits cannot have, beside what needs CUDA.
 REFUSED = {"switches": {"convolution products"}}
@@ -38,7 +38,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         ledger = shipped(file, mode, "cuda", tmp_path / mode, typed)
         ledger.selection.rule_out(lambda each: "not here" if each.name in REFUSED.get(file.stem, ()) else None)
         with ledger.folder.opened(ledger.plan()):
-            ledger.run()
+            run(ledger)
         measured = [each for each in fake.started if each[0].startswith("ledger ")]
         assert len(measured) == len(ledger.with_rounding()) + 1
         for arguments in measured:
