@@ -15,7 +15,6 @@ from typing import Any
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.ledger.ladder.accuracy import CrossedTrainings
 from pycls_fast.ledger.ladder.folder import LedgerFolder, Rounded, Timed, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, closed, default_runs, merged, together, tree_path
 from pycls_fast.ledger.ladder.processes import (
@@ -27,6 +26,7 @@ from pycls_fast.ledger.ladder.processes import (
     progress_of,
     timing_arguments,
 )
+from pycls_fast.ledger.ladder.trainings import CrossedTrainings
 from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.signals import StopRequest
 

@@ -13,9 +13,9 @@ import pytest
 
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.plan import Family, crossing, families, together
 from pycls_fast.ledger.ladder.processes import FAILED
-from pycls_fast.ledger.ladder.run import collect
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record

@@ -10,9 +10,10 @@ import pytest
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.estimate import estimate
 from pycls_fast.ledger.ladder.folder import Timed
 from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.ledger.ladder.run import collect, estimate
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state

@@ -12,10 +12,12 @@ import torch
 from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import LadderSettings, Mode, Variant
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import collect as collecting
 from pycls_fast.ledger.ladder import run as running
+from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.plan import plan
 from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.ledger.ladder.run import collect, refusal
+from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from tests.factories import config_of
@@ -250,7 +252,7 @@ def test_a_variant_runs_the_code_of_its_checkout(
     # This code refuses the override; the other checkout may have it.
     ladder = ladder_of(Variant(name="old", tree="old", overrides=("c=conv",)), Variant(name="new"))
     state = {"commit": "0123456789abcdef", "changed": True}
-    monkeypatch.setattr(running, "git_state", {tmp_path / "old": state}.get)
+    monkeypatch.setattr(collecting, "git_state", {tmp_path / "old": state}.get)
     assert work(tmp_path / "report", ladder, mode="crossed", rounds=1) == 0
     assert fake.trees == [None, tmp_path / "old", None]
     found = read_record(tmp_path / "report" / "ledger.json").variants[1]
