@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pycls_fast.config.ladder import Variant
-from pycls_fast.ledger.ladder.folder import Rounded, Timed, read_measurement
+from pycls_fast.ledger.ladder.folder import SavedRounding, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.plan import tree_path
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import (
@@ -83,7 +83,7 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         # Only on the CPU: on CUDA other errors (out of memory, an old GPU) may contain these words.
         needs="CUDA" if status == "cannot run" and ledger.device == "cpu" and "needs CUDA" in str(reason) else None,
         timing=_timing(ledger.folder.timings(variant, ledger.settings.rounds)),
-        numerics=read_measurement(numerics, Rounded).errors if numerics.is_file() else None,
+        numerics=read_measurement(numerics, SavedRounding).errors if numerics.is_file() else None,
     )
 
 
@@ -95,7 +95,7 @@ def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
     return f"the code in {variant.tree}{commit}"
 
 
-def _timing(rounds: Sequence[Timed]) -> Timing | None:
+def _timing(rounds: Sequence[SavedTiming]) -> Timing | None:
     if not rounds:
         return None
     parts = [record.train for record in rounds]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.folder import Headline, Timed, read_measurement
+from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.plan import check_reference, check_runs, crossing, families
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments
 from pycls_fast.ledger.ladder.work import Ledger
@@ -39,14 +39,14 @@ def show_plan(ledger: Ledger) -> None:
         )
     ledger.say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
-        finished, timed = _measured(ledger, Path(temporary), "train", Timed)
+        finished, timed = _measured(ledger, Path(temporary), "train", SavedTiming)
         fed_step = None
         if ledger.settings.trains:
-            fed_step = _measured(ledger, Path(temporary), "both", Headline)[1].step_seconds_p50
+            fed_step = _measured(ledger, Path(temporary), "both", SavedSpeed)[1].step_seconds_p50
     announce(ledger, finished.seconds, timed, fed_step)
 
 
-def announce(ledger: Ledger, seconds: float | None, timed: Timed, fed_step: float | None = None) -> None:
+def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step: float | None = None) -> None:
     """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
 
     Raises:
@@ -91,7 +91,7 @@ def _measured(ledger: Ledger, folder: Path, mode: str, kind: type[Model]) -> tup
     return finished, read_measurement(file, kind)
 
 
-def estimate(ledger: Ledger, seconds: float, timed: Timed, fed_step: float) -> dict[str, float]:
+def estimate(ledger: Ledger, seconds: float, timed: SavedTiming, fed_step: float) -> dict[str, float]:
     """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take.
 
     Args:

@@ -1,4 +1,4 @@
-"""A ledger's folder: its plan, the code and machine it belongs to, its lock, and what it reads of its files."""
+"""A ledger's folder: its plan, the code and machine it belongs to, its lock, and what is read from its files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from pycls_fast.train.folder import RunFolder, write_json
 from pycls_fast.values import ImageSize
 
 
-class KeptPlan(BaseModel):
-    """Whose folder it is: the digests of the code that measured, and what is known of the variants as factors."""
+class SavedPlan(BaseModel):
+    """The plan that a folder belongs to, the digests of the code that measured, and what is known of the variants as factors
+    of the trainings."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -40,13 +41,13 @@ class KeptPlan(BaseModel):
     experiment: dict[str, Any] = {}
 
 
-class Took(Saved):
-    """Seconds worked in all starts."""
+class SavedSeconds(Saved):
+    """The seconds that all starts have worked."""
 
     seconds: NonNegativeFloat
 
 
-class Failed(Saved):
+class SavedFailure(Saved):
     """Why a training ended without a result."""
 
     reason: str
@@ -57,27 +58,27 @@ class _Scores(Saved):
     count: PositiveInt
 
 
-class Ended(Saved):
+class SavedResult(Saved):
     """A training's result."""
 
     final: _Scores
     wall_seconds: NonNegativeFloat
 
 
-class Rounded(Saved):
+class SavedRounding(Saved):
     """A variant's rounding errors, and the digest of its weights."""
 
     errors: list[Rounding]
     weights: str | None = None
 
 
-class Headline(Saved):
-    """A timing of any part: the median of its steps."""
+class SavedSpeed(Saved):
+    """How fast any part is: the median of its steps."""
 
     step_seconds_p50: PositiveFloat
 
 
-class TimedSteps(Headline):
+class SavedSteps(SavedSpeed):
     """Training steps; rates in images/s."""
 
     images_per_second: PositiveFloat
@@ -91,10 +92,10 @@ class _Matmul(Saved):
     flops_per_second: PositiveFloat
 
 
-class Timed(Saved):
+class SavedTiming(Saved):
     """A timing of training steps, and what was timed."""
 
-    train: TimedSteps
+    train: SavedSteps
     memory_peak_bytes: NonNegativeInt | None
     matmul: _Matmul | None = None
     model: str
@@ -136,7 +137,7 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
-        self._plan_file, self._took_file = path / "plan.json", path / "took.json"
+        self._plan_file, self._seconds_file = path / "plan.json", path / "took.json"
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
         # What is known of its variants as factors of the trainings, once it trains.
@@ -159,10 +160,10 @@ class LedgerFolder:
                 stack.enter_context(RunFolder(self.path)).occupy(0, key="output")
                 self.check(plan)
                 self._write_plan()
-                if self._took_file.is_file():
-                    self._before = read_measurement(self._took_file, Took).seconds
+                if self._seconds_file.is_file():
+                    self._before = read_measurement(self._seconds_file, SavedSeconds).seconds
                 self._started = time.monotonic()
-            stack.callback(self.lap)
+            stack.callback(self.save_seconds)
             yield
 
     def check(self, plan: Mapping[str, Any]) -> None:
@@ -178,7 +179,7 @@ class LedgerFolder:
         way_out = "choose another folder, or remove it"
         with refusing(f"output: {self._plan_file} cannot be read", OSError, ValueError, use=way_out):
             before = read_json(self._plan_file)
-            kept = check(KeptPlan, before)
+            kept = check(SavedPlan, before)
         # After a verdict its trainings and the margin are fixed, too.
         fixed = _UNTIL_VERDICTS if kept.crossing is not None and kept.crossing.looked else ()
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW or key in fixed}
@@ -200,9 +201,9 @@ class LedgerFolder:
         """Seconds worked in all starts up to now."""
         return self._before + time.monotonic() - self._started
 
-    def lap(self) -> None:
+    def save_seconds(self) -> None:
         """Save the seconds; a kill -9 loses the time since."""
-        write_json(self._took_file, {"seconds": self.seconds})
+        write_json(self._seconds_file, {"seconds": self.seconds})
 
     def _write_plan(self) -> None:
         known = None if self.crossing is None else asdict(self.crossing)
@@ -234,10 +235,10 @@ class LedgerFolder:
         name = made.relative_to(self.path).with_suffix("").as_posix().replace("/", "-")
         return self.path / "logs" / f"{name}.txt"
 
-    def timings(self, variant: Variant, rounds: int) -> list[Timed]:
+    def timings(self, variant: Variant, rounds: int) -> list[SavedTiming]:
         """Records of those of a variant's `rounds` rounds that exist, in order."""
         files = (self.timing_file(variant, number) for number in range(rounds))
-        return [read_measurement(file, Timed) for file in files if file.is_file()]
+        return [read_measurement(file, SavedTiming) for file in files if file.is_file()]
 
 
 # What may change when a ledger is resumed: more trainings or rounds extend the same plan.

@@ -15,7 +15,7 @@ import numpy as np
 
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.ladder.folder import Ended, Failed, LedgerFolder, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedFailure, SavedResult, read_measurement
 from pycls_fast.ledger.ladder.plan import (
     Crossing,
     Family,
@@ -323,8 +323,8 @@ class CrossedTrainings:
 
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
     if not RunFolder(run.folder).finished:
-        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED, Failed).reason)
-    ended = read_measurement(run.folder / "summary.json", Ended)
+        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED, SavedFailure).reason)
+    ended = read_measurement(run.folder / "summary.json", SavedResult)
     top1, count = ended.final.top1, ended.final.count
     correct, seconds = round(top1 * count / 100), ended.wall_seconds
     return TrainedRun(seed=run.seed, on=list(on), top1=top1, correct=correct, count=count, seconds=seconds)

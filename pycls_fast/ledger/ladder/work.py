@@ -15,7 +15,7 @@ from typing import Any
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.ledger.ladder.folder import LedgerFolder, Rounded, Timed, read_measurement
+from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedRounding, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, closed, default_runs, merged, together, tree_path
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
@@ -90,13 +90,13 @@ class Ledger:
             **self.conditions,
         }
 
-    def time_reference(self) -> tuple[float | None, Timed]:
+    def time_reference(self) -> tuple[float | None, SavedTiming]:
         """Time the reference once, unless an earlier start has; returns the seconds that its process took (None if an
         earlier start made it) and its record. A `UserError` if it does not run."""
         reference = self.selection.variants()[0]
         finished = self._time(reference, 0)
         took = None if finished is None else finished.seconds
-        return took, read_measurement(self.folder.timing_file(reference, 0), Timed)
+        return took, read_measurement(self.folder.timing_file(reference, 0), SavedTiming)
 
     def time_variants(self) -> None:
         """Time every variant in every round, as far as it is not done; a `UserError` if the reference does not run."""
@@ -149,7 +149,9 @@ class Ledger:
         """The variants whose weights are those of the one before them, bit for bit, after `numerics_steps`."""
         variants = {variant.name: variant for variant in self.selection.runnable()}
         files = {name: self.folder.file("numerics", variant) for name, variant in variants.items()}
-        digests = {name: read_measurement(file, Rounded).weights for name, file in files.items() if file.is_file()}
+        digests = {
+            name: read_measurement(file, SavedRounding).weights for name, file in files.items() if file.is_file()
+        }
         return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
     def files(self) -> dict[str, list[Path]]:
@@ -241,7 +243,7 @@ class Ledger:
 
     def _report(self, what: str, finished: ProcessResult) -> None:
         """Say how a process ended."""
-        self.folder.lap()
+        self.folder.save_seconds()
         if finished.status == 0:
             missing, total = self.missing(), self.total()
             done = total - sum(missing.values())

@@ -12,7 +12,7 @@ from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.estimate import estimate
-from pycls_fast.ledger.ladder.folder import Timed
+from pycls_fast.ledger.ladder.folder import SavedTiming
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
@@ -139,7 +139,7 @@ TIMED = {**RECORD, "train": TRAIN, "steps_per_run": 100, "evaluated_images_per_r
 
 
 def estimated(ledger: Ledger, **timed: Any) -> dict[str, float]:
-    return estimate(ledger, 6.5, Timed(**{**TIMED, **timed}), 0.75)
+    return estimate(ledger, 6.5, SavedTiming(**{**TIMED, **timed}), 0.75)
 
 
 def test_every_piece_counts(tmp_path: Path) -> None:
