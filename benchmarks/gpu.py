@@ -390,8 +390,9 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from pycls_fast.ledger.measure.timed import part_record
-    from pycls_fast.ledger.measure.workloads import DeviceMemory, MatmulPeak, Turn, timed
+    from pycls_fast.ledger.measure.device import DeviceMemory, MatmulPeak, time_calls
+    from pycls_fast.ledger.measure.variant import part_record
+    from pycls_fast.ledger.measure.workloads import Turn
     from pycls_fast.models.complexity import complexity
     from pycls_fast.parallel.world import World
     from pycls_fast.train.environment import device_name, versions
@@ -437,10 +438,10 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
         turns = []
         only_cudnn = options.attention == "cudnn" and device.type == "cuda"
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if only_cudnn else nullcontext():
-            timed(step, options.warmup_steps, device)
+            time_calls(step, options.warmup_steps, device)
             for _ in range(options.repeats):
                 peak.measure()
-                seconds = timed(step, options.steps, device)
+                seconds = time_calls(step, options.steps, device)
                 turns.append(Turn(tuple(seconds), sum(seconds)))
     return {
         "device": device_name(device),
@@ -463,7 +464,7 @@ def products(options: argparse.Namespace) -> dict[str, Any]:
     power and clocks lower than in a burst. And the kernel that torch's attention takes."""
     import torch
 
-    from pycls_fast.ledger.measure.workloads import sustained_seconds
+    from pycls_fast.ledger.measure.device import sustained_seconds
     from pycls_fast.train.environment import device_name, versions
 
     device = torch.device(options.device)

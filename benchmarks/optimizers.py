@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
-from pycls_fast.ledger.measure.workloads import synchronize
+from pycls_fast.ledger.measure.device import synchronize
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.optim.choices import Optimizer as Chosen

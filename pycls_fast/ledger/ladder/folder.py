@@ -31,8 +31,8 @@ from pycls_fast.values import ImageSize
 
 
 class SavedPlan(BaseModel):
-    """The plan that a folder belongs to, the digests of the code that measured, and what is known of the variants as factors
-    of the trainings."""
+    """The plan that a folder belongs to, with the digests of the code that measured, and what is known of the variants
+    as factors of the trainings."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -95,8 +95,8 @@ def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.Monke
     first, second = LedgerFolder(tmp_path), LedgerFolder(tmp_path)
     with first.opened({}):
         now = 130.0
-        first.lap()
-        # Killed here: what came after the lap is lost.
+        first.save_seconds()
+        # Killed here: what came after that is lost.
         saved = (tmp_path / "took.json").read_text()
         now = 5000.0
     (tmp_path / "took.json").write_text(saved)

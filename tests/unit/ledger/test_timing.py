@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.ledger.measure import timing, workloads
-from pycls_fast.ledger.measure.timed import TimedVariant, part_record, speed_comparison, turn_length
+from pycls_fast.ledger.measure import device, stages, timing, workloads
+from pycls_fast.ledger.measure.variant import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
 from tests.factories import config_of
@@ -25,7 +25,8 @@ SMALL = ["data.source=synthetic", "data.image_size=8", "data.global_batch_size=8
 def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that moves when it is told to."""
     made = SimpleNamespace(now=100.0, perf_counter=lambda: made.now)
-    monkeypatch.setattr(workloads, "time", made)
+    for module in (device, workloads):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -58,7 +59,7 @@ class Recorded:
 def recorded(label: str, log: list[str]) -> TimedVariant:
     """A variant that is not built."""
     fields: dict[str, Any] = {"sources": {}, "classes": 2, "switches": {}, "complexity": None, "world": ALONE}
-    fields |= {"name": label, "config": label, "memory": workloads.DeviceMemory(CPU), "training_complexity": None}
+    fields |= {"name": label, "config": label, "memory": device.DeviceMemory(CPU), "training_complexity": None}
     variant = TimedVariant(**fields)
     variant.parts["train"] = Recorded(label, log)
     return variant
@@ -188,7 +189,7 @@ def test_matmul_is_the_median_over_the_run(time: SimpleNamespace, monkeypatch: p
         time.now += next(lengths)
 
     monkeypatch.setattr(torch, "mm", product)
-    peak = workloads.MatmulPeak(torch.float32, ALONE, size=10)
+    peak = device.MatmulPeak(torch.float32, ALONE, size=10)
     for _ in range(3):
         peak.measure()
     assert peak.record()["seconds_p50"] == 2.0
@@ -222,7 +223,7 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 
 def test_workers_beyond_the_cores_only_read() -> None:
     samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
-    found = [timing._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
+    found = [stages._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
     assert [summary["images_per_second_expected"] for summary in found] == [0.5, 2.0, 2.0]
     assert [summary["limit"] for summary in found] == ["read", "read", "decode"]
 

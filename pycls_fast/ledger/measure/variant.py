@@ -15,11 +15,10 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.choices import Synthetic
 from pycls_fast.data.sources.base import Images
+from pycls_fast.ledger.measure.device import DeviceMemory, MatmulPeak
 from pycls_fast.ledger.measure.workloads import (
-    DeviceMemory,
     InferencePart,
     LoaderPart,
-    MatmulPeak,
     Part,
     PartName,
     StepRange,
