@@ -73,26 +73,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {minutes:g} minutes are over")
 
 
-PICTURES = ("draw_curves", "draw_confusion")
+PICTURES = {"pycls_fast.train.validation": "draw_curves", "pycls_fast.train.summary": "draw_confusion"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[None]:
     """Runs in this process draw no pictures, which takes half of the time of a small one; see `drawn`."""
-    validation = sys.modules.get("pycls_fast.train.validation")
     with pytest.MonkeyPatch.context() as patch:
-        for name in PICTURES if validation is not None else ():
-            patch.setattr(validation, name, lambda *arguments: None)
+        for module, name in PICTURES.items():
+            if module in sys.modules:
+                patch.setattr(sys.modules[module], name, lambda *arguments: None)
         yield
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are drawn."""
-    from pycls_fast.train import pictures, validation
+    from pycls_fast.train import pictures
 
-    for name in PICTURES:
-        monkeypatch.setattr(validation, name, getattr(pictures, name))
+    for module, name in PICTURES.items():
+        monkeypatch.setattr(sys.modules[module], name, getattr(pictures, name))
 
 
 @pytest.fixture

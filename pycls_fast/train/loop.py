@@ -30,8 +30,9 @@ from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import Stopped, StopRequest, stop_requests
 from pycls_fast.train.start import started
+from pycls_fast.train.summary import summarise
 from pycls_fast.train.trackers import Board, open_board
-from pycls_fast.train.validation import Evaluations, summarise
+from pycls_fast.train.validation import Evaluations
 
 
 def train(config: RunConfig, on_start: Callable[[Path], None] = lambda run_dir: None, call: Call | None = None) -> int:
@@ -269,7 +270,7 @@ class Loop:
             # As before saving: what is scored is what is saved.
             self.run.sync_buffers()
         try:
-            self.evaluations.take(done)
+            self.evaluations.evaluate(done)
         except Stopped:
             # The evaluation has not changed the state, which was perhaps not worth saving before.
             self._save(done, always=True)
@@ -320,7 +321,7 @@ class Loop:
                 run.display.note(note, whole=True)
             # Last: a launcher may kill this, and everything else is done.
             try:
-                summarise(run, self.evaluations, self.clock, memory, stopped=(signal, step))
+                summarise(run, self.board, self.clock, memory, stopped=(signal, step))
             except UserError as error:
                 run.display.warn(error.lines[0])
         return STOPPED
@@ -331,5 +332,5 @@ class Loop:
         self._finish_saving(run.total_steps)
         memory = max(run.world.gather(self.memory.bytes()))
         # The other ranks wait: their script may read the summary next.
-        result = summarise(run, self.evaluations, self.clock, memory) if run.world.is_main else None
+        result = summarise(run, self.board, self.clock, memory) if run.world.is_main else None
         return run.world.from_main(result)

@@ -1,4 +1,4 @@
-"""Validation during a run: when it is due, the best one, early stopping, and the run's summary."""
+"""Validation during a run: when it is due, which one is the best, early stopping, the curves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import Any
 from pycls_fast import build
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.errors import UserError
-from pycls_fast.files import BEST, checkpoints, step_of
-from pycls_fast.reading import read_json
+from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import saving
-from pycls_fast.train.by_class import class_scores, confusion, mean_errors, set_scores, share_error
-from pycls_fast.train.display import epochs, told
-from pycls_fast.train.environment import device_name, versions
-from pycls_fast.train.evaluate import Evaluation, Predictions, evaluate
+from pycls_fast.train.by_class import class_scores, mean_errors, set_scores, share_error
+from pycls_fast.train.display import epochs
+from pycls_fast.train.evaluate import Evaluation, evaluate
 from pycls_fast.train.folder import writing
-from pycls_fast.train.metrics import Clock
-from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
+from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.run import Run
 from pycls_fast.train.trackers import Board
-from pycls_fast.train.weights import open_weights, write_weights
 
 
 def primary_records(run: Run) -> list[dict[str, Any]]:
@@ -74,14 +70,14 @@ _DRAWING_SHARE = 0.01
 class Evaluations:
     """The evaluations of the validation split between training steps.
 
-    `on_batch` is called after each batch on every rank, and may raise to stop; `finite` says, on all ranks, whether
+    `after_batch` is called after each batch on every rank, and may raise to stop; `finite` says, on all ranks, whether
     the latest one had finite losses.
     """
 
-    def __init__(self, run: Run, board: Board, on_batch: Callable[[], None]) -> None:
+    def __init__(self, run: Run, board: Board, after_batch: Callable[[], None]) -> None:
         self.run = run
         self.board = board
-        self.on_batch = on_batch
+        self.after_batch = after_batch
         self.finite = False
         self._next_drawing = -math.inf
 
@@ -110,27 +106,27 @@ class Evaluations:
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
-    def take(self, done: int) -> None:
+    def evaluate(self, done: int) -> None:
         """Evaluate the model and its average, if there is one; a `UserError` on all ranks if no image can be read."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
         self.finite = True
-        self._take(done, "model")
+        self._evaluate_weights(done, "model")
         if run.parts.step.ema is not None:
             with run.parts.step.ema.swapped_in():
-                self._take(done, "ema")
+                self._evaluate_weights(done, "ema")
 
-    def _take(self, done: int, weights: str) -> None:
+    def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
-        result = evaluate(run.scorer(self.on_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
+        result = evaluate(run.scorer(self.after_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
         if not result.count:
             run.damaged.report(done)
             raise UserError("data.root: no image of val can be read; repair them (pycls-fast prepare verify)")
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
-            self._write_down(done, weights, result)
+            self._record(done, weights, result)
 
-    def _write_down(self, done: int, weights: str, result: Evaluation) -> None:
+    def _record(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
         # The average is evaluated last, so the file ends up with its predictions if there is one.
         with writing(run.folder.predictions):
@@ -167,98 +163,13 @@ class Evaluations:
         """Draw the curves, unless that would take more than a hundredth of the time."""
         if self.run.world.is_main and time.monotonic() >= self._next_drawing:
             started = time.monotonic()
-            self.draw()
+            draw_run_curves(self.run)
             ended = time.monotonic()
             self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
 
-    def draw(self, *, whole: bool = False) -> None:
-        """Draw the curves and, if `whole`, the latest confusion matrix into the run folder; on the main rank."""
-        run = self.run
-        curves, matrix = run.folder.path / "curves.png", run.folder.path / "confusion.png"
-        with writing(curves):
-            draw_curves(run.folder.records(), curves, run.config.config_name)
-        if whole and run.folder.predictions.is_file():
-            counts = confusion(Predictions.load(run.folder.predictions), len(run.classes))
-            with writing(matrix):
-                draw_confusion(counts, run.classes, matrix, run.config.config_name)
 
-
-def summarise(
-    run: Run, evaluations: Evaluations, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
-) -> float | None:
-    """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
-    and give it to the trackers. On the main rank.
-
-    `memory` is the peak over the ranks, in bytes; `stopped` the signal that ended the run, and the step that is saved.
-    Returns what a sweeper minimises; see `objective`.
-    """
-    if not clock.intervals:
-        # Nothing was left to train: report the speed and memory of the earlier processes.
-        trained = list(run.folder.records("train"))
-        clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
-        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-    values = summary_values(run, clock, memory, stopped)
-    if not (run.finished and _has_summary(run)):
-        run.folder.write_json("summary.json", values)
-        if stopped is None:
-            evaluations.board.summarise(values)
-    evaluations.draw(whole=True)
-    final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
-    if final is not None and best is not None and stopped is None:
-        run.display.note(
-            f"done: {told(final)}  (best, by {metric}: {told(best, brief=True)} at epoch {epochs(best['epoch'])})"
-        )
-    checkpoint, weights = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
-    # An earlier process of a finished run has written it; without a checkpoint nothing was worth saving.
-    if checkpoint.exists() and not (run.finished and weights.exists()):
-        try:
-            best_weights = open_weights(checkpoint.resolve())
-            write_weights(weights, best_weights, best_weights.read())
-        except UserError as error:
-            run.display.warn(str(error))
-    write_page(run, values)
-    if values["damaged_images"]:
-        run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
-    run.display.note(f"run folder: {run.folder.path}")
-    return None if best is None else objective(best, metric)
-
-
-def _has_summary(run: Run) -> bool:
-    try:
-        summary = read_json(run.folder.path / "summary.json")
-        return summary["steps"] == run.total_steps and summary["final"] is not None and not summary["stopped"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
-    """The values of `summary.json`; see `summarise`."""
-    primary = primary_records(run)
-    best = best_of(run, primary)
-    step_seconds, rate = clock.medians()
-    signal, steps = (None, run.total_steps) if stopped is None else stopped
-    return {
-        "config_name": run.config.config_name,
-        "seed": run.config.seed,
-        "stopped": signal,
-        "steps": steps,
-        "epochs": run.epoch(steps),
-        "final": primary[-1] if primary else None,
-        "best": None if best is None else primary[best],
-        "images_per_second": rate,
-        "step_seconds_p50": step_seconds,
-        "memory_peak_bytes": memory,
-        "parameters": run.parts.complexity.parameters,
-        "forward_flops_per_image": run.parts.complexity.forward_flops,
-        "damaged_images": len(run.folder.damaged_images()),
-        "wall_seconds": run.seconds(),
-        "world_size": run.world.size,
-        "device": device_name(run.world.device),
-        "versions": versions(),
-    }
-
-
-def objective(best: Mapping[str, Any], metric: str) -> float | None:
-    """What a sweeper minimises: 100 - the best accuracy in percent, or the lowest loss; None if it is null."""
-    value = best.get(metric)
-    return value if value is None or metric == "loss" else 100 - value
+def draw_run_curves(run: Run) -> None:
+    """Draw `curves.png` into the run folder; on the main rank."""
+    file = run.folder.path / "curves.png"
+    with writing(file):
+        draw_curves(run.folder.records(), file, run.config.config_name)

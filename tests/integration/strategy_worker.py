@@ -101,10 +101,10 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     if save:
         run.save(run.total_steps)
         run.finish_saving()
-    evaluations = Evaluations(run, Board(), on_batch=lambda: None)
+    evaluations = Evaluations(run, Board(), after_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2 * evaluate):
-        evaluations.take(run.total_steps)
+        evaluations.evaluate(run.total_steps)
     state["evaluations"] = list(run.folder.records("eval")) if world.is_main else []
     return whole(state)
 

@@ -34,8 +34,9 @@ from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, P
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.pictures import _shares, draw_confusion, write_page
+from pycls_fast.train.summary import summary_values
 from pycls_fast.train.trackers import Board
-from pycls_fast.train.validation import Evaluations, best_evaluation, summary_values
+from pycls_fast.train.validation import Evaluations, best_evaluation
 from tests.factories import config_of, save_checkpoint
 
 CPU, SOFTMAX = torch.device("cpu"), Criterion()

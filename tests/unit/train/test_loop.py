@@ -23,8 +23,8 @@ from pycls_fast.train.health import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run
+from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.validation import Evaluations
-from pycls_fast.train.validation import objective as objective_of
 from tests.factories import config_of
 from tests.integration.runs import TINY
 
@@ -63,7 +63,7 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
 
     takes(3.0, Clock, "add_step")
     takes(50.0, Run, "save")
-    takes(100.0, Evaluations, "take")
+    takes(100.0, Evaluations, "evaluate")
     monkeypatch.setattr("pycls_fast.train.start.race", lambda config: Race("fp32", 1.0, None, 0.0))
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Loop, "_microbatches", late)
@@ -137,7 +137,7 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
         raise loop.Stopped
 
     monkeypatch.setattr(saving, "write", fails_once)
-    monkeypatch.setattr(Evaluations, "take", stopped)
+    monkeypatch.setattr(Evaluations, "evaluate", stopped)
     assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
     assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out

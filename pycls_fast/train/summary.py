@@ -1,0 +1,117 @@
+"""The end of a run: `summary.json`, the pictures, `best.safetensors`, `index.html`, and the last lines printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pycls_fast.errors import UserError
+from pycls_fast.files import BEST
+from pycls_fast.reading import read_json
+from pycls_fast.train.by_class import confusion
+from pycls_fast.train.display import epochs, told
+from pycls_fast.train.environment import device_name, versions
+from pycls_fast.train.evaluate import Predictions
+from pycls_fast.train.folder import writing
+from pycls_fast.train.metrics import Clock
+from pycls_fast.train.pictures import draw_confusion, write_page
+from pycls_fast.train.run import Run
+from pycls_fast.train.trackers import Board
+from pycls_fast.train.validation import best_of, draw_run_curves, primary_records
+from pycls_fast.train.weights import open_weights, write_weights
+
+
+def summarise(
+    run: Run, board: Board, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
+) -> float | None:
+    """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
+    and give it to the trackers. On the main rank.
+
+    `memory` is the peak over the ranks, in bytes; `stopped` the signal that ended the run, and the step that is saved.
+    Returns what a sweeper minimises; see `objective`.
+    """
+    if not clock.intervals:
+        # Nothing was left to train: report the speed and memory of the earlier processes.
+        trained = list(run.folder.records("train"))
+        clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
+        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
+    values = summary_values(run, clock, memory, stopped)
+    if not (run.finished and _has_summary(run)):
+        run.folder.write_json("summary.json", values)
+        if stopped is None:
+            board.summarise(values)
+    _draw(run)
+    final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
+    if final is not None and best is not None and stopped is None:
+        run.display.note(
+            f"done: {told(final)}  (best, by {metric}: {told(best, brief=True)} at epoch {epochs(best['epoch'])})"
+        )
+    _write_best_weights(run)
+    write_page(run, values)
+    if values["damaged_images"]:
+        run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
+    run.display.note(f"run folder: {run.folder.path}")
+    return None if best is None else objective(best, metric)
+
+
+def _draw(run: Run) -> None:
+    """Draw the curves, and the confusion matrix of the latest evaluation."""
+    draw_run_curves(run)
+    matrix = run.folder.path / "confusion.png"
+    if run.folder.predictions.is_file():
+        counts = confusion(Predictions.load(run.folder.predictions), len(run.classes))
+        with writing(matrix):
+            draw_confusion(counts, run.classes, matrix, run.config.config_name)
+
+
+def _write_best_weights(run: Run) -> None:
+    """Write `best.safetensors`, unless an earlier process of a finished run has, or nothing was worth saving."""
+    checkpoint, file = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
+    if not checkpoint.exists() or (run.finished and file.exists()):
+        return
+    try:
+        weights = open_weights(checkpoint.resolve())
+        write_weights(file, weights, weights.read())
+    except UserError as error:
+        run.display.warn(str(error))
+
+
+def _has_summary(run: Run) -> bool:
+    try:
+        summary = read_json(run.folder.path / "summary.json")
+        return summary["steps"] == run.total_steps and summary["final"] is not None and not summary["stopped"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
+    """The values of `summary.json`; see `summarise`."""
+    primary = primary_records(run)
+    best = best_of(run, primary)
+    step_seconds, rate = clock.medians()
+    signal, steps = (None, run.total_steps) if stopped is None else stopped
+    return {
+        "config_name": run.config.config_name,
+        "seed": run.config.seed,
+        "stopped": signal,
+        "steps": steps,
+        "epochs": run.epoch(steps),
+        "final": primary[-1] if primary else None,
+        "best": None if best is None else primary[best],
+        "images_per_second": rate,
+        "step_seconds_p50": step_seconds,
+        "memory_peak_bytes": memory,
+        "parameters": run.parts.complexity.parameters,
+        "forward_flops_per_image": run.parts.complexity.forward_flops,
+        "damaged_images": len(run.folder.damaged_images()),
+        "wall_seconds": run.seconds(),
+        "world_size": run.world.size,
+        "device": device_name(run.world.device),
+        "versions": versions(),
+    }
+
+
+def objective(best: Mapping[str, Any], metric: str) -> float | None:
+    """What a sweeper minimises: 100 - the best accuracy in percent, or the lowest loss; None if it is null."""
+    value = best.get(metric)
+    return value if value is None or metric == "loss" else 100 - value
