@@ -43,7 +43,9 @@ from torchvision.transforms import InterpolationMode
 
 import pycls_fast
 from pycls_fast.network import Network
-from pycls_fast.train.features import fit_logistic, knn_votes, places
+from pycls_fast.train.evaluate import places
+from pycls_fast.train.features import knn_votes
+from pycls_fast.train.head import fit_logistic
 from pycls_fast.train.validation import best_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]

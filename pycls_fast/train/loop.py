@@ -22,7 +22,7 @@ from pycls_fast.parallel.rendezvous import lost_ranks
 from pycls_fast.parallel.world import Agreement, World
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import Call
-from pycls_fast.train.features import fit_head
+from pycls_fast.train.head import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.pictures import draw_batch

@@ -97,7 +97,7 @@ def load_weights(
         for name, tensor in fitted.tensors.items():
             assign(state[name], tensor)
         if for_training:
-            _begin_head(network, state, fitted, new_head)
+            _initialise_head(network, state, fitted, new_head)
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
@@ -128,7 +128,7 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-def _begin_head(
+def _initialise_head(
     network: Network, state: Mapping[str, Tensor], fitted: pretrained.Fitted, how: Literal["zero", "small"]
 ) -> None:
     """Give a head without values small ones.

@@ -22,7 +22,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train.evaluate import places
-from pycls_fast.train.features import PENALTIES, collect_features, fit_each, fit_logistic, knn_votes
+from pycls_fast.train.features import collect_features, knn_votes
+from pycls_fast.train.head import PENALTIES, fit_each, fit_logistic
 from pycls_fast.train.signals import Stopped
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test

@@ -1,0 +1,214 @@
+"""The head first: before any other layer is trained, a new head is fitted to the features that the weights give.
+
+A random head distorts them while it is learned (Kumar et al., Fine-Tuning can Distort Pretrained Features and
+Underperform Out-of-Distribution, ICLR 2022, "LP-FT"). Here it is the optimum of multinomial logistic regression, found
+by L-BFGS (as the linear probes of Kornblith et al., Do Better ImageNet Models Transfer Better?, 2019); its accuracy is
+that of step 0, the first that can be the best one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pycls_fast.data.sources.base import Subset
+from pycls_fast.optim.weights import assign
+from pycls_fast.train.agreement import on_main
+from pycls_fast.train.features import collect_features, knn_votes, voted_places
+from pycls_fast.train.run import Run
+
+# Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
+# the class means, to one that separates most sets completely.
+PENALTIES = tuple(10.0 ** (power / 2) for power in range(4, -9, -1))
+# From so many images on one held-out part is enough.
+_FOLDS, _FOLDED_IMAGES = 5, 1_000
+# More would take longer than the first epoch, for a head that is trained further.
+_MOST_IMAGES = 20_000
+_NEIGHBOURS, _TEMPERATURE = 20, 0.07
+# The logit of an output without images, below all others.
+_ABSENT = -20.0
+
+
+def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None]) -> None:
+    """Fit the head to the training images' features and write it into the network; all ranks call this.
+
+    `after_batch` is called after each batch on every rank, `check` by the main rank alone while it fits; both may
+    raise.
+    """
+    step, network, train = run.parts.step, run.parts.network, run.parts.sources["train"]
+    if len(train) > _MOST_IMAGES:
+        rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
+        train = Subset(train, np.sort(rows))
+    scorer = run.scorer(after_batch)
+    features_ND, labels_N = collect_features(scorer, network, train, "train")
+    if step.sets_LK is not None:
+        true_NK = step.sets_LK.cpu()[labels_N]
+        fitted = on_main(run.world, lambda: _fit_classes(run, features_ND, true_NK, check))
+    else:
+        held_ND, held_N = collect_features(scorer, network, run.parts.sources["val"], "val")
+        if len(labels_N.unique()) == 1:
+            return
+        fitted = on_main(run.world, lambda: _fit_head(run, features_ND, labels_N, held_ND, held_N, check))
+    state = step.weights.state_dict()
+    with torch.no_grad():
+        for parameter, values in zip(("weight", "bias"), fitted, strict=True):
+            if (key := f"{network.head_name}.{parameter}") in state:
+                assign(state[key], values)
+        step.weights.load_state_dict(state)
+        if step.ema is not None:
+            step.ema.load(step.weights.live())
+
+
+def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    """The head's weight and bias where images have several labels; on the main rank, which says what was done."""
+    layer = run.parts.network.last_layer()
+    fitted = fit_each(features_ND, true_NK, bias=layer.bias is not None, check=check)
+    _report(run, "class by class", images=len(features_ND))
+    return fitted
+
+
+def _fit_head(
+    run: Run, features_ND: Tensor, labels_N: Tensor, held_ND: Tensor, held_N: Tensor, check: Callable[[], None]
+) -> tuple[Tensor, Tensor]:
+    """The head's weight and bias; on the main rank, which says how good it is beside nearest neighbours."""
+    layer, k = run.parts.network.last_layer(), min(_NEIGHBOURS, len(labels_N))
+    head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
+    votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
+    knn_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
+    accuracy = f"{100.0 * head.accuracy:.2f}% of the held-out ones are right"
+    if math.isnan(head.accuracy):
+        accuracy = "too few to hold any out"
+    text = f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%"
+    held_out_top1 = 100.0 * head.accuracy
+    _report(run, text, images=len(labels_N), penalty=head.penalty, held_out_top1=held_out_top1, knn_top1=knn_top1)
+    return head.weight_KD, head.bias_K
+
+
+def _report(run: Run, text: str, *, images: int, **numbers: float) -> None:
+    run.display.note(f"head: fitted to the features of {images:,} images, {text}")
+    run.folder.add_record("event", 0, 0.0, event="head fitted", images=images, **numbers)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear classifier of features, float32; its penalty, of `PENALTIES` the one with the highest held-out accuracy;
+    and that, as a fraction (NaN if there are too few images to hold any out)."""
+
+    weight_KD: Tensor
+    bias_K: Tensor
+    penalty: float
+    accuracy: float
+
+
+def fit_logistic(
+    features_ND: Tensor,
+    labels_N: Tensor,
+    outputs: int,
+    *,
+    bias: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Head:
+    """Multinomial logistic regression with the penalty that is best on held-out images, on the CPU.
+
+    Classes may be without images; without a `bias`, `bias_K` is zeros. `check` is called before each fit; it may raise.
+    """
+    labels = labels_N.numpy()
+    mean_D = features_ND.mean(0) if bias else torch.zeros(features_ND.shape[1])
+    centred_ND = features_ND - mean_D
+    scale = float(centred_ND.std()) or 1.0
+    rotated, back = _rotated((centred_ND / scale).double())
+    right, loss = np.zeros(len(PENALTIES)), np.zeros(len(PENALTIES))
+    parts = _parts(labels)
+    for fitted, held_out in parts:
+        for place, (weight, shift) in enumerate(
+            _path(rotated[fitted], labels[fitted], outputs, bias=bias, check=check)
+        ):
+            logits = rotated[held_out] @ weight.T + shift
+            logits -= logits.max(1, keepdims=True)
+            own = logits[np.arange(len(held_out)), labels[held_out]]
+            right[place] += (logits.argmax(1) == labels[held_out]).sum() / len(labels)
+            loss[place] += (np.log(np.exp(logits).sum(1)) - own).sum()
+    best = min(range(len(PENALTIES)), key=lambda place: (-right[place], loss[place]))
+    *_, (weight, shift) = _path(rotated, labels, outputs, PENALTIES[: best + 1], bias=bias, check=check)
+    weight_KD = (torch.from_numpy(weight) @ back / scale).float()
+    # The share that was held out: all images in folds.
+    tried = sum(len(held_out) for _, held_out in parts) / len(labels)
+    accuracy = float(right[best]) / tried if tried else math.nan
+    return Head(weight_KD, torch.from_numpy(shift).float() - weight_KD @ mean_D, PENALTIES[best], accuracy)
+
+
+def fit_each(
+    features_ND: Tensor, true_NK: Tensor, *, bias: bool = True, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
+    """A logistic regression for each class, for images with several labels (1 where a class is true, else 0): float32
+    weights (K, D) and biases (K,). See `fit_logistic`."""
+    weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
+    bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
+    for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
+        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, bias=bias, check=check)
+        weight_KD[k], bias_K[k] = head.weight_KD.diff(dim=0)[0], head.bias_K.diff()[0]
+    return weight_KD, bias_K
+
+
+def _rotated(features_ND: Tensor) -> tuple[np.ndarray, Tensor]:
+    """The features in a basis (the second) of as many directions as there are images, if these are fewer: the penalty
+    is the same in it, and the products are smaller."""
+    if len(features_ND) >= features_ND.shape[1]:
+        return features_ND.numpy(), torch.eye(features_ND.shape[1], dtype=torch.float64)
+    left, singular, basis = torch.linalg.svd(features_ND, full_matrices=False)
+    return (left * singular).numpy(), basis
+
+
+def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Positions to fit and to hold out, with equal shares of each class where it has enough images."""
+    from sklearn.model_selection import StratifiedKFold
+
+    splitter = StratifiedKFold(min(_FOLDS, len(labels)), shuffle=True, random_state=0)
+    with warnings.catch_warnings():
+        # Classes with fewer images than folds are missing from some of them.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            parts = list(splitter.split(np.zeros(len(labels)), labels))
+        except ValueError:
+            # Every class has fewer images than there are folds.
+            order = np.random.default_rng(0).permutation(len(labels))
+            parts = [(np.setdiff1d(order, part), part) for part in np.array_split(order, min(_FOLDS, len(labels)))]
+    parts = [(fitted, held_out) for fitted, held_out in parts if len(np.unique(labels[fitted])) > 1]
+    return parts if len(labels) < _FOLDED_IMAGES else parts[:1]
+
+
+def _path(
+    features: np.ndarray,
+    labels: np.ndarray,
+    outputs: int,
+    penalties: tuple[float, ...] = PENALTIES,
+    *,
+    bias: bool,
+    check: Callable[[], None],
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields weights (K, D) and biases (K,) for each penalty, each found from the one before."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True, fit_intercept=bias)
+    for penalty in penalties:
+        check()
+        model.C = 1.0 / (penalty * len(labels))
+        with warnings.catch_warnings():
+            # A nearly converged head is trained further, or judged by what it gets right.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(features, labels)
+        weight, shift = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT if bias else 0.0)
+        if len(model.classes_) == 2:
+            # One row for both, the difference.
+            weight[model.classes_] = np.concatenate([-model.coef_, model.coef_]) / 2
+            shift[model.classes_] = np.concatenate([-model.intercept_, model.intercept_]) / 2
+        else:
+            weight[model.classes_], shift[model.classes_] = model.coef_, model.intercept_
+        yield weight, shift
