@@ -25,13 +25,13 @@ from pycls_fast.train.environment import Call
 from pycls_fast.train.head import fit_head
 from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
+from pycls_fast.train.observers import Observers, open_observers
 from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import Stopped, StopRequest, stop_requests
 from pycls_fast.train.start import started
 from pycls_fast.train.summary import summarise
-from pycls_fast.train.trackers import Board, open_board
 from pycls_fast.train.validation import Evaluations
 
 
@@ -68,12 +68,12 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], ca
     ):
         stop.training = True
         on_start(run.folder.path)
-        with open_board(run) as board, display, run.saver:
+        with open_observers(run) as observers, display, run.saver:
             # From here on its configuration stays, even if the first step fails.
             run.folder.keep()
             if world.is_main:
                 display.keep_log(run.folder.open_log())
-            status = board.status = Loop(run, stop, board).run_to_end()
+            status = observers.status = Loop(run, stop, observers).run_to_end()
             # It may still wait for its tracker.
             stop.finished = status == DONE
     if status == STOPPED:
@@ -84,12 +84,12 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], ca
 class Loop:
     """One pass from the run's first step to its last."""
 
-    def __init__(self, run: Run, stop: StopRequest, board: Board) -> None:
+    def __init__(self, run: Run, stop: StopRequest, observers: Observers) -> None:
         self.run = run
         self.stop = stop
-        self.board = board
+        self.observers = observers
         self.agreement = Agreement(run.world)
-        self.evaluations = Evaluations(run, board, self._stop_if_asked)
+        self.evaluations = Evaluations(run, observers, self._stop_if_asked)
         self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
         self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.parts.speed))
         self.clock = Clock()
@@ -213,7 +213,7 @@ class Loop:
             record = self._record(done, numbers)
             left = (run.total_steps - done) * record["step_seconds"]
             run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
-            self.board.add(record)
+            self.observers.add(record)
         if numbers["damaged"]:
             self._report_damaged(done)
 
@@ -321,7 +321,7 @@ class Loop:
                 run.display.note(note, whole=True)
             # Last: a launcher may kill this, and everything else is done.
             try:
-                summarise(run, self.board, self.clock, memory, stopped=(signal, step))
+                summarise(run, self.observers, self.clock, memory, stopped=(signal, step))
             except UserError as error:
                 run.display.warn(error.lines[0])
         return STOPPED
@@ -332,5 +332,5 @@ class Loop:
         self._finish_saving(run.total_steps)
         memory = max(run.world.gather(self.memory.bytes()))
         # The other ranks wait: their script may read the summary next.
-        result = summarise(run, self.board, self.clock, memory) if run.world.is_main else None
+        result = summarise(run, self.observers, self.clock, memory) if run.world.is_main else None
         return run.world.from_main(result)

@@ -14,15 +14,15 @@ from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
+from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_confusion, write_page
 from pycls_fast.train.run import Run
-from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import best_of, draw_run_curves, primary_records
 from pycls_fast.train.weights import open_weights, write_weights
 
 
 def summarise(
-    run: Run, board: Board, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
+    run: Run, observers: Observers, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
 ) -> float | None:
     """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
     and give it to the trackers. On the main rank.
@@ -39,7 +39,7 @@ def summarise(
     if not (run.finished and _has_summary(run)):
         run.folder.write_json("summary.json", values)
         if stopped is None:
-            board.summarise(values)
+            observers.summarise(values)
     _draw(run)
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None and stopped is None:

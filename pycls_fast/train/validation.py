@@ -16,9 +16,9 @@ from pycls_fast.train.by_class import class_scores, mean_errors, set_scores, sha
 from pycls_fast.train.display import epochs
 from pycls_fast.train.evaluate import Evaluation, evaluate
 from pycls_fast.train.folder import writing
+from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.run import Run
-from pycls_fast.train.trackers import Board
 
 
 def primary_records(run: Run) -> list[dict[str, Any]]:
@@ -74,9 +74,9 @@ class Evaluations:
     the latest one had finite losses.
     """
 
-    def __init__(self, run: Run, board: Board, after_batch: Callable[[], None]) -> None:
+    def __init__(self, run: Run, observers: Observers, after_batch: Callable[[], None]) -> None:
         self.run = run
-        self.board = board
+        self.observers = observers
         self.after_batch = after_batch
         self.finite = False
         self._next_drawing = -math.inf
@@ -139,7 +139,7 @@ class Evaluations:
         numbers = {**result.record(), **{name: by_class[name] for name in names}, **mean_errors(by_class["classes"])}
         record = run.add_record("eval", done, split="val", weights=weights, **numbers)
         run.display.evaluation(record)
-        self.board.add(record)
+        self.observers.add(record)
 
     def keep_if_best(self) -> None:
         """Link the newest checkpoint as best if its evaluation is the latest and the best."""

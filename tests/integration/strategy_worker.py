@@ -38,9 +38,9 @@ from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.observers import Observers
 from pycls_fast.train.run import Run
 from pycls_fast.train.start import started
-from pycls_fast.train.trackers import Board
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -101,7 +101,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     if save:
         run.save(run.total_steps)
         run.finish_saving()
-    evaluations = Evaluations(run, Board(), after_batch=lambda: None)
+    evaluations = Evaluations(run, Observers(), after_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2 * evaluate):
         evaluations.evaluate(run.total_steps)

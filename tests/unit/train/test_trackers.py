@@ -20,7 +20,7 @@ from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserEr
 from pycls_fast.observers import TensorBoard
 from pycls_fast.train import train
 from pycls_fast.train.loop import Loop
-from pycls_fast.train.trackers import Board, open_board
+from pycls_fast.train.observers import Observers, open_observers
 from tests.factories import config_of
 from tests.integration.runs import records
 from tests.unit.train.test_loop import SMALL
@@ -236,10 +236,10 @@ def test_all_trackers_hear_how_a_run_ended(error: BaseException | None, status: 
             raise UserError("run_dir: no space left")
 
     trackers = Noted(), Noted()
-    with suppress(UserError, KeyboardInterrupt, RuntimeError), Board(trackers[0], Full(), trackers[1]) as board:
+    with suppress(UserError, KeyboardInterrupt, RuntimeError), Observers(trackers[0], Full(), trackers[1]) as observers:
         if error is not None:
             raise error
-        board.status = DONE
+        observers.status = DONE
     assert [tracker._status for tracker in trackers] == [status, status]
 
 
@@ -247,6 +247,6 @@ def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
     config = config_of(*SMALL, f"trackers=[{service.package}]")
     world = SimpleNamespace(is_main=False, from_main=lambda value: value, at=lambda doing: None)
     run_of_rank: Any = SimpleNamespace(config=config, world=world)
-    with open_board(run_of_rank) as board:
-        board.add({"kind": "train", "step": 1, "loss": 1.0})
+    with open_observers(run_of_rank) as observers:
+        observers.add({"kind": "train", "step": 1, "loss": 1.0})
     assert not service.runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,17 +18,17 @@ from pycls_fast.train.folder import writing
 if TYPE_CHECKING:
     from pycls_fast.train.run import Run
 
-# Of a training record: when it was, in place of what.
+# Keys of a training record that say when it was, not what it measured.
 _WHEN = {"step", "epoch", "time"}
 _EVAL = ("top1", "top5", "class_top1", "map", "f1", "loss")
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 
-class Board:
-    """Calls trackers and callbacks as one; a context manager that ends them.
+class Observers:
+    """A run's trackers and callbacks, called as one; a context manager that ends them.
 
-    Set `status` to the run's exit status before the context ends without an exception. A remote tracker that fails is
-    one warning, and is not called again.
+    Set `status` to the run's exit status before the context ends without an exception. A remote tracker that fails
+    causes one warning, and is not called again.
     """
 
     def __init__(self, *trackers: Tracker, callbacks: Sequence[Callback] = (), run: Run | None = None) -> None:
@@ -45,10 +45,10 @@ class Board:
     ) -> None:
         if kind is not None:
             self.status = next((status for each, status in _STATUS.items() if issubclass(kind, each)), FAULT)
-        # All of them, although the end of one may fail.
+        # All of them, even if ending one fails.
         with ExitStack() as stack:
             for tracker in self.trackers:
-                stack.callback(self._call, tracker, lambda each: each.end(int(self.status), self._final))
+                stack.callback(self._end, tracker)
             for callback in self._callbacks:
                 stack.callback(callback.end, self._run, int(self.status))
 
@@ -56,17 +56,14 @@ class Board:
         """Continue each tracker's run of an earlier process, whose id is in the run folder, or begin a new one."""
         run = self._run
         assert run is not None
-
-        def start(tracker: Tracker) -> None:
-            file = run.folder.path / "tracker.json"
-            ids = dict(read_json(file)) if file.is_file() else {}
-            run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(tracker.name), run.start_step)
-            if run_id is not None:
-                run.folder.write_json(file.name, {**ids, tracker.name: run_id})
-
+        file = run.folder.path / "tracker.json"
         for tracker in trackers:
             self.trackers.append(tracker)
-            self._call(tracker, start, starts=run.start_step == 0)
+            with self._guarded(tracker, starts=run.start_step == 0):
+                ids = dict(read_json(file)) if file.is_file() else {}
+                run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(tracker.name), run.start_step)
+                if run_id is not None:
+                    run.folder.write_json(file.name, {**ids, tracker.name: run_id})
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a `train` or `eval` record."""
@@ -76,7 +73,8 @@ class Board:
         else:
             values = _scores(f"{record['split']}_{record['weights']}", record)
         for tracker in list(self.trackers):
-            self._call(tracker, lambda each: each.add(record["step"], values))
+            with self._guarded(tracker):
+                tracker.add(record["step"], values)
         for callback in self._callbacks:
             (callback.step if record["kind"] == "train" else callback.evaluated)(self._run, record)
 
@@ -85,14 +83,20 @@ class Board:
         for place in ("final", "best"):
             self._final |= _scores(place, summary[place] or {})
 
-    def _call(self, tracker: Tracker, action: Callable[[Tracker], None], *, starts: bool = False) -> None:
+    def _end(self, tracker: Tracker) -> None:
+        with self._guarded(tracker):
+            tracker.end(int(self.status), self._final)
+
+    @contextmanager
+    def _guarded(self, tracker: Tracker, *, starts: bool = False) -> Iterator[None]:
+        """Turn what a remote tracker raises into a warning, or into a `UserError` if it is only about to start."""
         run = self._run
         if not tracker.remote or run is None:
             with writing((Path() if run is None else run.folder.path) / tracker.name):
-                action(tracker)
+                yield
             return
         try:
-            action(tracker)
+            yield
         except UserError:
             raise
         except Exception as error:  # its network's, its server's or its own
@@ -108,7 +112,7 @@ def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def open_board(run: Run) -> Iterator[Board]:
+def open_observers(run: Run) -> Iterator[Observers]:
     """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this. A
     `UserError` if a remote tracker cannot start the run; a resumed run continues without it."""
     if any(tracker.remote for tracker in run.config.trackers):
@@ -116,10 +120,10 @@ def open_board(run: Run) -> Iterator[Board]:
     # Each run has its own: they may remember something.
     callbacks = [callback.model_copy(deep=True) for callback in run.config.callbacks] if run.world.is_main else []
     # Ends those that are open if a later one fails.
-    with Board(callbacks=callbacks, run=run if run.world.is_main else None) as board:
+    with Observers(callbacks=callbacks, run=run if run.world.is_main else None) as observers:
         # Remote ones first: the others leave files in the folder of a run that does not start.
         trackers = sorted(run.config.trackers, key=lambda tracker: not tracker.remote)
-        on_main(run.world, lambda: board.open(*(tracker.model_copy(deep=True) for tracker in trackers)))
+        on_main(run.world, lambda: observers.open(*(tracker.model_copy(deep=True) for tracker in trackers)))
         for callback in callbacks:
             callback.start(run)
-        yield board
+        yield observers
