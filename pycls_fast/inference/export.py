@@ -20,7 +20,16 @@ from pycls_fast.models.export import FORMATS, SUFFIXES, About, compared, drawn_i
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.tasks.score import SCORES
-from pycls_fast.train.weights import Weights, about_weights, checked, find_weights, open_weights, preprocessing, publish
+from pycls_fast.train.weights import (
+    Weights,
+    about_weights,
+    check_output,
+    find_weights,
+    open_weights,
+    preprocessing,
+    replacing,
+    written_files,
+)
 
 # Values of `dtype`, which are those of tensors where a file has nothing else.
 _OF_TENSORS = ("null", "float32", "bfloat16", "float16")
@@ -55,28 +64,26 @@ def export(
     kind = format or by_suffix.get(path.suffix, "safetensors")
     one_of("format", kind, SUFFIXES)
     one_of("dtype", dtype or "null", _DTYPES.get(kind, _OF_TENSORS), more=f" with format={kind}")
-    checked(path, kind, overwrite=overwrite)
+    check_output(path, kind, overwrite=overwrite)
     if images and kind == "safetensors":
         raise UserError("images: safetensors holds the weights alone, which nothing runs; leave it out")
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
-    weights, said = open_weights(find_weights(source), kind=which), [""]
-
-    def write(file: Path) -> None:
+    weights, agreement = open_weights(find_weights(source), kind=which), ""
+    with replacing(path) as file:
         if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
         else:
-            said[0] = _write_model(source, weights, kind, dtype, images, file)
+            agreement = f"; {_write_model(source, weights, kind, dtype, images, file)}"
         if kind == "timm" and not (path / _CARD).exists():
             (file / _CARD).write_text(model_card(weights), encoding="utf-8", errors="backslashreplace")
-
-    size = publish(path, write)
+        size = sum(each.stat().st_size for each in written_files(file))
     script = path.parent / _SCRIPT.name
     if kind == "onnx" and (overwrite or not script.exists()):
         shutil.copyfile(_SCRIPT, script)
     count = sum(math.prod(spec.shape) for spec in weights.specs.values())
     print(weights.origin)
-    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{said[0]}")
+    print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{agreement}")
     if kind == "timm":
         print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
     return DONE
@@ -113,7 +120,7 @@ def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, im
     text = f"{of}, logits differ by at most {error:.1e} of the largest"
     if not fits:
         raise UserError(f"output: not written, as the file does not compute what the network does: {text}")
-    return f"; {text}"
+    return text
 
 
 def _crops(classifier: Classifier, images: Sequence[str]) -> Tensor:

@@ -19,7 +19,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.pretrained import load_network
 from pycls_fast.train.resolving import statistics
-from pycls_fast.train.weights import find_weights, opened
+from pycls_fast.train.weights import find_weights, open_ours
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def distillation(config: RunConfig, data: Images, world: World, switches: Speed)
     settings = config.distill
     if settings.teacher is None:
         return None
-    ours = opened(find_weights(settings.teacher), world)
+    ours = open_ours(find_weights(settings.teacher), world)
     values = config.model_dump(mode="json") | {"weights": settings.teacher, "weights_allow": []}
     values["model"] = of_weights(values, ())[0] if ours is None or ours.config is None else ours.config["model"]
     its_own = statistics(settings.teacher, world, model=values["model"].get("name"))

@@ -25,7 +25,7 @@ from pycls_fast.optim.weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.weights import Origin, Weights, find_weights, opened
+from pycls_fast.train.weights import Origin, Weights, find_weights, open_ours
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
@@ -71,7 +71,7 @@ def load_weights(
     # A repository's name says more than the place of its copy on this machine.
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
     state = network.state_dict() if into is None else into.state_dict()
-    ours = opened(found, world)
+    ours = open_ours(found, world)
     trained = {} if ours is None or ours.config is None else ours.config.get("model", {})
     same_classes = ours is not None and other_class(ours.classes, classes) is None
     image_size = _image_size(found, ours)

@@ -22,7 +22,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
-from pycls_fast.train.weights import find_weights, opened
+from pycls_fast.train.weights import find_weights, open_ours
 from pycls_fast.values import AUTO
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
@@ -145,7 +145,7 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     path = Path(found)
     if path.suffix == ".npz":
         return _JAX
-    ours = opened(found, world)
+    ours = open_ours(found, world)
     if ours is not None and ours.config is not None:
         return _of_config(ours.config)
     about = pretrained.described(found, model=model, for_scoring=False)

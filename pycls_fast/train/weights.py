@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,11 +108,9 @@ def find_weights(source: str | Path) -> Path | str:
     return found.resolve()
 
 
-def opened(found: Path | str, world: World = ALONE) -> Weights | None:
-    """Open what `find_weights` found lazily; None for a hub name or a file type that must be read whole.
-
-    All ranks call this.
-    """
+def open_ours(found: Path | str, world: World = ALONE) -> Weights | None:
+    """Open what `find_weights` found without reading its tensors, if it is a checkpoint or a `.safetensors` file; None
+    for a hub's name or another kind of file, which must be read whole. All ranks call this."""
     if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
         return None
     return open_weights(found, world=world)
@@ -179,19 +178,21 @@ NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
 
 
 def write_weights(file: Path, weights: Weights, tensors: dict[str, Tensor]) -> None:
-    publish(file, lambda temporary: save_file(tensors, temporary, metadata=about_weights(weights)))
+    with replacing(file) as temporary:
+        save_file(tensors, temporary, metadata=about_weights(weights))
 
 
-def publish(path: Path, write: Callable[[Path], None]) -> int:
-    """Write a file (and others beside it, named as it with another end) or a folder, flush it, and put it into its
-    place; returns its size in bytes."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path inside the context for a file (and others beside it, whose names differ in the suffix) or a folder, which
+    is flushed and takes the place of `path` at the end."""
     # Inside an existing folder: its parent may be on another file system or read-only.
     beside = path if path.is_dir() else path.parent
     what = f"output: {path} could not be written"
     with refusing(what, OSError, SafetensorError), TemporaryDirectory(dir=beside, prefix=".export") as temporary:
         made = Path(temporary) / f"made{path.suffix}"
-        write(made)
-        files = list((made if made.is_dir() else made.parent).iterdir())
+        yield made
+        files = written_files(made)
         # safetensors makes files readable by their owner only.
         mask = os.umask(0)
         os.umask(mask)
@@ -199,17 +200,20 @@ def publish(path: Path, write: Callable[[Path], None]) -> int:
             file.chmod(0o666 & ~mask)
             with file.open("rb") as stream:
                 flush(stream)
-        size = sum(file.stat().st_size for file in files)
         if made.is_dir():
             # Its other files stay: a model card, `.git`.
             path.mkdir(exist_ok=True)
         for file in files:
             file.replace(path / file.name if made.is_dir() else beside / file.name.replace("made", path.stem, 1))
-    return size
 
 
-def checked(path: Path, kind: str, *, overwrite: bool) -> Path:
-    """The path, if a file of this kind (a key of `SUFFIXES`) can be written there; its folder is made."""
+def written_files(made: Path) -> list[Path]:
+    """The files that were written to a path of `replacing`."""
+    return list((made if made.is_dir() else made.parent).iterdir())
+
+
+def check_output(path: Path, kind: str, *, overwrite: bool) -> None:
+    """Refuse a path to which a file of this kind (a key of `SUFFIXES`) cannot be written; its folder is made."""
     suffix, problem = SUFFIXES[kind], None
     try:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):
@@ -229,7 +233,6 @@ def checked(path: Path, kind: str, *, overwrite: bool) -> Path:
         problem = f"{path} cannot be written ({error.strerror})"
     if problem is not None:
         raise UserError(f"output: {problem}; give another path")
-    return path
 
 
 def about_weights(weights: Weights) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
 from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
-from pycls_fast.train.weights import Weights, checked, find_weights, open_weights, write_weights
+from pycls_fast.train.weights import Weights, check_output, find_weights, open_weights, write_weights
 
 # Natural logarithms of the lowest and the highest temperature.
 _RANGE = (-4.0, 4.0)
@@ -56,7 +56,8 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
     of the other images. A `UserError` if the scores are not those of the last layer.
     """
-    path = checked(user_path(output), "safetensors", overwrite=overwrite)
+    path = user_path(output)
+    check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         weights = open_weights(find_weights(setup.weights))
         scored = scored_split(setup, split)
@@ -142,7 +143,8 @@ def soup(
     """Write the mean of `config.weights` and `others` (Wortsman et al., Model soups, 2022) as a file of weights. For
     the arguments see `SoupVerb`.
     """
-    path = checked(user_path(output), "safetensors", overwrite=overwrite)
+    path = user_path(output)
+    check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         found = [open_weights(find_weights(each), kind=which) for each in (setup.weights, *others)]
         for each in found[1:]:

@@ -33,7 +33,7 @@ from pycls_fast.train.intervals import intervals
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
-from pycls_fast.train.weights import Weights, find_weights, open_program, opened
+from pycls_fast.train.weights import Weights, find_weights, open_ours, open_program
 
 # Classes that are printed.
 _CLASSES = 20
@@ -144,7 +144,7 @@ def set_up(
         if programs and isinstance(found, Path) and found.suffix in EXPORTED:
             ours: Weights | None = open_program(found)
         else:
-            ours = opened(found, world)
+            ours = open_ours(found, world)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if ours is None or ours.config is None else None
         about = pretrained.described(found, model=name) if preprocessing == "weights" else None

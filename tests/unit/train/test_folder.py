@@ -219,7 +219,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(build, "sources", work)
     monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
-    monkeypatch.setattr(scoring, "opened", lambda weights, world: None)
+    monkeypatch.setattr(scoring, "open_ours", lambda weights, world: None)
     (tmp_path / "file").touch()
     config = config_of(f"weights={tmp_path}", "runtime.device=cpu")
     run = partial(TOOLS[tool], config)
