@@ -30,7 +30,7 @@ from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run
 from pycls_fast.train.signals import Stopped, StopRequest, stop_requests
-from pycls_fast.train.start import started
+from pycls_fast.train.start import start_run
 from pycls_fast.train.summary import summarise
 from pycls_fast.train.validation import Evaluations
 
@@ -64,7 +64,7 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], ca
     reset_memory_peak(world.device)
     with (
         stop_requests() as stop,
-        started(config, replace(world, while_waiting=partial(stop.check, world.size)), display, call) as run,
+        start_run(config, replace(world, while_waiting=partial(stop.check, world.size)), display, call) as run,
     ):
         stop.training = True
         on_start(run.folder.path)
@@ -181,7 +181,7 @@ class Loop:
         return chain([first], microbatches)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.held):
+        with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.persistent_tensors):
             self.run.parts.step(step, self._taken(step, microbatches), self.metrics)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)

@@ -163,13 +163,13 @@ class StepMemory:
         self._peak = 0
 
     @contextmanager
-    def counting(self, held_between: Callable[[], list[Tensor]]) -> Iterator[None]:
-        """A context for one step, which is counted if it is among the first; `Step.held` says what is there already."""
+    def counting(self, persistent_tensors: Callable[[], list[Tensor]]) -> Iterator[None]:
+        """A context for one step, which is counted if it is among the first, besides `Step.persistent_tensors`."""
         if not self._left:
             yield
             return
         self._left -= 1
-        held = held_between()
+        held = persistent_tensors()
         with LiveMemory(held) as memory:
             yield
         # A tensor and its views are one storage.

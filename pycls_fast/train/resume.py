@@ -78,44 +78,45 @@ def find_start(
     Raises:
         UserError: a checkpoint is missing or damaged, or the folder holds a run although `resume=never`.
     """
-    named, opened = _named(config), None
+    named, found = _named(config), None
     goes_on = named is not None and not restarted and _was_resumed_from(folder, world, named)
     own = restarted or goes_on or config.resume == "auto"
     if own:
-        opened = checkpoint.newest(folder.checkpoints, display.warn, world)
+        found = checkpoint.newest(folder.checkpoints, display.warn, world)
     # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
     elif config.resume == "never" and world.from_main(world.is_main and folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
-    if goes_on and opened is not None:
-        display.note(f"resume: this run was resumed from {named} before; now from its own newest checkpoint")
-    if own and opened is None and world.from_main(world.is_main and any(folder.records("checkpoint"))):
+    if goes_on and found is not None:
+        display.note(f"resume: this run was resumed from {named} before; it continues from its own newest checkpoint")
+    if own and found is None and world.from_main(world.is_main and any(folder.records("checkpoint"))):
         raise UserError(
             f"run_dir: {folder.path} has records of checkpoints, but {folder.checkpoints} holds none; bring them back "
             "(is the disk mounted?), or start again in another run_dir"
         )
-    if opened is None and named is not None:
+    if found is None and named is not None:
         try:
-            opened = checkpoint.open_checkpoint(named, world)
+            found = checkpoint.open_checkpoint(named, world)
         except UserError as error:
             raise UserError(*(f"resume: {line}" for line in error.lines)) from error
-    return opened and opened.require(SavedState)
+    return found and found.require(SavedState)
 
 
-def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
-    if opened is None:
+def resume(run: Run, resumed_from: checkpoint.Checkpoint | None) -> None:
+    """Load the checkpoint into a run that is built, and bring its folder to the same step; or begin at step 0."""
+    if resumed_from is None:
         if run.world.is_main:
             run.folder.create()
             # Killed before its first checkpoint: start again from step 0.
             if forgotten := run.folder.forget_after(0):
-                run.display.note(f"run_dir: no checkpoint was saved; {forgotten} records are dropped, it starts again")
+                run.display.note(f"run_dir: no checkpoint was saved; it starts again, without {forgotten} old records")
         return
-    path = opened.path
-    changed = _check_resumable(run, path, opened.plain)
-    run.load_state(opened)
-    run.start_step = opened.plain["step"]
+    path = resumed_from.path
+    changed = _check_resumable(run, path, resumed_from.plain)
+    run.load_state(resumed_from)
+    run.start_step = resumed_from.plain["step"]
     if path.resolve().parent == run.folder.checkpoints.resolve():
         run.saved_step = run.start_step
-    run.seconds_before = opened.plain["seconds"]
+    run.seconds_before = resumed_from.plain["seconds"]
     if run.world.is_main:
         # A checkpoint named by its path may be resumed in a new folder.
         run.folder.create()
@@ -131,7 +132,7 @@ def resume(run: Run, opened: checkpoint.Checkpoint | None) -> None:
     if run.world.is_main:
         asked, about = str(_named(run.config) or run.config.resume), {"path": str(path), "world_size": run.world.size}
         run.add_record("event", run.start_step, event="resumed", asked=asked, changed=changed, **about)
-    _print_changes(run, changed, opened.plain["world_size"])
+    _print_changes(run, changed, resumed_from.plain["world_size"])
     run.display.note(f"resumed from {path} at step {run.start_step}, epoch {run.epoch(run.start_step):.2f}")
 
 

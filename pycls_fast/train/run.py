@@ -171,7 +171,7 @@ class Run:
         """Wall time since the run began, without the time between processes."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def load_state(self, opened: checkpoint.Checkpoint) -> None:
+    def load_state(self, saved: checkpoint.Checkpoint) -> None:
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
         step = self.parts.step
         own = {**self.state(), "optimizer": {}}
@@ -179,12 +179,12 @@ class Run:
         # FairScale's OSS has the one that updates its share inside.
         optimizers = (step.optimizer, getattr(step.optimizer, "optim", None))
         on_host = any(isinstance(each, HostOptimizer) for each in optimizers)
-        into |= opened.like(own["model"], host_optimizer=on_host)
-        opened.check_fits(into, self.world)
-        opened.read(into)
-        what = f"{opened.path}: the checkpoint is damaged, its {STATE}"
+        into |= saved.like(own["model"], host_optimizer=on_host)
+        saved.check_fits(into, self.world)
+        saved.read(into)
+        what = f"{saved.path}: the checkpoint is damaged, its {STATE}"
         with refusing(what, AttributeError, LookupError, TypeError, ValueError, use="take another one"):
-            state = opened.state(into)
+            state = saved.state(into)
             step.weights.load_state_dict(state["model"])
             if step.ema is not None:
                 step.ema.load(step.weights.join(state["ema"]))

@@ -28,9 +28,10 @@ from pycls_fast.train.saving import Saver
 
 
 @contextmanager
-def started(config: RunConfig, world: World, display: Display, call: Call | None = None) -> Iterator[Run]:
-    """A context with a run whose every part is built, resumed from its checkpoint, and described in its folder; this is
-    locked until the end, and then removed if it is new, unless training began (`RunFolder.keep`)."""
+def start_run(config: RunConfig, world: World, display: Display, call: Call | None = None) -> Iterator[Run]:
+    """A context with a run that is built, resumed from its checkpoint if it has one, and described in its folder. The
+    folder is locked until the end of the context, and then removed if it is new and no training began in it
+    (`RunFolder.keep`)."""
     check_same_settings(config, world)
     settings = overrides_name() if call is None else call.settings
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
@@ -38,19 +39,19 @@ def started(config: RunConfig, world: World, display: Display, call: Call | None
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
         on_main(world, lambda: folder.occupy(on_wait=display.note))
         check_same_folder(folder, world)
-        opened = find_start(config, folder, world, display, restarted=restarted)
-        parts = build_parts(config, world, display, opened)
+        resumed_from = find_start(config, folder, world, display, restarted=restarted)
+        parts = build_parts(config, world, display, resumed_from)
         runtime = parts.config.runtime
         saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
         total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
         run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
-        resume(run, opened)
+        resume(run, resumed_from)
         # Settings with which nothing is trained are not the run's.
         if world.is_main and not run.finished:
             command = None if call is None else call.code
             folder.write_config(run.settings(), command)
             folder.write_json("environment.json", environment(world.device, world.size, command))
-        introduce(run)
+        print_table(run)
         yield run
 
 
@@ -71,15 +72,15 @@ _MUCH_SLOWER = 2.0
 _UNBALANCED = 3
 
 
-def introduce(run: Run) -> None:
-    """Print the table: what is trained, on what, how and for how long."""
+def print_table(run: Run) -> None:
+    """Print the table of what is trained, on what, how and for how long, and notes on what could be better."""
     config, world, parts = run.config, run.world, run.parts
     train, val = parts.sources["train"], parts.sources["val"]
     flops = human(parts.complexity.forward_flops, "FLOP")
     ranks = f"{world.size} ranks, " if world.size > 1 else ""
     threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
     rows = {
-        "model": f"{config.model.called}, {human(parts.complexity.parameters)} parameters, {flops} an image",
+        "model": f"{config.model.called}, {human(parts.complexity.parameters)} parameters, {flops} per image",
         "weights": config.weights or "random",
         "training images": f"{len(train):,} in {_classes(train)}",
         "validation images": f"{len(val):,}",
@@ -99,7 +100,7 @@ def introduce(run: Run) -> None:
 
 
 def _classes(train: Images) -> str:
-    """Their number, and which have the most and the fewest images."""
+    """The number of classes, and which have the most and the fewest images."""
     counts = train.class_counts()
     if counts.min() == counts.max():
         return f"{len(counts):,} classes, {counts.min():,} of each"
@@ -117,7 +118,7 @@ def _training(run: Run) -> str:
         what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
     # Else the checkpoint has a head.
     begins = config.begins_with_probe and run.parts.new_head and run.saved_step is None
-    return f"first a new head is fitted to the features of the images, then {what}" if begins else what
+    return f"first a new head, fitted to the images' features, then {what}" if begins else what
 
 
 def _steps(run: Run) -> str:
@@ -132,7 +133,7 @@ def _steps(run: Run) -> str:
 
 
 def _time(run: Run) -> str | None:
-    """About how long the steps, the evaluations and the fit of a head take; None if it is not known before."""
+    """Roughly how long the steps and evaluations take; None if that cannot be known in advance."""
     raced = _raced(run.config, run.world)
     if raced is None or run.world.size > 1:
         return None
@@ -154,25 +155,25 @@ def _pipeline(run: Run) -> str | None:
         return None
     idle = pipeline.bubble(run.config.optim.microbatches)
     stages = f"{run.world.pipeline} ranks, {run.config.parallel.pipeline_schedule}"
-    return f"{stages}: idle for {idle:.0%} of the time of its work"
+    return f"{stages}: idle for {idle:.0%} of the time that it works"
 
 
 def _switches(run: Run) -> str:
-    """Those that were set; config.yaml has all."""
+    """The switches that the user has set; config.yaml has all."""
     speed = run.config.speed
     chosen = [f"{name}={value}" for name, value in speed.by_hand.items()]
     return "  ".join(chosen if speed.preset == "fast" else [speed.preset, *chosen])
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """What is allowed, but slow or not as good as what a note proposes."""
+    """Notes on settings that are allowed, but slower or worse than others."""
     config, world, optim = run.config, run.world, run.config.optim
     on_gpu = world.device.type == "cuda"
     gpus = torch.cuda.device_count() if on_gpu else 1
     if world.size == 1 and gpus > 1 and config.parallel.name == "auto":
         yield (
-            f"parallel: one of {gpus} GPUs is used; torchrun --nproc_per_node {gpus} ... trains on all, and "
-            "parallel=single says that one is meant"
+            f"parallel: only one of {gpus} GPUs is used; use torchrun --nproc_per_node {gpus} ... for all of them, or "
+            "parallel=single to stay with one"
         )
     yield from _slow_precision(config, world)
     yield from _needless_degrees(run)
@@ -181,11 +182,11 @@ def _notes(run: Run) -> Iterator[str]:
     by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
     if not by_class and train.label_sets is None and counts.max() > _UNBALANCED * max(counts.min(), 1):
         yield (
-            f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all alike, "
-            "schedule.best_metric=class_top1 judges by all alike"
+            f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all equally "
+            "often, and with schedule.best_metric=class_top1 all count equally"
         )
     if run.parts.speed.compile != "off":
-        yield "speed.compile: compiling in the first step, which takes 20 to 100 s; speed.compile=off does not"
+        yield "speed.compile: the first step compiles the network, which takes 20 to 100 s; speed.compile=off avoids it"
     elif on_gpu and config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"
     if optim.ema_decay is not None and not optim.ema_warmup:
@@ -194,7 +195,7 @@ def _notes(run: Run) -> Iterator[str]:
         if initial > 0.25:
             yield (
                 f"optim.ema_decay: after all {run.total_steps:,} steps the initial weights are still {initial:.0%} of "
-                "the average, which is what is scored; use optim.ema_warmup=true, or a smaller decay"
+                "the average, and it is the average that is scored; use optim.ema_warmup=true, or a smaller decay"
             )
 
 
@@ -207,19 +208,19 @@ def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
         if slower > _MUCH_SLOWER:
             yield (
                 f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
-                "precision=auto takes the faster one"
+                "precision=auto chooses the faster one"
             )
 
 
 def _raced(config: RunConfig, world: World) -> Race | None:
-    """How fast this CPU computes in float32 and bfloat16; None if the run is not about that."""
+    """How fast this CPU computes in float32 and bfloat16; None on a GPU, or if the run uses neither."""
     is_raced = build.compute_dtype(config) in (torch.float32, torch.bfloat16) and not build.level(config).float8
     return race(config) if world.device.type == "cpu" and world.is_main and is_raced else None
 
 
 def _needless_degrees(run: Run) -> Iterator[str]:
-    """A note if a step fits without the degrees that divide blocks, experts or the network: each of them exchanges or
-    waits for more than whole networks, or their shards, do."""
+    """A note if a step fits without the degrees that divide blocks, experts or the network, which need more exchanges
+    or waiting than whole networks, or their shards, do."""
     config, world, memory = run.config, run.world, device_memory(run.config, run.world)
     keys = [f"{name}_degree" for name in ("tensor", "expert", "pipeline")]
     ones = {key: 1 for key in keys if getattr(config.parallel, key) > 1}
@@ -229,11 +230,14 @@ def _needless_degrees(run: Run) -> Iterator[str]:
     with suppress(UserError):
         if MemoryPlan.imagined(whole, world.device, world.size, len(run.classes)).fitting(memory) is not None:
             without = " ".join(f"parallel.{key}=1" for key in ones)
-            yield f"parallel: a step fits with {without}, and is faster unless links are slow; pycls-fast plan compares"
+            yield (
+                f"parallel: a step fits with {without}, and is faster unless links are slow; compare them with "
+                "pycls-fast plan"
+            )
 
 
 def _memory(run: Run) -> str:
-    """What a rank's device has to hold, by the memory plan."""
+    """What each rank's device has to hold according to the memory plan."""
     steps = run.config.optim.microbatches
     made = MemoryPlan(run.config, run.world, len(run.classes))
     text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
@@ -243,4 +247,4 @@ def _memory(run: Run) -> str:
     # What activations take is not known if the number of microbatches was given.
     with suppress(UserError):
         text += f"; {human(made.peak(steps), 'B')} with activations"
-    return f"{text} of {human(memory, 'B')}"
+    return f"{text} out of {human(memory, 'B')}"

@@ -122,8 +122,8 @@ class Step:
             return images_BCHW, Targets(labels_B)
         return images_BCHW, Targets(labels_B, labels_B.roll(1, 0), lam)
 
-    def held(self) -> list[Tensor]:
-        """What exists from step to step: weights, masters, buffers, average, optimizer state."""
+    def persistent_tensors(self) -> list[Tensor]:
+        """The tensors that stay from step to step: weights, masters, buffers, average, optimizer state."""
         average = {} if self.ema is None else self.ema.values
         state = tree_leaves([dict(self.optimizer.state), dict(average), list(self.parameters)])
         tensors = (*self.network.parameters(), *self.network.buffers(), *state)

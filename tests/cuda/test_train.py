@@ -23,7 +23,7 @@ from pycls_fast.train.assemble import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.start import started
+from pycls_fast.train.start import start_run
 from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
 from tests.started import Started
@@ -104,7 +104,7 @@ def test_step_never_waits_for_the_device(
     config = load_config(config_name, overrides)
     with (
         start_world("cuda", Parallel(name="single")) as world,
-        started(config, world, Display(speaks=False, mode="plain")) as run,
+        start_run(config, world, Display(speaks=False, mode="plain")) as run,
     ):
         loader = build.train_loader(config, run.parts.sources["train"], world, run.parts.speed, start_step=0, steps=9)
         batches = to_device(loader, world.device, mode=run.parts.speed.input_copy)

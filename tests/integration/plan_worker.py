@@ -93,7 +93,7 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
             step(index, [batch] * parts, metrics)
     found: Counter[str] = Counter()
     alone = StepMemory(world, compiled=False)
-    with alone.counting(step.held), CountWork() as work:
+    with alone.counting(step.persistent_tensors), CountWork() as work:
         step(2, [batch] * parts, metrics)
     for each in work.found:
         if each.kind in EXCHANGES:

@@ -40,7 +40,7 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.run import Run
-from pycls_fast.train.start import started
+from pycls_fast.train.start import start_run
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda
 
@@ -68,7 +68,7 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_case(config: RunConfig, world: World, *, save: bool = False, evaluate: bool = True) -> dict[str, Any]:
     """Train the steps of the configuration and evaluate; the same on all ranks, but for the evaluations."""
-    with started(config, world, Display(speaks=False, mode="plain")) as run:
+    with start_run(config, world, Display(speaks=False, mode="plain")) as run:
         return train_steps(run, save=save, evaluate=evaluate)
 
 

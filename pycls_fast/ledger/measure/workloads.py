@@ -100,7 +100,7 @@ class TrainPart:
     def warm_up(self, steps: int) -> None:
         # Kernels are chosen, and the optimizer's state is allocated.
         for _ in range(steps):
-            with self.memory.counting(self.trainer.step.held):
+            with self.memory.counting(self.trainer.step.persistent_tensors):
                 self._step()
 
     def turn(self, steps: int) -> Turn:

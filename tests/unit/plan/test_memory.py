@@ -356,7 +356,7 @@ def test_the_memory_of_a_step_on_a_cpu_is_that_of_its_tensors() -> None:
         step, batch = stepping(config, ALONE, 16)
         memory, metrics = StepMemory(ALONE, compiled=False), TrainMetrics(CPU)
         for index in range(3):
-            with memory.counting(step.held):
+            with memory.counting(step.persistent_tensors):
                 step(index, [batch], metrics)
         assert memory.bytes() == pytest.approx(MemoryPlan(config, ALONE, 10).peak(1), rel=0.05)
         peaks.append(memory.bytes())

@@ -175,7 +175,7 @@ def test_a_thread_catches_no_signals() -> None:
     assert stops == [False]
 
 
-@pytest.mark.parametrize("at", ["pycls_fast.train.start.build_parts", "pycls_fast.train.start.introduce"])
+@pytest.mark.parametrize("at", ["pycls_fast.train.start.build_parts", "pycls_fast.train.start.print_table"])
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))], ids=["INT", "TERM"]
 )

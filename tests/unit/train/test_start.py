@@ -54,7 +54,7 @@ def noted(*overrides: str, size: int = 1) -> list[str]:
         (0.025, ["precision=amp_bf16"], "precision: a step takes 40 times as long as with precision=fp32 on this CPU"),
         (1.9, ["precision=fp32"], None),
         (0.6, ["precision=bf16"], None),
-        (1.0, ["precision=fp32", "speed.compile=model"], "speed.compile: compiling"),
+        (1.0, ["precision=fp32", "speed.compile=model"], "speed.compile: the first step compiles"),
         (1.0, ["precision=fp8", "precision.fp8_emulate=true"], None),
         # 0.99 ** 100 is 0.366.
         (
