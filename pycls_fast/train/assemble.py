@@ -29,7 +29,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
-from pycls_fast.train.distill import distillation
+from pycls_fast.train.distill import build_distillation
 from pycls_fast.train.evaluate import DamagedImages
 from pycls_fast.train.folder import output_file
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
@@ -82,8 +82,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     train = sources["train"]
     step = make_step(config, network, world, switches, steps_per_epoch, load, train=train)
     step.sets_LK = build.label_sets(config, train, world.device)
-    step.teacher = distillation(config, train, world, switches)
-    network.taught = step.teacher is not None
+    step.distillation = build_distillation(config, train, world, switches)
+    network.taught = step.distillation is not None
     if resumed_from is None:
         _check_head(config, network, world)
     return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)

@@ -64,8 +64,8 @@ class Distillation:
         return (1.0 - self.share) * loss + self.share * taught
 
 
-def distillation(config: RunConfig, data: Images, world: World, switches: Speed) -> Distillation | None:
-    """What `distill` asks for, in the run's precision; None without a teacher."""
+def build_distillation(config: RunConfig, data: Images, world: World, switches: Speed) -> Distillation | None:
+    """The distillation that the configuration asks for, in the run's precision; None without a teacher."""
     settings = config.distill
     if settings.teacher is None:
         return None

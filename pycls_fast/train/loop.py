@@ -118,17 +118,17 @@ class Loop:
             self._begin()
             with closing(self._microbatches()) as microbatches, closing(self.profile):
                 self.clock.start()
-                taken: Iterator[Batch] = microbatches
+                batches: Iterator[Batch] = microbatches
                 if run.start_step == 0 < run.total_steps and run.world.is_main:
-                    taken = self._drawn(microbatches)
+                    batches = self._draw_first(microbatches)
                 for step in range(run.start_step, run.total_steps):
-                    self._train_step(step, taken)
+                    self._train_step(step, batches)
                     self._do_what_is_due(step + 1)
                     if step + 1 == run.total_steps:
                         # It may have become the last one: early stopping.
                         break
         except Stopped:
-            return self._leave()
+            return self._finish_stopped()
         return Finished(self._finish())
 
     def _do_what_is_due(self, done: int) -> None:
@@ -153,7 +153,7 @@ class Loop:
             self.clock.start()
 
     def _begin(self) -> None:
-        """What comes before the first step of this process."""
+        """Do what comes before the first step: the fit of a new head, and an evaluation that is missing."""
         run = self.run
         if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
             fit_head(run, self._stop_if_asked, self.stop.check)
@@ -169,8 +169,8 @@ class Loop:
         loader = build.train_loader(run.config, train, run.world, chosen, **steps)
         yield from to_device(loader, run.world.device, mode=chosen.input_copy)
 
-    def _drawn(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
-        """The microbatches, once the first one is drawn; its time does not count."""
+    def _draw_first(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
+        """Draw the first microbatch, in time that does not count; returns all of them."""
         asked = time.perf_counter()
         self.run.world.at("waiting for the data of step 1")
         first = next(microbatches)
@@ -182,7 +182,7 @@ class Loop:
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
         with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.persistent_tensors):
-            self.run.parts.step(step, self._taken(step, microbatches), self.metrics)
+            self.run.parts.step(step, self._microbatches_of(step, microbatches), self.metrics)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
@@ -190,8 +190,8 @@ class Loop:
             # Written meanwhile by its thread.
             self._finish_saving(step + 1)
 
-    def _taken(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
-        """The step's microbatches, each loaded when it is asked for."""
+    def _microbatches_of(self, step: int, microbatches: Iterator[Batch]) -> Iterator[Batch]:
+        """The microbatches of one step, each loaded when it is asked for."""
         world = self.run.world
         for _ in range(self.run.config.optim.microbatches):
             world.at(f"waiting for the data of step {step + 1}")
@@ -255,7 +255,7 @@ class Loop:
             raise
 
     def _evaluate_if_left_out(self, start: int) -> None:
-        """Do the evaluation for which an earlier process saved a checkpoint but which it did not finish."""
+        """Repeat the evaluation of the step from which the run resumes, if the earlier process did not finish it."""
         if self.evaluations.due(start) and not self.evaluations.has(start):
             if self.run.world.is_main:
                 self.run.folder.forget_evaluation(start)
@@ -306,7 +306,8 @@ class Loop:
         if self.agreement.reached(int(bool(self.stop))):
             raise Stopped
 
-    def _leave(self) -> int:
+    def _finish_stopped(self) -> int:
+        """End a run that a signal has stopped: say how it resumes, and write the summary of what is saved."""
         run = self.run
         # An evaluation that was stopped has not changed the state, which was saved before it or as it stopped.
         self._finish_saving(run.saved_step or 0)

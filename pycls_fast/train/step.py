@@ -20,6 +20,7 @@ from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import OwnedWeights, local
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.seeds import generators, microbatch_seed, seed_generators
+from pycls_fast.train.distill import Distillation
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.watchdog import Watchdog
 
@@ -47,7 +48,7 @@ class Step:
     rank: int
     accumulation_steps: int = 1
     watchdog: Watchdog | None = None
-    teacher: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    distillation: Distillation | None = None
     sets_LK: Tensor | None = None
     """What labels stand for, if images have several (`build.label_sets`)."""
 
@@ -87,8 +88,8 @@ class Step:
     def _loss(self, logits_BK: Tensor, targets: Targets, images_BCHW: Tensor, auxiliary: Tensor | None) -> Tensor:
         own_BK, taught_BK = logits_BK.unbind(1) if logits_BK.ndim == 3 else (logits_BK, logits_BK)
         loss = self.loss(own_BK, targets)
-        if self.teacher is not None:
-            loss = self.teacher(loss, taught_BK, images_BCHW)
+        if self.distillation is not None:
+            loss = self.distillation(loss, taught_BK, images_BCHW)
         return loss if auxiliary is None else loss + auxiliary
 
     def _facts(self) -> Mapping[str, Tensor]:
@@ -142,7 +143,7 @@ class PipelinedStep(Step):
         inputs, states = [], []
         for position, batch in zip(range(self.accumulation_steps), microbatches, strict=True):
             images_BCHW, targets = self.inputs(step, position, batch)
-            if not pipeline.takes_images and self.teacher is None:
+            if not pipeline.takes_images and self.distillation is None:
                 # Of a later stage only the shape is asked for.
                 images_BCHW = images_BCHW.new_zeros(()).expand(images_BCHW.shape)
             inputs.append((images_BCHW, targets))

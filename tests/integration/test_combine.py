@@ -23,7 +23,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.train.distill import Distillation, distillation
+from pycls_fast.train.distill import Distillation, build_distillation
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, records, run_process, under_torchrun
@@ -159,7 +159,7 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
     config = load_config("vit_digits", [*words, *other, f"distill.teacher={teacher.run_dir}"])
     world = ALONE
     switches = build.switches(config, world.device)
-    loss = distillation(config, build.sources(config, world)["train"], world, switches)
+    loss = build_distillation(config, build.sources(config, world)["train"], world, switches)
     pixels = torch.rand(4, 3, 8, 8)
     own, its = (
         (pixels - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
@@ -209,7 +209,7 @@ def test_a_teacher_of_timm(digits: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     config = load_config("vit_digits", words)
     switches = build.switches(config, ALONE.device)
-    loss = distillation(config, build.sources(config, ALONE)["train"], ALONE, switches)
+    loss = build_distillation(config, build.sources(config, ALONE)["train"], ALONE, switches)
     pixels = torch.rand(4, 3, 8, 8)
     own, its = (
         (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
