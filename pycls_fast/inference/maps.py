@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -58,24 +59,31 @@ def draw_maps(
     kind = kind or ("attention" if isinstance(classifier.network, VisionTransformer) else "class")
     unreadable: list[tuple[str, str]] = []
     batches = classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
-    found = [_mapped(classifier, batch, kind) for batch in batches]
-    if found:
-        pictures = np.concatenate([pictures_BHWC for pictures_BHWC, *_ in found])
-        names = [source.name(index) for _, indices, *_ in found for index in indices]
-        titles = [title for *_, titles, _ in found for title in titles]
-        values = torch.cat([values for *_, values in found])
-        rows = _rows(pictures, names, titles, values, kind=kind, heads=heads)
+    mapped = [_maps(classifier, batch, kind) for batch in batches]
+    if mapped:
+        names = [source.name(index) for each in mapped for index in each.positions]
+        rows = _rows(mapped, names, kind=kind, heads=heads)
         columns = len(rows[0])
         cells = [cell for row in rows for cell in row]
         for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
             print(file)
     report_unreadable(unreadable, len(source))
-    return DONE if found else MISTAKE
+    return DONE if mapped else MISTAKE
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """The maps of one batch: the pictures that the network sees, their positions in the input, the predictions as
+    titles, and maps (B, ..., h, w) or features (B, h, w, D)."""
+
+    pictures_BHWC: np.ndarray
+    positions: list[int]
+    titles: list[str]
+    values: Tensor
 
 
 @torch.no_grad()
-def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray, list[int], list[str], Tensor]:
-    """The network's input pictures, their positions, predictions as titles, and maps (B, ..., h, w) or features."""
+def _maps(classifier: Classifier, batch: Batch, kind: str) -> _Maps:
     network, inputs_BCHW = classifier.network, classifier.inputs(batch)
     scores_BK = classifier.scores(batch).double()
     labels_B = scores_BK.argmax(dim=1)
@@ -87,12 +95,14 @@ def _mapped(classifier: Classifier, batch: Batch, kind: str) -> tuple[np.ndarray
     with float32_convolutions():
         of_class = kind == "class"
         values = class_maps(network, inputs_BCHW, labels_B) if of_class else _KINDS[kind](network, inputs_BCHW)
-    return batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu()
+    return _Maps(batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu())
 
 
-def _rows(
-    pictures_BHWC: np.ndarray, names: Sequence[str], titles: Sequence[str], values: Tensor, *, kind: str, heads: bool
-) -> list[list[Cell]]:
+def _rows(mapped: Sequence[_Maps], names: Sequence[str], *, kind: str, heads: bool) -> list[list[Cell]]:
+    """For each image a row of the sheet: the picture with its prediction, and its maps."""
+    pictures_BHWC = np.concatenate([each.pictures_BHWC for each in mapped])
+    titles = [title for each in mapped for title in each.titles]
+    values = torch.cat([each.values for each in mapped])
     if kind == "features":
         # Computed over all images together, so that a colour means the same in each.
         values = principal_components(values)
@@ -101,7 +111,7 @@ def _rows(
         picture = Image.fromarray(picture_HWC)
         row = [Cell(picture, title, [Path(name).name])]
         if kind == "features":
-            row.append(Cell(_under(picture, value.double().numpy()), "features", ["first 3 components"]))
+            row.append(Cell(_overlaid(picture, value.double().numpy()), "features", ["first 3 components"]))
             parts = []
         elif value.ndim == 2:
             parts = [(kind, value)]
@@ -111,13 +121,13 @@ def _rows(
         for what, map_hw in parts:
             largest = float(map_hw.max())
             heat_hwC = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
-            row.append(Cell(_under(picture, heat_hwC), what, [f"largest: {largest:.2g}"]))
+            row.append(Cell(_overlaid(picture, heat_hwC), what, [f"largest: {largest:.2g}"]))
         rows.append(row)
     return rows
 
 
-def _under(picture: Image.Image, colours_hwC: np.ndarray) -> Image.Image:
-    """The picture under a grid of RGB values from 0 to 1; in grey, so that all colour comes from the map."""
+def _overlaid(picture: Image.Image, colours_hwC: np.ndarray) -> Image.Image:
+    """The picture with a grid of RGB values from 0 to 1 over it; in grey, so that all colour comes from the grid."""
     small = Image.fromarray((255 * colours_hwC).round().astype(np.uint8))
     over = small.resize(picture.size, Image.Resampling.BICUBIC)
     return Image.blend(picture.convert("L").convert("RGB"), over, _OPACITY)
@@ -136,10 +146,10 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     vit = _transformer(model, "attention")
     # Each is gigabytes for large images.
     seen: deque[Tensor] = deque(maxlen=1)
-    with watched(vit, seen.append):
+    with explicit_attention(vit, seen.append):
         vit(images_BCHW)
     # Attention pooling has one query over only the patches.
-    return _on_grid(vit, seen[-1][:, :, 0] if vit.classifier == "map" else _readout(vit, seen[-1]))
+    return _on_grid(vit, seen[-1][:, :, 0] if vit.classifier == "map" else _mean_over_read_tokens(vit, seen[-1]))
 
 
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -165,11 +175,11 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
             # The query of attention pooling, after the blocks: it has no residual branch.
             flow_BNN = mean_BNN @ flow_BNN[:, vit.extra_tokens :]
 
-    with watched(vit, multiply):
+    with explicit_attention(vit, multiply):
         vit(images_BCHW)
     if vit.classifier == "map":
         return _on_grid(vit, flow_BNN[:, 0, vit.extra_tokens :])
-    return _on_grid(vit, _readout(vit, flow_BNN))
+    return _on_grid(vit, _mean_over_read_tokens(vit, flow_BNN))
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -249,8 +259,8 @@ def principal_components(features_BhwD: Tensor) -> Tensor:
 
 
 @contextmanager
-def watched(model: VisionTransformer, visit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Compute attention explicitly within the block and pass its probabilities to `visit`, in the order of the blocks.
+def explicit_attention(model: VisionTransformer, visit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Compute attention explicitly in the context, and pass its probabilities to `visit`, block after block.
 
     They are (B, H, N, N), without padding; a MAP head's come last, (B, H, 1, patches).
     """
@@ -293,7 +303,7 @@ def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> Vis
     return model
 
 
-def _readout(vit: VisionTransformer, matrix: Tensor) -> Tensor:
+def _mean_over_read_tokens(vit: VisionTransformer, matrix: Tensor) -> Tensor:
     """(..., N, N) -> (..., patches): the mean of the rows that the classifier reads."""
     to_patches = matrix[..., vit.extra_tokens :]
     read = (

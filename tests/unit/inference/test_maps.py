@@ -128,7 +128,7 @@ def test_kernels_come_back_after_an_error() -> None:
     def fail(_: Tensor) -> None:
         raise RuntimeError("planted")
 
-    with pytest.raises(RuntimeError, match="planted"), maps.watched(model, fail):
+    with pytest.raises(RuntimeError, match="planted"), maps.explicit_attention(model, fail):
         model(images())
     assert [block.attention.kernel for block in model.blocks] == kernels
 
