@@ -160,13 +160,14 @@ class Display:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
-            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {told(record, apart='  ')}"
+            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {scores_text(record, apart='  ')}"
             f"{'' if 'map' in record else by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
         )
 
 
-def told(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
-    """The scores of an evaluation: top-1 and top-5, or mAP and F1 where images have several labels; the first only."""
+def scores_text(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
+    """The scores of an evaluation: top-1 and top-5, or mAP and F1 where images have several labels; only the first of
+    the two if `brief`."""
     names = {"map": "mAP", "f1": "F1"} if record.get("map") is not None else {"top1": "top-1", "top5": "top-5"}
     return apart.join([f"{name} {record[key]:.2f}%" for key, name in names.items()][: 1 if brief else 2])
 

@@ -119,9 +119,11 @@ class FlipAveraged(nn.Module):
 
 @dataclass(frozen=True)
 class Scorer:
-    """What scores images: a network, where and how it runs, and what is told meanwhile; who uses it reports the damaged
-    images. `wrapped.evaluated` is called, because ranks may have different numbers of batches, and `after_batch` after
-    each batch on every rank; it may raise to stop."""
+    """Computes the logits of images, and shows how far it is. Its user has to report the damaged images.
+
+    `wrapped.evaluated` is called, because ranks may have different numbers of batches. `after_batch` is called after
+    each batch on every rank, and may raise to stop.
+    """
 
     config: RunConfig
     wrapped: ParallelModel
@@ -292,10 +294,10 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
 
 
 class DamagedImages:
-    """The damaged images that a process meets, of which there may be `limit`: each is told once, and left out.
+    """The damaged images that a process meets: each is reported once and left out; more than `limit` are an error.
 
-    `on_new` is called on all ranks with a step, a name and a reason, once for each. Reasons by name: `noted` are those
-    that this rank has met since the last report, `reported` those that any rank has met before.
+    `on_new` is called on all ranks, once for each image, with a step, its name and the reason. Reasons by name: `noted`
+    are those of images that this rank has met since the last report, `reported` those that any rank has met before.
     """
 
     def __init__(

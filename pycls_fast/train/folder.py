@@ -36,8 +36,8 @@ DAMAGED_IMAGE = "damaged image"
 
 
 def choose_run_dir(config: RunConfig, settings: str) -> tuple[Path, bool]:
-    """The run's folder, a new one named by its `settings` or the given one, and whether torchrun restarted this run:
-    then it is the folder of the first start."""
+    """The run's folder (the given one, or a new one named after the `settings`), and whether torchrun has restarted the
+    run, in which case it is the folder of the first start."""
     path = _new_folder(config.config_name, settings) if config.run_dir is None else user_path(config.run_dir)
     # Several runs of one launch (a sweep) differ in their configuration.
     name = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
@@ -108,7 +108,7 @@ def write_text(file: Path, text: str, *, key: str = "output") -> None:
 class RunFolder:
     """The files of one run. Made on rank 0; on other ranks only the path is used.
 
-    A context manager: its end releases the lock (see `occupy`), then removes the folders that were made for a run that
+    A context manager: its end releases the lock (see `lock`), then removes the folders that were made for a run that
     did not begin to train; `path`, too, if this process has made it (`is_new`).
     """
 
@@ -136,13 +136,14 @@ class RunFolder:
         """Keep the folder even if no step is trained in it."""
         self._made = []
 
-    def occupy(
+    def lock(
         self, wait_seconds: float = 30.0, on_wait: Callable[[str], None] = lambda line: None, *, key: str = "run_dir"
     ) -> None:
-        """Make the folder (`key`), and lock it until the context ends.
+        """Make the folder (the value of `key`), and lock it until the context ends.
 
-        The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. Waits for a
-        run that is about to end, saving its last step; `on_wait` gets a line that says so.
+        The lock belongs to the process: it does not outlive a kill, and loader workers do not inherit it. If another
+        run holds it, which may be about to end and still saves its last step, this waits; `on_wait` gets a line that
+        says so.
         """
         with writing(self.path):
             self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -271,15 +272,16 @@ class RunFolder:
     def damaged_images(self) -> set[str]:
         return {record["name"] for record in self.records("event") if record.get("event") == DAMAGED_IMAGE}
 
-    def forget_after(self, step: int) -> int:
+    def drop_records_after(self, step: int) -> int:
         """Drop records of steps that a resumed run repeats (events are kept: they did happen); returns how many."""
-        return self._keep(lambda record: record["step"] <= step or record["kind"] == "event")
+        return self._filter_records(lambda record: record["step"] <= step or record["kind"] == "event")
 
-    def forget_evaluation(self, step: int) -> None:
-        """Drop the evaluation records of a step, which is evaluated again: it was interrupted before the average's."""
-        self._keep(lambda record: record["step"] != step or record["kind"] != "eval")
+    def drop_evaluation(self, step: int) -> None:
+        """Drop the records of an evaluation that was interrupted between the model and its average, and is repeated."""
+        self._filter_records(lambda record: record["step"] != step or record["kind"] != "eval")
 
-    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
+    def _filter_records(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
+        """Rewrite `metrics.jsonl` with the records that are wanted; returns how many are dropped."""
         records = list(self.records())
         lines = [json.dumps(record) + "\n" for record in records if wanted(record)]
         kept = "".join(lines)

@@ -258,7 +258,7 @@ class Loop:
         """Repeat the evaluation of the step from which the run resumes, if the earlier process did not finish it."""
         if self.evaluations.due(start) and not self.evaluations.has(start):
             if self.run.world.is_main:
-                self.run.folder.forget_evaluation(start)
+                self.run.folder.drop_evaluation(start)
             self._evaluate(start)
         else:
             # That process may have been killed between recording the evaluation and linking the checkpoint. This one

@@ -23,7 +23,7 @@ from pycls_fast.errors import first_line
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
-from pycls_fast.train.display import duration, epochs, human, one_line, told
+from pycls_fast.train.display import duration, epochs, human, one_line, scores_text
 from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text, writing
 from pycls_fast.train.run import Run
@@ -256,7 +256,7 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
     scored = [] if best is None else [("best, by " + metric, best), ("last", final)]
     facts = {
         "state": f"stopped by {summary['stopped']}" if summary["stopped"] else "done",
-        **{name: f"{told(record)} at epoch {epochs(record['epoch'])}" for name, record in scored},
+        **{name: f"{scores_text(record)} at epoch {epochs(record['epoch'])}" for name, record in scored},
         "model": f"{config.model.called}, {human(summary['parameters'])} parameters",
         "weights": config.weights or "random",
         "trained": f"{summary['steps']:,} steps, {epochs(summary['epochs'])} epochs",

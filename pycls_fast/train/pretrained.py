@@ -155,7 +155,7 @@ def _image_size(found: Path | str, ours: Weights | None) -> Size | None:
 
 
 def _described(found: Path | str) -> pretrained.Preprocessing | None:
-    """What a description says of weights; None for a damaged one, too, which is told to those who ask for it."""
+    """What a description says about the weights; None if it is damaged, which only matters to those who need it."""
     try:
         return pretrained.described(found, for_scoring=False)
     except UserError:

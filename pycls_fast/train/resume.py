@@ -107,8 +107,8 @@ def resume(run: Run, resumed_from: checkpoint.Checkpoint | None) -> None:
         if run.world.is_main:
             run.folder.create()
             # Killed before its first checkpoint: start again from step 0.
-            if forgotten := run.folder.forget_after(0):
-                run.display.note(f"run_dir: no checkpoint was saved; it starts again, without {forgotten} old records")
+            if dropped := run.folder.drop_records_after(0):
+                run.display.note(f"run_dir: no checkpoint was saved; it starts again, without {dropped} old records")
         return
     path = resumed_from.path
     changed = _check_resumable(run, path, resumed_from.plain)
@@ -122,7 +122,7 @@ def resume(run: Run, resumed_from: checkpoint.Checkpoint | None) -> None:
         run.folder.create()
         for aside in saving.set_aside(run.folder.checkpoints, run.start_step):
             run.display.warn(f"{aside.name}: a later checkpoint than the one resumed from; set aside")
-        run.folder.forget_after(run.start_step)
+        run.folder.drop_records_after(run.start_step)
     nothing_left = run.world.from_main(_nothing_left(run) if run.world.is_main else None)
     if nothing_left is not None:
         run.total_steps = run.start_step

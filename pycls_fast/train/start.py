@@ -37,7 +37,7 @@ def start_run(config: RunConfig, world: World, display: Display, call: Call | No
     # The key depends only on the given configuration, so that a restart with fewer ranks finds the same folder.
     run_dir, restarted = on_main(world, lambda: choose_run_dir(config, settings))
     with RunFolder(run_dir, is_new=world.is_main and config.run_dir is None) as folder:
-        on_main(world, lambda: folder.occupy(on_wait=display.note))
+        on_main(world, lambda: folder.lock(on_wait=display.note))
         check_same_folder(folder, world)
         resumed_from = find_start(config, folder, world, display, restarted=restarted)
         parts = build_parts(config, world, display, resumed_from)

@@ -9,7 +9,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import BEST
 from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import confusion
-from pycls_fast.train.display import epochs, told
+from pycls_fast.train.display import epochs, scores_text
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import writing
@@ -44,7 +44,8 @@ def summarise(
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None and stopped is None:
         run.display.note(
-            f"done: {told(final)}  (best, by {metric}: {told(best, brief=True)} at epoch {epochs(best['epoch'])})"
+            f"done: {scores_text(final)}  (best, by {metric}: {scores_text(best, brief=True)} at epoch "
+            f"{epochs(best['epoch'])})"
         )
     _write_best_weights(run)
     write_page(run, values)

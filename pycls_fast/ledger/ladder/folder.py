@@ -157,7 +157,7 @@ class LedgerFolder:
         with ExitStack() as stack:
             with refusing(f"output: {self.path} cannot be written to", use="give another"):
                 self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(RunFolder(self.path)).occupy(0, key="output")
+                stack.enter_context(RunFolder(self.path)).lock(0, key="output")
                 self.check(plan)
                 self._write_plan()
                 if self._seconds_file.is_file():

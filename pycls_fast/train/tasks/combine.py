@@ -80,7 +80,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
         with torch.no_grad():
             for parameter in last.parameters():
                 parameter.div_(temperature)
-        # Scored again, so that what is told is true of the weights that are written.
+        # Scored again, so that what is printed holds for the weights that are written.
         scaled_NK, _, after = scores()
         loss, expected, found = (
             likelihood_loss(each_NK[1::2], targets[1::2], hot)

@@ -46,12 +46,12 @@ def test_damaged_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with folder.metrics.open("a") as file:
         file.write('{"kind": "train", "step": 2, "lo')
     assert [record["step"] for record in folder.records()] == [1]
-    folder.forget_after(1)
+    folder.drop_records_after(1)
     assert capsys.readouterr().err == ""
     with folder.metrics.open("a") as file:
         file.write('{"kind": "tr\n')
     folder.add_record("train", 2, 1.0, **TRAINED)
-    folder.forget_after(2)
+    folder.drop_records_after(2)
     assert "metrics.jsonl: dropped 1 damaged line\n" in capsys.readouterr().err
     assert [record["step"] for record in folder.records()] == [1, 2]
 
@@ -66,7 +66,7 @@ def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (run / ".exportab12cd35").symlink_to("../other")
     with RunFolder(run) as folder:
-        folder.occupy()
+        folder.lock()
         assert sorted(path.name for path in run.iterdir()) == [".lock", ".my.tmp"]
     assert (tmp_path / "other").is_dir()
 
@@ -76,7 +76,7 @@ def test_forgets_steps_that_are_done_again_but_not_events(tmp_path: Path) -> Non
     for step in (1, 2, 3):
         folder.add_record("train", step, step / 2, **TRAINED)
     folder.add_record("event", 3, 1.5, event="stopped")
-    assert folder.forget_after(2) == 1
+    assert folder.drop_records_after(2) == 1
     assert [(r["kind"], r["step"]) for r in folder.records()] == [("train", 1), ("train", 2), ("event", 3)]
 
 
@@ -107,7 +107,7 @@ def test_links_in_the_folder_are_not_followed_when_writing(tmp_path: Path) -> No
         run.mkdir()
         (run / name).symlink_to(victim)
         with suppress(UserError), RunFolder(run) as folder:
-            folder.occupy()
+            folder.lock()
             folder.add_record("event", 1, 0.5, event="stopped")
         assert victim.read_text() == "as before"
     (run := tmp_path / "linked").mkdir()
@@ -117,7 +117,7 @@ def test_links_in_the_folder_are_not_followed_when_writing(tmp_path: Path) -> No
         pytest.raises(UserError, match=r"^run_dir: .*checkpoints is a link, which is not followed"),
         RunFolder(run) as folder,
     ):
-        folder.occupy()
+        folder.lock()
 
 
 _HOLD = """
@@ -127,7 +127,7 @@ from pycls_fast.train.folder import RunFolder
 
 with (folder := RunFolder(Path(sys.argv[1]))):
     try:
-        print(folder.occupy(wait_seconds=0.0), flush=True)
+        print(folder.lock(wait_seconds=0.0), flush=True)
     except Exception as error:
         print(error, flush=True)
     sys.stdin.readline()
@@ -147,9 +147,9 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         assert first.stdout.readline() == "None\n"
         folder = RunFolder(tmp_path)
         with pytest.raises(UserError, match=rf"is in use by process {first.pid} on {platform.node()}; wait for it"):
-            folder.occupy(wait_seconds=0.0)
+            folder.lock(wait_seconds=0.0)
         threading.Timer(0.3, first.kill).start()
-        folder.occupy(wait_seconds=60.0)
+        folder.lock(wait_seconds=60.0)
         with _hold(tmp_path) as second:
             assert f"process {os.getpid()} on" in second.stdout.readline()
             second.communicate("\n", timeout=60)
