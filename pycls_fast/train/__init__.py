@@ -1,4 +1,8 @@
-"""Training. Read loop.py, step.py, assemble.py in this order; then checkpoints, evaluation, the files of a run."""
+"""Training. start.py prepares a run of the parts that assemble.py builds, and loop.py trains it, by step.py.
+
+A new head is fitted in head.py. validation.py scores, by evaluate.py; saving.py and checkpoint.py save, resume.py
+loads; summary.py ends a run. folder.py has the files of a run, tasks/ what is done with saved weights.
+"""
 
 import sys
 from types import ModuleType
