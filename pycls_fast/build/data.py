@@ -100,7 +100,7 @@ def steps_between_evaluations(config: RunConfig, steps_per_epoch: int) -> int:
 
 
 def train_loader(
-    config: RunConfig, source: Images, world: World, chosen: Speed, *, start_step: int, steps: int
+    config: RunConfig, source: Images, world: World, switches: Speed, *, start_step: int, steps: int
 ) -> ImageLoader:
     """The loader of this rank's microbatches from `start_step` up to `steps`."""
     sizes = config.data.training_image_sizes
@@ -126,15 +126,15 @@ def train_loader(
         transforms,
         seed=config.seed,
         training=True,
-        host=prepare_on_host(config, chosen),
+        host=prepare_on_host(config, switches),
         repeats=config.augment.repeats * times,
-        open_picture=_decoder(config, chosen, training=True),
+        open_picture=_decoder(config, switches, training=True),
     )
     return _loader(config, dataset, sampler, world)
 
 
-def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Decoder:
-    name = chosen.decode
+def _decoder(config: RunConfig, switches: Speed, *, training: bool = False) -> Decoder:
+    name = switches.decode
     if name == "region":
         # Compiled here if necessary, not in every worker.
         native.library()
@@ -142,11 +142,11 @@ def _decoder(config: RunConfig, chosen: Speed, *, training: bool = False) -> Dec
         raise UserError(
             "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
         )
-    decoder = open_scaled_region if training and chosen.decode_scale == "dct" else DECODERS[name]
+    decoder = open_scaled_region if training and switches.decode_scale == "dct" else DECODERS[name]
     return replace(decoder, convert=config.data.conversion)
 
 
-def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed) -> Generator[Batch, None, None]:
+def eval_batches(config: RunConfig, source: Images, world: World, switches: Speed) -> Generator[Batch, None, None]:
     """This rank's batches of a split on its device, every image once over all ranks."""
     transform = EvalTransform(config.augment, image_size=config.data.image_size, mean=config.data.mean)
     batch_size = config.data.eval_batch_size or microbatch_size(config, world)
@@ -156,10 +156,10 @@ def eval_batches(config: RunConfig, source: Images, world: World, chosen: Speed)
         transform,
         seed=config.seed,
         training=False,
-        host=prepare_on_host(config, chosen),
-        open_picture=_decoder(config, chosen),
+        host=prepare_on_host(config, switches),
+        open_picture=_decoder(config, switches),
     )
-    return to_device(_loader(config, dataset, sampler, world), world.device, mode=chosen.input_copy)
+    return to_device(_loader(config, dataset, sampler, world), world.device, mode=switches.input_copy)
 
 
 def for_scoring(config: RunConfig) -> RunConfig:
@@ -193,25 +193,25 @@ def num_workers(config: RunConfig) -> int:
     return min(cores_per_rank(), 16)
 
 
-def prepare(config: RunConfig, device: torch.device, chosen: Speed) -> Prepare:
+def prepare(config: RunConfig, device: torch.device, switches: Speed) -> Prepare:
     """The transform from batches on the device, prepared on the host or not, to the model's input."""
     return Prepare(
         config.data.mean,
         config.data.std,
         dtype=DTYPES[level(config).weights],
         erase_value=config.augment.erase_value,
-        memory_format=chosen.memory_format,
+        memory_format=switches.memory_format,
         device=device,
     )
 
 
-def prepare_on_host(config: RunConfig, chosen: Speed) -> PrepareOnHost | None:
+def prepare_on_host(config: RunConfig, switches: Speed) -> PrepareOnHost | None:
     """The batch preparation in the loader's workers, or None if the device does it all."""
-    if chosen.normalize_on == "device":
+    if switches.normalize_on == "device":
         return None
     prepare = Prepare(config.data.mean, config.data.std, erase_value=config.augment.erase_value)
     return PrepareOnHost(
-        prepare, erase=chosen.erase_on == "cpu", mixer=mixer(config) if chosen.mix_on == "cpu" else None
+        prepare, erase=switches.erase_on == "cpu", mixer=mixer(config) if switches.mix_on == "cpu" else None
     )
 
 

@@ -70,13 +70,13 @@ def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found, using CUDA_HOME")
 
 
-def set_backend(config: RunConfig, device: torch.device, chosen: Speed) -> None:
+def set_backend(config: RunConfig, device: torch.device, switches: Speed) -> None:
     """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured. A
     `UserError` for TF32 or determinism that is not possible in this process."""
     # Compiling for a CPU prints it where CUDA's compiler is installed.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
-    _set_threads(config.runtime.threads, updates_on_host=chosen.param_offload == "cpu")
-    keep_freed_memory(chosen.allocator == "keep")
+    _set_threads(config.runtime.threads, updates_on_host=switches.param_offload == "cpu")
+    keep_freed_memory(switches.allocator == "keep")
     tf32 = level(config).tf32
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")
@@ -153,7 +153,7 @@ def switches(config: RunConfig, device: torch.device) -> Speed:
     another setting."""
     kind = device_kind(device)
     resolved = speed.resolve(config.speed, kind, config.optim, in_16_bits=level(config).in_16_bits)
-    resolved = _give_way(config, resolved)
+    resolved = _replace_unavailable(config, resolved)
     if "compile" not in config.speed.by_hand and resolved.compile != "off":
         # Explicit settings win over the preset's.
         uncompiled = resolved.replace(compile="off")
@@ -167,7 +167,7 @@ def switches(config: RunConfig, device: torch.device) -> Speed:
     return resolved
 
 
-def _give_way(config: RunConfig, resolved: Speed) -> Speed:
+def _replace_unavailable(config: RunConfig, resolved: Speed) -> Speed:
     """Replace preset values that are not available here by the best that is, so that the start table is true.
 
     `speed.resolve` does the same with optimizers.
@@ -212,25 +212,25 @@ def _compiles_once(config: RunConfig, kind: Device) -> bool:
     )
 
 
-def compile_for_gpu(config: RunConfig, chosen: Speed, world: World, *, images: int, flops: float) -> Speed:
+def compile_for_gpu(config: RunConfig, switches: Speed, world: World, *, images: int, flops: float) -> Speed:
     """The switches as the preset has them for a GPU and this much work: none compiled for a few steps, small steps
     replayed as CUDA graphs. The run trains on so many `images` in all, each a forward pass of `flops`."""
-    if world.device.type != "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
-        return chosen
+    if world.device.type != "cuda" or "compile" in config.speed.by_hand or switches.compile == "off":
+        return switches
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
-        off = chosen.replace(compile="off", compile_mode="default")
-        return chosen if any(switch_problems(config, off, "cuda")) else off
+        off = switches.replace(compile="off", compile_mode="default")
+        return switches if any(switch_problems(config, off, "cuda")) else off
     step = 3 * flops * config.data.global_batch_size / (world.data_size * config.optim.microbatches)
     if "compile_mode" in config.speed.by_hand or step > _GPU_SMALL_STEP:
-        return chosen
-    replayed = chosen.replace(compile="model", compile_mode="reduce-overhead")
-    return chosen if any(switch_problems(config, replayed, "cuda")) else replayed
+        return switches
+    replayed = switches.replace(compile="model", compile_mode="reduce-overhead")
+    return switches if any(switch_problems(config, replayed, "cuda")) else replayed
 
 
-def compiles(config: RunConfig, chosen: Speed) -> bool:
+def compiles(config: RunConfig, switches: Speed) -> bool:
     """Whether a training step is compiled code in part, whose operations nobody can watch."""
-    in_parts = chosen.cross_entropy == "fused" or chosen.optimizer_compile == "on" or config.optim.compiles_itself
-    return in_parts or chosen.compile != "off"
+    in_parts = switches.cross_entropy == "fused" or switches.optimizer_compile == "on" or config.optim.compiles_itself
+    return in_parts or switches.compile != "off"
 
 
 def has_compiler(kind: Device) -> bool:

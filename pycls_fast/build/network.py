@@ -67,15 +67,15 @@ def label_sets(config: RunConfig, source: Images, device: torch.device) -> torch
     return F.pad(torch.from_numpy(source.label_sets).to(device, torch.float32), (0, spare))
 
 
-def model(config: RunConfig, classes: int, chosen: Speed, *, empty: bool = False) -> Network:
+def model(config: RunConfig, classes: int, switches: Speed, *, empty: bool = False) -> Network:
     """The network with its initial weights, the same on every rank, on the CPU in float32; if `empty`, on meta."""
     build: Callable[..., Network] = config.model.build
-    switches = {name: getattr(chosen, name) for name in config.model.switches}
+    own = {name: getattr(switches, name) for name in config.model.switches}
     if config.parallel.tensor_degree > 1:
-        switches["token_parts"] = config.parallel.tensor_degree
+        own["token_parts"] = config.parallel.tensor_degree
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
-        network = build(classes, config.data.image_size, **switches)
+        network = build(classes, config.data.image_size, **own)
     _check(config, network)
     return network
 
@@ -141,8 +141,8 @@ def apply_precision(
 
     If it is `sharded`, the strategy casts what it gathers, and the shards are the masters.
     """
-    chosen = level(config)
-    if chosen.float8:
+    precision = level(config)
+    if precision.float8:
         settings = config.precision
         use_float8(
             network,
@@ -152,21 +152,21 @@ def apply_precision(
             emulate=settings.fp8_emulate,
             head=network.head_name,
         )
-    if chosen.weights == "float32" or sharded:
+    if precision.weights == "float32" or sharded:
         return None
     return MasterWeights(
-        network, dtype=DTYPES[chosen.weights], wide_norms=chosen.wide_norms, kept=chosen.masters == "kept"
+        network, dtype=DTYPES[precision.weights], wide_norms=precision.wide_norms, kept=precision.masters == "kept"
     )
 
 
-def save_activation_memory(config: RunConfig, network: Network, chosen: Speed) -> None:
+def save_activation_memory(config: RunConfig, network: Network, switches: Speed) -> None:
     """Apply the activation-memory switches to a network in its final number and memory formats, in place."""
     memory.save_activation_memory(
         network,
         network.units(),
-        recompute=chosen.recompute,
-        activation_offload=chosen.activation_offload,
-        activation_compression=chosen.activation_compression,
+        recompute=switches.recompute,
+        activation_offload=switches.activation_offload,
+        activation_compression=switches.activation_compression,
     )
 
 
@@ -190,31 +190,31 @@ def wrap(
     config: RunConfig,
     network: Network,
     world: World,
-    chosen: Speed,
+    switches: Speed,
     initialise: Callable[[OwnedWeights | None], None] | None = None,
     pipeline: Pipeline | None = None,
 ) -> ParallelModel:
     """Wrap the network for the resolved strategy, compiled if configured; one on the meta device gets its initial
     values, or those of `initialise` (see `wrap_model`)."""
     precision = level(config)
-    if chosen.compile != "off":
-        need_compiler(world.device, f"speed.compile: {chosen.compile}", "speed.compile=off")
+    if switches.compile != "off":
+        need_compiler(world.device, f"speed.compile: {switches.compile}", "speed.compile=off")
     torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
     settings = StrategySettings(
         config.parallel,
-        chosen,
+        switches,
         compute=None if precision.weights == "float32" else DTYPES[precision.weights],
         autocast=None if precision.autocast is None else DTYPES[precision.autocast],
         wide_norms=precision.wide_norms,
         pipeline=pipeline,
         groups=by_name(network, parameter_groups(network, config.optim)),
-        make_optimizer=lambda groups: optimizer(config, network, chosen, groups=groups),
+        make_optimizer=lambda groups: optimizer(config, network, switches, groups=groups),
     )
     return wrap_model(network, world, settings, initialise)
 
 
 def loss(
-    config: RunConfig, chosen: Speed, device: torch.device, classes: int, train: Images | None = None
+    config: RunConfig, switches: Speed, device: torch.device, classes: int, train: Images | None = None
 ) -> LossFunction:
     """The training loss for a network of so many outputs. Without the training images, as when timing random ones, all
     classes have the same weight."""
@@ -230,7 +230,7 @@ def loss(
             plain = ClassWeighted(plain, weights_K)
         else:
             raise UserError(f"loss.class_weights: loss={config.loss.name} has no weights for classes; use none")
-    if chosen.cross_entropy == "plain":
+    if switches.cross_entropy == "plain":
         return plain
     need_compiler(device, "speed.cross_entropy: fused", "speed.cross_entropy=plain")
     return FusedLoss(plain)
@@ -243,7 +243,7 @@ def schedule(config: RunConfig, steps_per_epoch: int) -> LrSchedule:
 def optimizer(
     config: RunConfig,
     network: Network,
-    chosen: Speed,
+    switches: Speed,
     masters: MasterWeights | LocalShards | LowRank | None = None,
     *,
     sharded: bool = False,
@@ -264,20 +264,20 @@ def optimizer(
         device = next((p.device for group in groups for p in group["params"]), next(network.parameters()).device)
         if settings.compiles_itself:
             need_compiler(device, f"optim.name: {settings.name}", "optim=adamw")
-        made = settings.build(groups, chosen.optimizer)
-        if chosen.optimizer_compile == "on":
+        made = settings.build(groups, switches.optimizer)
+        if switches.optimizer_compile == "on":
             need_compiler(device, "speed.optimizer_compile: on", "speed.optimizer_compile=off")
             compile_step(made)
-        if chosen.cuda_graphs == "on":
+        if switches.cuda_graphs == "on":
             make_capturable(made, device)
         return made
 
-    if chosen.param_offload == "none" or sharded:
+    if switches.param_offload == "none" or sharded:
         return make(groups)
     return HostOptimizer(groups, make)
 
 
-def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:
+def ema(config: RunConfig, weights: OwnedWeights, switches: Speed) -> Ema | None:
     """The exponential moving average of the weights, or None without `optim.ema_decay`."""
     settings = config.optim
     if settings.ema_decay is None:
@@ -286,7 +286,7 @@ def ema(config: RunConfig, weights: OwnedWeights, chosen: Speed) -> Ema | None:
         weights,
         decay=settings.ema_decay,
         warmup=settings.ema_warmup,
-        implementation=chosen.ema,
+        implementation=switches.ema,
         every=settings.ema_every_steps,
     )
 

@@ -227,10 +227,12 @@ def short_training(
             raise UserError("WORLD_SIZE: a short training is looked at in one process; start without torchrun")
         file, display = output_file(output, world), Display(speaks=world.is_main, mode=config.runtime.progress)
         parts = build_parts(config, world, display)
-        loader = build.train_loader(parts.config, parts.sources["train"], world, parts.speed, start_step=0, steps=steps)
+        loader = build.train_loader(
+            parts.config, parts.sources["train"], world, parts.switches, start_step=0, steps=steps
+        )
         damaged = DamagedImages(config.data.max_damaged, world, display)
         batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
         with closing(batches):
-            metrics = TrainMetrics(world.device, read=parts.speed.metrics)
+            metrics = TrainMetrics(world.device, read=parts.switches.metrics)
             yield ShortTraining(parts, world, display, metrics, file, batches)
         damaged.report()

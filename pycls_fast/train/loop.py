@@ -90,8 +90,8 @@ class Loop:
         self.observers = observers
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, observers, self._stop_if_asked)
-        self.metrics = TrainMetrics(run.world.device, read=run.parts.speed.metrics)
-        self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.parts.speed))
+        self.metrics = TrainMetrics(run.world.device, read=run.parts.switches.metrics)
+        self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.parts.switches))
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
@@ -161,13 +161,13 @@ class Loop:
         if self.evaluations.stop_early(run.start_step):
             # An earlier process had stopped early, and nothing has changed since.
             run.total_steps = run.start_step
-        run.display.begin_training(run.start_step, run.total_steps, compiles=run.parts.speed.compile != "off")
+        run.display.begin_training(run.start_step, run.total_steps, compiles=run.parts.switches.compile != "off")
 
     def _microbatches(self) -> Generator[Batch, None, None]:
-        run, train, chosen = self.run, self.run.parts.sources["train"], self.run.parts.speed
+        run, train, switches = self.run, self.run.parts.sources["train"], self.run.parts.switches
         steps = {"start_step": run.start_step, "steps": run.total_steps}
-        loader = build.train_loader(run.config, train, run.world, chosen, **steps)
-        yield from to_device(loader, run.world.device, mode=chosen.input_copy)
+        loader = build.train_loader(run.config, train, run.world, switches, **steps)
+        yield from to_device(loader, run.world.device, mode=switches.input_copy)
 
     def _draw_first(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
         """Draw the first microbatch, in time that does not count; returns all of them."""

@@ -39,7 +39,7 @@ class Parts:
     sources: dict[str, Images]
     network: Network
     step: Step
-    speed: Speed
+    switches: Speed
     complexity: Complexity
     steps_per_epoch: int
     new_head: bool
@@ -79,7 +79,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}
-        values["speed"] = self.parts.speed.model_dump()
+        values["speed"] = self.parts.switches.model_dump()
         return values
 
     @cached_property
@@ -98,7 +98,9 @@ class Run:
 
     def scorer(self, after_batch: Callable[[], None]) -> Scorer:
         parts = self.parts
-        return Scorer(self.config, parts.step.wrapped, self.world, parts.speed, self.display, self.damaged, after_batch)
+        return Scorer(
+            self.config, parts.step.wrapped, self.world, parts.switches, self.display, self.damaged, after_batch
+        )
 
     def epoch(self, step: int) -> float:
         return step / self.parts.steps_per_epoch

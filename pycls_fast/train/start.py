@@ -185,7 +185,7 @@ def _notes(run: Run) -> Iterator[str]:
             f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all equally "
             "often, and with schedule.best_metric=class_top1 all count equally"
         )
-    if run.parts.speed.compile != "off":
+    if run.parts.switches.compile != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s; speed.compile=off avoids it"
     elif on_gpu and config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"

@@ -106,8 +106,10 @@ def test_step_never_waits_for_the_device(
         start_world("cuda", Parallel(name="single")) as world,
         start_run(config, world, Display(speaks=False, mode="plain")) as run,
     ):
-        loader = build.train_loader(config, run.parts.sources["train"], world, run.parts.speed, start_step=0, steps=9)
-        batches = to_device(loader, world.device, mode=run.parts.speed.input_copy)
+        loader = build.train_loader(
+            config, run.parts.sources["train"], world, run.parts.switches, start_step=0, steps=9
+        )
+        batches = to_device(loader, world.device, mode=run.parts.switches.input_copy)
         metrics = TrainMetrics(world.device)
         if "cross_entropy=fused" in chosen:
             # Unmixed batches have a loss of their own to compile; of small images CutMix may take an empty box.

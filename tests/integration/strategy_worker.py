@@ -79,7 +79,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     metrics = TrainMetrics(world.device)
     losses, norms = [], []
     loader = build.train_loader(
-        config, run.parts.sources["train"], world, run.parts.speed, start_step=run.start_step, steps=run.total_steps
+        config, run.parts.sources["train"], world, run.parts.switches, start_step=run.start_step, steps=run.total_steps
     )
     on_cuda = world.device.type == "cuda"
     asks = run.parts.step.wrapped.optimizer is not None and run.parts.step.scaler.is_enabled()

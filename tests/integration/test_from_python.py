@@ -112,7 +112,7 @@ def test_a_loop_of_ones_own_computes_what_the_step_does(plain: RunConfig) -> Non
     network, ema, _ = own_loop()(plain, 3)
     parts = build_parts(plain, ALONE, Display(speaks=False, mode="plain"))
     metrics = TrainMetrics(ALONE.device)
-    batches = build.train_loader(parts.config, parts.sources["train"], ALONE, parts.speed, start_step=0, steps=3)
+    batches = build.train_loader(parts.config, parts.sources["train"], ALONE, parts.switches, start_step=0, steps=3)
     for step, batch in enumerate(batches):
         parts.step(step, [batch], metrics)
     assert parts.step.ema is not None

@@ -290,7 +290,7 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         output = str(started if config.run_dir is None else Path(config.run_dir) / "gradients.json")
     with short_training(config, steps=warmup_steps + steps, output=output) as training:
         parts, world = training.parts, training.world
-        if parts.speed.cuda_graphs == "on":
+        if parts.switches.cuda_graphs == "on":
             raise UserError("speed.cuda_graphs: on replays steps without Python, which counts; use off")
         watch = Watch(parts.network, loss_scale)
         for _ in range(warmup_steps):

@@ -42,7 +42,9 @@ def noted(*overrides: str, size: int = 1) -> list[str]:
     """The notes of a run of 100 steps on so many ranks."""
     config = config_of(*overrides)
     world = SimpleNamespace(size=size, data_size=1, device=torch.device("cpu"), is_main=True)
-    parts = SimpleNamespace(speed=build.switches(config, world.device), sources={"train": SyntheticImages(4, 8, 2, 0)})
+    parts = SimpleNamespace(
+        switches=build.switches(config, world.device), sources={"train": SyntheticImages(4, 8, 2, 0)}
+    )
     run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
     return list(_notes(run))
 
