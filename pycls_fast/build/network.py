@@ -60,7 +60,7 @@ def num_classes(config: RunConfig, source: Images) -> int:
 
 
 def label_sets(config: RunConfig, source: Images, device: torch.device) -> torch.Tensor | None:
-    """What the labels of images with several stand for: float32 (L, K), 1 for the classes of each set; else None."""
+    """Where images have several labels: the classes that each label stands for, ones in float32 (L, K); else None."""
     if source.label_sets is None:
         return None
     spare = num_classes(config, source) - len(source.classes)
@@ -81,7 +81,7 @@ def model(config: RunConfig, classes: int, switches: Speed, *, empty: bool = Fal
 
 
 def _check(config: RunConfig, network: Network) -> None:
-    """Raises UserError: settings that this network, known only now, does not take."""
+    """Refuse settings that the network, which is known only now, does not take."""
     by_hand, name, wrong = config.speed.by_hand, config.model.called, []
     has_none = f"works on repeated blocks, and {name} has none; use"
     recompute, decay = by_hand.get("recompute", "off"), config.optim.layer_decay

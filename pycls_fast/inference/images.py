@@ -42,7 +42,7 @@ _IN_ADDRESSES = "%:/?#[]@!$&'()*+,;=~"
 
 
 class Address(str):
-    """Where an image is read (`https://...`, and what fsspec knows: `s3://...`)."""
+    """The address of an image (`https://...`, or what fsspec knows: `s3://...`)."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same settings and data (each has its own command line and disks); what one decides."""
+"""Checks that all ranks, each with its own command line and disks, have the same settings and data; `on_main`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _MOST = 5
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """What an action returns on the main rank, or its `UserError` or `Stopped`, on all ranks, which call this."""
+    """Run an action on the main rank; on all ranks, which call this, return its result, or raise its `UserError` or
+    `Stopped`."""
     found: tuple[Any, Exception | None] = (None, None)
     if world.is_main:
         try:

@@ -91,7 +91,7 @@ def of_sets(result: Evaluation, source: Images) -> tuple[np.ndarray, np.ndarray]
 
 
 def share_error(percent: float, images: int) -> float:
-    """The standard error of the share of some images that are right, both in percent."""
+    """The standard error, in percent, of an accuracy in percent on so many images."""
     # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
     share = (percent / 100 * images + 1) / (images + 2)
     return 100 * math.sqrt(share * (1 - share) / images)
@@ -160,13 +160,13 @@ def calibration_error(predictions: Predictions) -> float | None:
 
 
 def judged(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The places of the images that count for `calibration_error`, their class's probability, and if it is right."""
+    """The places of the images that count for `calibration_error`; their class's probability; whether it is right."""
     rows_M = np.flatnonzero((predictions.labels_N >= 0) & (predictions.predicted_N >= 0))
     return rows_M, predictions.probabilities_N[rows_M], predictions.right[rows_M]
 
 
 def probability_error(probabilities: np.ndarray, right: np.ndarray) -> float | None:
-    """How far probabilities are from the share that is right, as of `calibration_error`; arrays of one shape."""
+    """The `calibration_error` of probabilities that are right or not, arrays of the same shape; None without any."""
     bins_M, gaps_M = probability_gaps(probabilities, right)
     return float(np.abs(np.bincount(bins_M, gaps_M)).sum() / len(gaps_M)) if len(gaps_M) else None
 
@@ -178,11 +178,11 @@ def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 1
 
 
 def mistakes(predictions: Predictions, classes: int) -> np.ndarray:
-    """Places of the wrong predictions in `predictions`, int64, likely errors of the labels first.
+    """Positions of the wrong predictions in `predictions`, int64; those whose label is most likely wrong come first.
 
-    These are the labels whose probability is the lowest part of what it is on average for images with that label: the
-    self-confidence of Confident Learning (Northcutt, Jiang and Chuang, 2021), beside each class's own threshold. The
-    images must not have been trained on. Other orders: LOG.md.
+    They are ordered by the probability of the label, relative to its mean over the images with that label: the
+    self-confidence of Confident Learning (Northcutt, Jiang and Chuang, 2021), compared with each class's own threshold.
+    The images must not have been trained on. Other orders: LOG.md.
     """
     labels_N, predicted_N, losses_N = predictions.labels_N, predictions.predicted_N, predictions.losses_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
@@ -195,8 +195,8 @@ def mistakes(predictions: Predictions, classes: int) -> np.ndarray:
 
 
 def set_mistakes(true_NK: np.ndarray, scores_NK: np.ndarray) -> np.ndarray:
-    """Places of the images with a wrong class over or under 0.5, int64, those first of which one class is the least
-    probable to be as labelled.
+    """Positions of the images with a class on the wrong side of 0.5, int64; those with the least probable label come
+    first.
     """
     wrong_M = np.flatnonzero(((scores_NK > 0) != true_NK).any(axis=1))
     return wrong_M[np.argsort(np.where(true_NK, scores_NK, -scores_NK)[wrong_M].min(axis=1), kind="stable")]

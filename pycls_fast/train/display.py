@@ -30,7 +30,7 @@ from rich.text import Text
 from pycls_fast.errors import UserError, discard_output, printable, wrapped
 
 _PLAIN_SECONDS = 5.0
-# Without a word, of what has a bar on a terminal.
+# Seconds between two lines on the progress of what has a bar on a terminal.
 _PATIENCE = 10.0
 # From this many columns of the terminal on there is room for a long bar.
 _WIDE = 100
@@ -101,7 +101,7 @@ class Display:
         self._write(table)
 
     def note(self, text: str, *, style: str | None = None, whole: bool = False) -> None:
-        """Print a line, on a terminal wrapped between words, unless it is to be copied as a `whole`."""
+        """Print a line; on a terminal it is wrapped between words, unless it is to be copied as a `whole`."""
         width = self.console.width if self.console.is_terminal and not whole else None
         self.console.print(wrapped(printable(text), width), style=style, markup=False)
         self._write(printable(text))
@@ -110,7 +110,7 @@ class Display:
         self.note(f"warning: {text}", style="yellow")
 
     def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
-        """Show the run's bar, at the step it starts from; until the first numbers it may say that it `compiles`."""
+        """Show the run's progress bar from this step on; until the first numbers it says whether it `compiles`."""
         doing = "compiling" if compiles else "train"
         if self._bar is not None:
             self._training = self._bar.add_task(doing, total=total_steps, completed=step, numbers="")
@@ -180,7 +180,7 @@ class _Numbers(ProgressColumn):
 
 
 class _Console(Console):
-    """Prints until output fails, then no more: training outlives its terminal, `| tee` and a full disk."""
+    """Prints until its output fails, then nothing more: training outlives its terminal, `| tee` and a full disk."""
 
     says_so = False
     """Whether a line on standard error says that it has failed."""

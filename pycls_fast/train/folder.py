@@ -1,4 +1,4 @@
-"""The run folder (configuration, environment, metrics, summary), and the files of tools. Only rank 0 writes."""
+"""A run's folder (configuration, environment, metrics, summary), and files that commands write; only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pycls_fast.train.environment import environment_command
 _METRICS_BYTES = 1 << 30
 _WRITTEN = ("checkpoints", "tensorboard", "profile")
 DAMAGED_IMAGE = "damaged image"
-"""The event of an image that the run met first."""
+"""The event that records a damaged image when a run first meets it."""
 
 
 def choose_run_dir(config: RunConfig, settings: str) -> tuple[Path, bool]:

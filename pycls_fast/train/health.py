@@ -103,8 +103,13 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 @contextmanager
 def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "") -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError` of one line: the key to change, with `what` the device is out
-    of memory and the way out; `cpu` is a key that chooses the CPU instead, if that is one, too."""
+    """Turn torch's out-of-memory error into a `UserError` of one line.
+
+    Args:
+        key: the key to change.
+        what: what did not fit into the device's memory, and the way out.
+        cpu: a key that can choose the CPU instead, if there is one.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""95% intervals of scores: where those of other images lie that are drawn like these."""
+"""95% intervals of scores: the range in which those of other images like these would lie."""
 
 from __future__ import annotations
 

@@ -169,18 +169,18 @@ def write_report(
     `classes` are the rows of `classes.json`; images are converted as for the network.
     """
     found, picture = result.predictions, None
-    said: Iterable[tuple[Iterable[int], dict[int, float]]]
+    outcomes: Iterable[tuple[Iterable[int], dict[int, float]]]
     if source.label_sets is None:
         picture = index.with_name("confusion.png")
         draw_confusion(confusion(found, len(source.classes)), source.classes, picture, title)
         wrong_M = mistakes(found, len(source.classes))
         columns = (x[wrong_M].tolist() for x in (found.labels_N, found.predicted_N, found.probabilities_N))
-        said = (([label], {guess: p}) for label, guess, p in zip(*columns, strict=True))
+        outcomes = (([label], {guess: p}) for label, guess, p in zip(*columns, strict=True))
     else:
         true_NK, scores_NK = of_sets(result, source)
         wrong_M = set_mistakes(true_NK, scores_NK)
         rows = zip(true_NK[wrong_M], sigmoid(scores_NK[wrong_M]), strict=True)
-        said = ((np.flatnonzero(own_K), {k: p for k, p in enumerate(likely_K) if p > 0.5}) for own_K, likely_K in rows)
+        outcomes = ((np.flatnonzero(own_K), {k: p for k, p in enumerate(p_K) if p > 0.5}) for own_K, p_K in rows)
     html = render(
         Path(__file__).with_name("report.html.j2"),
         title=title,
@@ -188,17 +188,20 @@ def write_report(
         confusion=None if picture is None else data_url(picture.read_bytes(), "png"),
         classes=classes,
         wrong=len(wrong_M),
-        tiles=list(_tiles(source, found.indices_N[wrong_M], said, convert)),
+        tiles=list(_tiles(source, found.indices_N[wrong_M], outcomes, convert)),
     )
     write_text(index, html, key="report")
 
 
 def _tiles(
-    source: Images, indices_M: np.ndarray, said: Iterable[tuple[Iterable[int], dict[int, float]]], convert: Conversion
+    source: Images,
+    indices_M: np.ndarray,
+    outcomes: Iterable[tuple[Iterable[int], dict[int, float]]],
+    convert: Conversion,
 ) -> Iterator[dict[str, Any]]:
-    """What the page shows of each of the first images that can be read: labels, and probabilities of what was
-    guessed."""
-    for index, (labels, guesses) in islice(zip(indices_M.tolist(), said, strict=True), _MOST_TILES):
+    """What the page shows of each of the first images that can be read: labels, and the predicted classes with their
+    probabilities."""
+    for index, (labels, guesses) in islice(zip(indices_M.tolist(), outcomes, strict=True), _MOST_TILES):
         try:
             image = decode(source.read(index), convert)
         except (DamagedImage, OSError):

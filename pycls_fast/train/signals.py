@@ -24,7 +24,7 @@ _REQUEUE_SECONDS = 60
 
 
 class Stopped(Exception):
-    """Raised when all ranks have agreed to stop because one of them got a signal, or a process without others did."""
+    """Raised once all ranks have agreed to stop, because a signal has asked one of them to."""
 
 
 class StopRequest:
@@ -73,7 +73,7 @@ class StopRequest:
 def stop_requests(answer: str = "stopping when this step is done and saved") -> Iterator[StopRequest]:
     """Catch SIGTERM, SIGINT, SIGHUP (unless `nohup` made it ignored) and the warnings of a scheduler or its launcher.
 
-    The first one gets the answer, as a line. A second Ctrl-C or SIGTERM ends the process at once. Outside the main
+    The first one is answered by a line. A second Ctrl-C or SIGTERM ends the process at once. Outside the main
     thread, where Python catches no signals, nothing is caught.
     """
     request = StopRequest()
@@ -88,7 +88,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     terminated: list[float] = []
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         former = before[signal.Signals(number)]
         if not request.training:
             if callable(former):
@@ -120,7 +120,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
 
     hook = sys.unraisablehook
 
-    def come_again(lost: sys.UnraisableHookArgs) -> None:
+    def send_again(lost: sys.UnraisableHookArgs) -> None:
         # What a handler raises in a destructor or in a weak reference's callback is lost.
         number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
         if number is None:
@@ -129,8 +129,8 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
             threading.Timer(_LOST_SECONDS, os.kill, (os.getpid(), number)).start()
 
     for number in before:
-        signal.signal(number, remember)
-    sys.unraisablehook = come_again
+        signal.signal(number, handle)
+    sys.unraisablehook = send_again
     try:
         yield request
     finally:

@@ -15,7 +15,7 @@ from pycls_fast.parallel.fairscale import plain_name
 
 
 class Watchdog:
-    """Checks every module's output and its gradient, but those inside a compiled part; waits for the device once per
+    """Checks every module's output and its gradient, except inside compiled parts; waits for the device once per
     microbatch.
 
     If the loss is `scaled`, overflowing gradients only lower the scale: they are remembered in `last`, and only a

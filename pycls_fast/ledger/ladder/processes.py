@@ -44,7 +44,7 @@ class ProcessResult:
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether it failed, perhaps for lack of memory: it said so, or was killed."""
+        """Whether it failed, and lack of memory may be the reason: it said so, or was killed."""
         return self.status != 0 and OUT_OF_MEMORY in self.reason()
 
     @property

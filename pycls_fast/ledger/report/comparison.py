@@ -24,7 +24,7 @@ Row = dict[str, str]
 _MACHINE = {"processor", "cpu_count", "threads"}
 # Pixels of a picture on the page, and classes in a table.
 _SIDE, _CLASSES = 176, 50
-# At most so many points per loss curve; more could not be told apart.
+# At most so many points per loss curve: more could not be seen.
 _MOST_POINTS = 400
 
 

@@ -23,7 +23,7 @@ class _Part(BaseModel):
 
 
 class _Described(BaseModel):
-    """What is told, of which only some is asked for."""
+    """Values that are shown; only those that have a field are required."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
