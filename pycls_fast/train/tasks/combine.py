@@ -16,7 +16,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
-from pycls_fast.train.tasks.score import evaluated, scored_split, set_up
+from pycls_fast.train.tasks.score import scored_split, set_up
 from pycls_fast.train.weights import Weights, check_output, find_weights, open_weights, write_weights
 
 # Natural logarithms of the lowest and the highest temperature.
@@ -66,7 +66,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
 
         def scores() -> tuple[Tensor, Tensor, float | None]:
             """Scores (N, K), what they are compared with, and the calibration error of every second image."""
-            found = evaluated(setup, split, scored, network)
+            found = setup.evaluate(network, scored, split)
             scores_NK, labels_N = torch.tensor(found.scores_NK), torch.from_numpy(found.predictions.labels_N)
             if sets_LK is not None:
                 true_NK = sets_LK[scored.source.labels[found.predictions.indices_N]]
@@ -162,7 +162,7 @@ def soup(
 
         def top1(chosen: Sequence[Weights]) -> float:
             network.load_state_dict(mean_weights(chosen))
-            result, name = evaluated(setup, split, scored, network), "top-1"
+            result, name = setup.evaluate(network, scored, split), "top-1"
             reached = result.top1
             if scored.source.label_sets is not None:
                 name, reached = "mAP", set_scores(result, scored.source)["map"] or 0.0

@@ -95,8 +95,21 @@ class Setup:
         wrapped = ParallelModel(network, network, self.world.device)
         return Scorer(self.config, wrapped, self.world, self.switches, self.display, self.damaged)
 
+    def evaluate(self, network: nn.Module, scored: EvalSet, split: str, *, tta: str = "none") -> Evaluation:
+        """The scores of a network from `load` on a set that is called `split`; `tta` as of `TestVerb`. A `UserError` if
+        no image can be scored."""
+        config = self.config
+        with enough_to_score(config, self.world), self.display:
+            sigmoid = scored.source.label_sets is not None or config.loss.criterion().sigmoid
+            called = FlipAveraged(network, sigmoid=sigmoid) if tta == "flip" else network
+            result = evaluate(self.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
+        self.damaged.report()
+        if result.count == 0:
+            raise UserError(f"split: {split} has no image that can be scored")
+        return result
+
     def facts(self, origin: Loaded) -> dict[str, Any]:
-        """What a record of numbers says of how they came about."""
+        """Where a record's numbers come from, for the record."""
         return {
             "weights": origin.kind,
             "checkpoint": str(origin.path),
@@ -106,8 +119,8 @@ class Setup:
             **provenance(self.world.device, self.world.size),
         }
 
-    def show(self, title: str, origin: Loaded, record: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Print a record and where the weights came from; returns the lines of the table."""
+    def print_record(self, title: str, origin: Loaded, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Print where the weights came from and a table of the record; returns the rows of the table."""
         whose = "" if self.preprocessing is None else ", preprocessed as the weights say"
         self.display.note(f"{origin}{whose}")
         if origin.fitted.adapted or origin.fitted.left_out:
@@ -242,7 +255,7 @@ def score(
         scored = scored_split(setup, split)
         source, split = scored.source, setup.config.data.eval_set or split
         network, origin = setup.load(source)
-        result = evaluated(setup, split, scored, network, tta=tta)
+        result = setup.evaluate(network, scored, split, tta=tta)
         if world.is_main:
             by_class = {} if setup.config.data.eval_set else _by_class(source, result)
             record = {
@@ -256,7 +269,7 @@ def score(
                 **_published(setup, split, origin.path, result.top1),
                 **setup.facts(origin),
             }
-            facts = setup.show(source.describe(), origin, record)
+            facts = setup.print_record(source.describe(), origin, record)
             _show_worst(setup.display, by_class.get("classes", ()))
             if file is not None:
                 write_json(file, record)
@@ -267,19 +280,6 @@ def score(
                 how = setup.config.data.conversion
                 write_report(index, result, source, f"{origin.path}: {split}", facts, classes=classes, convert=how)
         return DONE
-
-
-def evaluated(setup: Setup, split: str, scored: EvalSet, network: nn.Module, *, tta: str = "none") -> Evaluation:
-    """The scores of a network from `Setup.load`; arguments and errors as of `score`."""
-    config = setup.config
-    with enough_to_score(config, setup.world), setup.display:
-        sigmoid = scored.source.label_sets is not None or config.loss.criterion().sigmoid
-        called = FlipAveraged(network, sigmoid=sigmoid) if tta == "flip" else network
-        result = evaluate(setup.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
-    setup.damaged.report()
-    if result.count == 0:
-        raise UserError(f"split: {split} has no image that can be scored")
-    return result
 
 
 def _published(setup: Setup, split: str, path: Path | str, top1: float) -> dict[str, Any]:
@@ -360,7 +360,7 @@ def score_neighbours(
         }
         title = f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}"
         if world.is_main:
-            setup.show(title, origin, record)
+            setup.print_record(title, origin, record)
         if world.is_main and file is not None:
             write_json(file, record)
         return DONE
