@@ -224,12 +224,12 @@ def _numbers(summary: Values) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or several that differ only in their seed or fold, with the means of their numbers (None if one has
-    none) and half the width of the 95% interval of each mean (Student's t; None for a single run)."""
+    """One run, or several that differ only in their seed or fold; the means of their numbers (None if one of them lacks
+    it), and half the width of each mean's 95% interval (Student's t; None for a single run)."""
 
     runs: Sequence[SavedRun]
     numbers: Mapping[str, float | None]
-    halves: Mapping[str, float | None]
+    half_widths: Mapping[str, float | None]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -246,7 +246,7 @@ class Row:
             "folds": [run.repetition[1] for run in self.runs],
             "count": len(self.runs),
             **self.numbers,
-            **{f"{key}_half": half for key, half in self.halves.items()},
+            **{f"{key}_half": half for key, half in self.half_widths.items()},
         }
 
 
@@ -263,16 +263,17 @@ def rows(runs: Sequence[SavedRun], sort: str) -> list[Row]:
         if run.state == "finished" and run.repetition not in {other.repetition for other in group}:
             group.append(run)
         else:
+            # A key that no other run has.
             groups[number,] = [run]
     made = []
     for group in filter(None, groups.values()):
         # Numbers as text: shorter ones are smaller.
         runs = sorted(group, key=lambda run: [(len(text), text) for text in run.repetition])
-        numbers, halves = dict[str, float | None](), dict[str, float | None]()
+        numbers, half_widths = dict[str, float | None](), dict[str, float | None]()
         for key in _COLUMNS:
             known = [found for run in runs if (found := run.numbers[key]) is not None]
-            numbers[key], halves[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
-        made.append(Row(runs, numbers, halves))
+            numbers[key], half_widths[key] = mean_interval(known) if len(known) == len(runs) else (None, None)
+        made.append(Row(runs, numbers, half_widths))
     return sorted(made, key=lambda row: -value if (value := row.numbers[sort]) is not None else float("inf"))
 
 
@@ -283,12 +284,12 @@ def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
     ]
 
 
-def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """The differing keys without those that the user did not choose.
+def chosen_keys(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Those of the differing keys that the user chose, without the ones that follow from another: of `optim=sgd,adamw`
+    `optim.name` but not `momentum`.
 
-    Left out are keys that follow from another: of `optim=sgd,adamw`, `optim.name` but not `momentum`. A key follows
-    from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key also agree in
-    this one.
+    A key follows from `config_name`, or from the key that chooses the kind of its group, if rows that agree in that key
+    also agree in this one.
     """
 
     def follows(key: str, choice: str) -> bool:
@@ -308,20 +309,19 @@ def telling(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
 
 
 def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
-    shown = telling(table, keys)
+    shown = chosen_keys(table, keys)
     numbers = [key for key in _COLUMNS if any(row.numbers[key] is not None for row in table)]
-    several = [
-        (key, [[run.repetition[at] for run in row.runs] for row in table]) for at, key in enumerate((SEED, FOLD))
-    ]
+    # The seeds and the folds of each row's runs.
+    repeated = {key: [[run.repetition[at] for run in row.runs] for row in table] for at, key in enumerate((SEED, FOLD))}
     folder = Path(os.path.commonpath([run.path.absolute().parent for row in table for run in row.runs]))
     # A key on two lines keeps its column narrow.
     columns = {
         re.sub(r"\.(?=[^.]*$)", ".\n", key): [shortened(row.settings.get(key, NOT_SET)) for row in table]
         for key in shown
     }
-    for head, repeated in several:
-        if len({text for texts in repeated for text in texts}) > 1:
-            columns[head.replace(".", ".\n")] = [", ".join(dict.fromkeys(texts)) for texts in repeated]
+    for key, of_rows in repeated.items():
+        if len({value for values in of_rows for value in values}) > 1:
+            columns[key.replace(".", ".\n")] = [", ".join(dict.fromkeys(values)) for values in of_rows]
     columns |= {_COLUMNS[key][0]: [_number(row, key) for row in table] for key in numbers}
     columns["state"] = [row.runs[0].state for row in table]
     # The first of a row, and how many more share it.
@@ -335,9 +335,9 @@ def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     hidden = len(keys) - len(shown)
     if hidden:
         console.tell(f"{hidden} more settings differ along with those shown; output=runs.csv has them")
-    if any(row.halves["best_top1"] is not None for row in table):
+    if any(row.half_widths["best_top1"] is not None for row in table):
         # Folds share training images: their interval is a rough guide.
-        over = [head.rpartition(".")[2] for head, lists in several if any(len(set(each)) > 1 for each in lists)]
+        over = [key.rpartition(".")[2] for key, of_rows in repeated.items() if any(len(set(v)) > 1 for v in of_rows)]
         console.tell(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s")
 
 
@@ -346,7 +346,7 @@ def shortened(text: str) -> str:
 
 
 def _number(row: Row, key: str) -> str:
-    value, half = row.numbers[key], row.halves[key]
+    value, half = row.numbers[key], row.half_widths[key]
     if value is None:
         return "-"
     return _COLUMNS[key][1](value) + (f" ± {half:.2f}" if half is not None and key.endswith(("top1", "map")) else "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pycls_fast.commands.measure import RunsVerb
-from pycls_fast.ledger.runs import differing_keys, find_runs, list_runs, read_run, rows, telling
+from pycls_fast.ledger.runs import chosen_keys, differing_keys, find_runs, list_runs, read_run, rows
 from pycls_fast.train.folder import RunFolder
 from tests.factories import TRAINED, config_of
 
@@ -196,7 +196,7 @@ def test_what_a_choice_or_an_experiment_brings_along_has_no_column(
     table = rows(runs, "best_top1")
     keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
     assert differ < set(keys)
-    assert telling(table, keys) == shown
+    assert chosen_keys(table, keys) == shown
 
 
 def test_the_same_as_csv(tmp_path: Path) -> None:
