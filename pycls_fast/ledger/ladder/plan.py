@@ -70,12 +70,12 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
         for name in names
         if name not in known
     )
-    picked = closed(ladder, [name for name in words if words[name] & set(names)])
+    picked = with_parents(ladder, [name for name in words if words[name] & set(names)])
     return ladder.model_copy(update={"variants": tuple(v for v in ladder.variants if v.name in picked)})
 
 
-def closed(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
-    """The names with those that they are against, in the ladder's order."""
+def with_parents(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
+    """The names, and those of the variants that they are against, directly or not; in the ladder's order."""
     against = {variant.name: variant.against for variant in ladder.variants}
     found: set[str] = set()
     for start in names:
@@ -249,7 +249,8 @@ class Crossing:
 
 def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], str | None]) -> Crossing:
     """Sort the variants of these names, which run here, into those that can be combined and those that cannot."""
-    chosen = [v for v in ladder.variants if v.name in names and not refused(together(ladder, closed(ladder, [v.name])))]
+    runnable = [v for v in ladder.variants if v.name in names]
+    chosen = [v for v in runnable if not refused(combination(ladder, with_parents(ladder, [v.name])))]
     base = ladder.baseline
     alone = [v.name for v in chosen if (v.tree, v.ranks or base.ranks) != (base.tree, base.ranks)]
     known = {v.name: v for v in chosen}
@@ -261,7 +262,7 @@ def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant]
     conflicts = [
         (one, other)
         for one, other in combinations(crossed, 2)
-        if _same_key(known[one], known[other]) or refused(together(ladder, closed(ladder, (one, other))))
+        if _same_key(known[one], known[other]) or refused(combination(ladder, with_parents(ladder, (one, other))))
     ]
     return Crossing(crossed, list(dict.fromkeys(alone)), conflicts)
 
@@ -274,8 +275,8 @@ def _same_key(one: Variant, other: Variant) -> bool:
     return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 
-def together(ladder: Ladder, on: Sequence[str]) -> Variant:
-    """The settings of a training that has these variants on."""
+def combination(ladder: Ladder, on: Sequence[str]) -> Variant:
+    """A training that has these variants on, as a variant."""
     known = {variant.name: variant for variant in ladder.variants}
     chosen = [known[name] for name in on]
     last = (ladder.baseline, *chosen)[-1]
@@ -306,7 +307,7 @@ def families(ladder: Ladder, known: Crossing, runs_at_most: int | None, first_se
         found.append([Family(tuple(left), pairs, pilot)])
     count, alone = (runs_at_most or default_runs(1)) // 2, list[Family]()
     for name in (name for name in known.alone if name not in known.broken):
-        on = closed(ladder, [name])
+        on = with_parents(ladder, [name])
         pair = (on, tuple(other for other in on if other != name))
         pairs = tuple(PlannedPair(first_seed + i, pair) for i in range(count))
         alone.append(Family((name,), pairs, min(count, _PILOT)))
@@ -340,7 +341,7 @@ def _crossed(
         for place, row in enumerate(order):
             is_on_N = on_RC[row, columns]
             halves = [[names[i] for i in np.flatnonzero(side).tolist()] for side in (is_on_N, ~is_on_N)]
-            on = [possible(ladder, generator.permutation(half).tolist(), known.conflicts) for half in halves]
+            on = [compatible(ladder, generator.permutation(half).tolist(), known.conflicts) for half in halves]
             pair = PlannedPair(first_seed + block * rows + place, (on[0], on[1]))
             (others if place else ends).append(pair)
     # The ends of later blocks stay with their blocks.
@@ -348,10 +349,10 @@ def _crossed(
     return tuple([*ends[:pilot], *rest][:count]), pilot
 
 
-def possible(ladder: Ladder, on: Sequence[str], conflicts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Those of `on` that can be on together: of alternatives the first, and a variant needs its parent."""
+def compatible(ladder: Ladder, on: Sequence[str], conflicts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Those of `on` that can be on together: of alternatives the first, and none without the one it is against."""
     kept: set[str] = set()
     for name in on:
         if not any({name, other} in map(set, conflicts) for other in kept):
             kept.add(name)
-    return tuple(v.name for v in ladder.variants if v.name in kept and set(closed(ladder, [v.name])) <= kept)
+    return tuple(v.name for v in ladder.variants if v.name in kept and set(with_parents(ladder, [v.name])) <= kept)

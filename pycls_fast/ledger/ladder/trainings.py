@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from pycls_fast.ledger.ladder.plan import (
     Family,
     PlannedPair,
     check_runs,
-    closed,
+    combination,
+    compatible,
     crossing,
     families,
-    possible,
-    together,
+    with_parents,
 )
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
@@ -34,7 +33,7 @@ from pycls_fast.ledger.report.effects import (
     Fit,
     Look,
     Pair,
-    breaks,
+    breaking_variant,
     decide,
     deviation_of,
     estimates,
@@ -120,12 +119,13 @@ class CrossedTrainings:
         self._screen()
         place = 0
         while place < len(groups := self.groups()):
-            place += self._decided(groups[place])
+            if self._train_group(groups[place]):
+                place += 1
 
     def _screening(self) -> list[PlannedPair]:
         """A pair that differs in all variants that may be identical; empty if there is none."""
         names = self.known.alike or []
-        on = closed(self.ladder, names)
+        on = with_parents(self.ladder, names)
         without = tuple(name for name in on if name not in names)
         return [PlannedPair(self.settings.first_seed, (on, without))] if names else []
 
@@ -140,7 +140,7 @@ class CrossedTrainings:
                 if name in known.crossed and not any(name in pair for pair in known.conflicts)
             ]
             for pair in self._screening():
-                if closed(self.ladder, pair.on[1]) != pair.on[1]:
+                if with_parents(self.ladder, pair.on[1]) != pair.on[1]:
                     known.alike = []
             self.folder.keep_crossing(known)
         for pair in self._screening() if not known.identical and not known.looked else []:
@@ -152,7 +152,7 @@ class CrossedTrainings:
                 self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
             self.folder.keep_crossing(known)
 
-    def _decided(self, group: Sequence[Family]) -> bool:
+    def _train_group(self, group: Sequence[Family]) -> bool:
         """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
         pilot = [pair for family in group for pair in family.pairs[: family.pilot]]
         parts = [pilot, *([p for f in group for p in f.at_look(place)] for place in range(len(LOOKS)))]
@@ -174,7 +174,7 @@ class CrossedTrainings:
         """Say what the first pairs promise; raise if `runs_at_most` trainings cannot decide at this margin."""
         s = self.settings
         for family in group:
-            pairs = self._ended(family.pairs[: family.pilot])
+            pairs = self._results(family.pairs[: family.pilot])
             if len(pairs) < 2:
                 continue
             runs, deviation = 2 * len(family.pairs), deviation_of(pairs)
@@ -200,20 +200,24 @@ class CrossedTrainings:
         for family in group:
             runs = self.trained([family])
             failed = [run for run in runs if run.failed is not None]
-            explained = partial(breaks, [r.on for r in failed], [r.on for r in runs if r not in failed], family.names)
-            name = explained() if failed else None
+            failed_on = [run.on for run in failed]
+            ended_on = [run.on for run in runs if run.failed is None]
+            name = breaking_variant(failed_on, ended_on, family.names) if failed else None
             if name is not None:
                 of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
                 evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
                 self.known.broken[name] = evidence
                 for other in self.names:
-                    if name in closed(self.ladder, [other]):
+                    if name in with_parents(self.ladder, [other]):
                         self.known.broken.setdefault(other, f"it needs {name}, which does")
                 self.folder.keep_crossing(self.known)
                 self.say(f"{name}: breaks training: {self.known.broken[name]}")
                 return True
+            if len(failed) <= _MOST_FAILURES:
+                continue
             # At first all variants are on together; more trainings at the same rates may tell which one it is.
-            if len(failed) > _MOST_FAILURES and not explained(times=2 * len(family.pairs) / len(runs)):
+            times = 2 * len(family.pairs) / len(runs)
+            if breaking_variant(failed_on, ended_on, family.names, times=times) is None:
                 raise UserError(
                     f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
                     f"one is tried again when its {FAILED} is removed"
@@ -245,14 +249,14 @@ class CrossedTrainings:
     def _overall_fit(self, family: Family, found: Fit) -> OverallFit:
         names, several = family.names, len(family.names) > 1
         # Of alternatives the last, as at the end of a cumulative ladder.
-        kept = possible(self.ladder, names[::-1], self.known.conflicts)
+        kept = compatible(self.ladder, names[::-1], self.known.conflicts)
         return OverallFit(
             deviation=found.residual,
             floor=found.floor,
             variance_ratio=(found.residual / found.floor) ** 2,
             resolution=resolution(found.deviation, 2 * len(family.pairs)),
             together=sum_of(found, [name for name in names if name not in kept]) if several else None,
-            interplay=interplay(self._ended(family.pairs), found) if several else None,
+            interplay=interplay(self._results(family.pairs), found) if several else None,
         )
 
     def _result(self, group: Sequence[Family]) -> _Result:
@@ -275,22 +279,22 @@ class CrossedTrainings:
 
     def _fits(self, group: Sequence[Family], planned: Sequence[Sequence[PlannedPair]]) -> list[Fit] | None:
         """A fit of each family to those of its pairs that have ended; None if these are too few for one of them."""
-        fits = [fit(self._ended(pairs), family.names) for family, pairs in zip(group, planned, strict=True)]
+        fits = [fit(self._results(pairs), family.names) for family, pairs in zip(group, planned, strict=True)]
         known = [found for found in fits if found is not None]
         return known if len(known) == len(fits) else None
 
     def _runs(self, pair: PlannedPair) -> list[TrainingRun]:
-        variants = [together(self.ladder, on) for on in pair.on]
+        variants = [combination(self.ladder, on) for on in pair.on]
         return [TrainingRun(v, pair.seed, self.folder.run_dir(v, pair.seed)) for v in variants]
 
-    def _ended(self, planned: Sequence[PlannedPair]) -> list[Pair]:
+    def _results(self, planned: Sequence[PlannedPair]) -> list[Pair]:
         """The results of those pairs both of whose trainings have ended, and not failed."""
         for each in planned:
             if each not in self._pairs and all(run.is_done for run in self._runs(each)):
-                self._pairs[each] = self._read(each)
+                self._pairs[each] = self._read_pair(each)
         return [pair for each in planned if (pair := self._pairs.get(each)) is not None]
 
-    def _read(self, planned: PlannedPair) -> Pair | None:
+    def _read_pair(self, planned: PlannedPair) -> Pair | None:
         found = self._predictions(planned)
         if found is None:
             return None

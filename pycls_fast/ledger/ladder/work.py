@@ -16,7 +16,7 @@ from typing import Any
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedRounding, SavedTiming, read_measurement
-from pycls_fast.ledger.ladder.plan import Selection, closed, default_runs, merged, together, tree_path
+from pycls_fast.ledger.ladder.plan import Selection, combination, default_runs, merged, tree_path, with_parents
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     ONE_PROCESS,
@@ -140,7 +140,7 @@ class Ledger:
         known = self.crossed.known
         for name in (v.name for v in variants if v.name not in (*known.crossed, *known.alone)):
             # In a cumulative ladder it was timed on top of others, without which its settings may be refused.
-            why = self.refused(together(self.ladder, closed(self.ladder, [name]))) or "it did not run at first"
+            why = self.refused(combination(self.ladder, with_parents(self.ladder, [name]))) or "it did not run at first"
             self.unmeasured[f"{name}: accuracy"] = why
             self.say(f"{name}: not trained: {why}")
         return self.crossed

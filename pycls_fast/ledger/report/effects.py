@@ -321,7 +321,7 @@ def deviation_of(pairs: Sequence[Pair]) -> float:
     return math.sqrt(max(spread, floor_of(pairs)))
 
 
-def breaks(
+def breaking_variant(
     failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str], *, times: float = 1.0
 ) -> str | None:
     """The variant that makes trainings fail: Fisher's exact test at 5%, after Holm's first step; None if none is found.

@@ -14,7 +14,7 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.plan import Family, crossing, families, together
+from pycls_fast.ledger.ladder.plan import Family, combination, crossing, families
 from pycls_fast.ledger.ladder.processes import FAILED
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
@@ -82,7 +82,7 @@ def test_a_baseline_may_have_older_code() -> None:
     variants = (Variant(name="now"), Variant(name="larger", overrides=("a=2",), against="now"))
     ladder = LADDER.model_copy(update={"baseline": Variant(name="before", tree="../before"), "variants": variants})
     now, larger = planned(ladder)[0]
-    trees = {on: together(ladder, on).tree for family in (now, larger) for on in family.pairs[0].on}
+    trees = {on: combination(ladder, on).tree for family in (now, larger) for on in family.pairs[0].on}
     assert trees == {(): "../before", ("now",): None, ("now", "larger"): None}
 
 

@@ -21,7 +21,7 @@ from pycls_fast.ledger.report.effects import (
     Fit,
     Look,
     Pair,
-    breaks,
+    breaking_variant,
     decide,
     fit,
     interplay,
@@ -288,9 +288,9 @@ def test_a_variant_that_breaks_trainings_is_found_and_no_other() -> None:
     runs = [on for pair in pairs([0.0] * 8, 0.1, runs=32) for on in pair.on]
     failed = [on for on in runs if "c" in on]
     ended = [on for on in runs if "c" not in on]
-    assert breaks(failed, ended, NAMES) == "c"
-    assert breaks(failed[:1], [*failed[1:], *ended], NAMES) is None
+    assert breaking_variant(failed, ended, NAMES) == "c"
+    assert breaking_variant(failed[:1], [*failed[1:], *ended], NAMES) is None
     # A quarter of the trainings that have it on: enough only if it goes on like this.
     few = (failed[-4:], [*failed[:-4], *ended], NAMES)
-    assert breaks(*few) is None
-    assert breaks(*few, times=2) == "c"
+    assert breaking_variant(*few) is None
+    assert breaking_variant(*few, times=2) == "c"
