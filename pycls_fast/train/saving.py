@@ -11,9 +11,9 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,45 +33,49 @@ from pycls_fast.train.checkpoint import FORMAT, State, Tensors, own_share, quiet
 _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
 
 
-def write(found: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
+def write(tensors: Tensors, plain: State, folder: Path, step: int, *, keep: int, world: World) -> Path:
     """Write `step_N` (this rank's share of the tensors, by path; rank 0 what is plain), then remove the oldest beyond
     `keep`; all ranks call this and wait for one another, by messages of `world.host_group`. A `UserError` if the disk
     is full or the folder cannot be written to; earlier checkpoints are unchanged."""
     path = folder / f"step_{step:09d}"
-
-    def together(action: Callable[[], Any]) -> Any:
-        """Rank 0's result of the action; if one rank fails, all raise, so that none waits forever."""
-        failure: BaseException | None = None
-        result = None
-        try:
-            result = action()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, after the others know
-            failure = error
-        reasons = world.gather(None if failure is None else reason_of(failure))
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if failure is not None and not isinstance(failure, _EXPECTED):
-            raise failure
-        if reason is not None:
-            raise UserError(
-                f"{path}: the checkpoint could not be written ({reason}); those before it are kept"
-            ) from failure
-        return world.from_main(result)
-
-    def finish() -> None:
-        _publish(temporary, {"format": FORMAT, **plain})
-        # The checkpoint is complete, and the next one removes what is left now.
-        with suppress(OSError):
-            retire(folder, keep)
-
-    temporary: Path = together(lambda: _begin(folder, step) if world.is_main else None)
+    begun: Path | None = None
+    with _together(path, world):
+        if world.is_main:
+            begun = _begin(folder, step)
+    temporary = world.from_main(begun)
+    assert temporary is not None
     try:
-        together(lambda: _write_tensors(found, temporary, world))
-        together(lambda: finish() if world.is_main else None)
+        with _together(path, world):
+            _write_tensors(tensors, temporary, world)
+        with _together(path, world):
+            if world.is_main:
+                _publish(temporary, {"format": FORMAT, **plain})
+                # The checkpoint is complete, and the next one removes what is left now.
+                with suppress(OSError):
+                    retire(folder, keep)
     except UserError:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return path
+
+
+@contextmanager
+def _together(path: Path, world: World) -> Iterator[None]:
+    """If one rank fails in the context, all raise at its end, so that none waits forever."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  # raised below, after the others know
+        failure = error
+    reasons = world.gather(None if failure is None else reason_of(failure))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if failure is not None and not isinstance(failure, _EXPECTED):
+        raise failure
+    if reason is not None:
+        raise UserError(
+            f"{path}: the checkpoint could not be written ({reason}); those before it are kept"
+        ) from failure
 
 
 def _begin(folder: Path, step: int) -> Path:
