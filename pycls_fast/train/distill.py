@@ -55,12 +55,12 @@ class Distillation:
     def __call__(self, loss: Tensor, logits_BK: Tensor, images_BCHW: Tensor) -> Tensor:
         """The weighted sum of the labels' loss, a mean over the images, and the teacher's."""
         target_BK = self.target(images_BCHW)
-        logits_BK, hot = logits_BK[:, : self.classes].to(target_BK.dtype), self.temperature
+        logits_BK = logits_BK[:, : self.classes].to(target_BK.dtype)
         if self.hard:
             taught = F.cross_entropy(logits_BK, target_BK.argmax(dim=1))
         else:
-            own_BK, target_BK = (F.log_softmax(each / hot, dim=1) for each in (logits_BK, target_BK))
-            taught = hot**2 * F.kl_div(own_BK, target_BK, reduction="batchmean", log_target=True)
+            own_BK, target_BK = (F.log_softmax(each / self.temperature, dim=1) for each in (logits_BK, target_BK))
+            taught = self.temperature**2 * F.kl_div(own_BK, target_BK, reduction="batchmean", log_target=True)
         return (1.0 - self.share) * loss + self.share * taught
 
 

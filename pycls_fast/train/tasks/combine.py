@@ -83,8 +83,8 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
         # Scored again, so that what is printed holds for the weights that are written.
         scaled_NK, _, after = scores()
         loss, expected, found = (
-            likelihood_loss(each_NK[1::2], targets[1::2], hot)
-            for each_NK, hot in ((scores_NK, 1.0), (scores_NK, temperature), (scaled_NK, 1.0))
+            likelihood_loss(each_NK[1::2], targets[1::2], divisor)
+            for each_NK, divisor in ((scores_NK, 1.0), (scores_NK, temperature), (scaled_NK, 1.0))
         )
         if not math.isclose(found, expected, rel_tol=0.01, abs_tol=1e-4):
             raise UserError(
