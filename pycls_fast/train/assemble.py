@@ -33,8 +33,8 @@ from pycls_fast.train.distill import build_distillation
 from pycls_fast.train.evaluate import DamagedImages
 from pycls_fast.train.folder import output_file
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
+from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.pretrained import load_weights
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
 from pycls_fast.train.step import PipelinedStep, Step

@@ -17,7 +17,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
-from pycls_fast.train.pretrained import load_network
+from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.resolving import statistics
 from pycls_fast.train.weights import find_weights, open_ours
 

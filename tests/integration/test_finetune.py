@@ -22,7 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.evaluate import Predictions
-from pycls_fast.train.pretrained import load_weights
+from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import class_folders, load_run_config
 from tests.integration.runs import command, newest_checkpoint, records, run_process, scored, under_torchrun

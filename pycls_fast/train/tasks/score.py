@@ -30,8 +30,8 @@ from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.health import enough_to_score
 from pycls_fast.train.intervals import intervals
+from pycls_fast.train.load_weights import Loaded, load_network
 from pycls_fast.train.pictures import write_report
-from pycls_fast.train.pretrained import Loaded, load_network
 from pycls_fast.train.resolving import after_data, before_data, timm_name
 from pycls_fast.train.weights import Weights, find_weights, open_ours, open_program
 

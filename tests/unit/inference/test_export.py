@@ -30,7 +30,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
-from pycls_fast.train.pretrained import load_weights
+from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.weights import NOT_TOLD, preprocessing
 from tests.factories import config_of
 from tests.integration.runs import run_process

@@ -73,7 +73,7 @@ def load_weights(
     state = network.state_dict() if into is None else into.state_dict()
     ours = open_ours(found, world)
     trained = {} if ours is None or ours.config is None else ours.config.get("model", {})
-    same_classes = ours is not None and other_class(ours.classes, classes) is None
+    same_classes = ours is not None and first_other_class(ours.classes, classes) is None
     image_size = _image_size(found, ours)
     # 9 x 4 patches have as many positions as 6 x 6.
     same_grid = not isinstance(network, VisionTransformer) or image_size in (None, network.image_size)
@@ -178,7 +178,7 @@ def fit_weights(
 ) -> pretrained.Fitted:
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out."""
     source = read.source
-    place = other_class(read.classes, classes)
+    place = first_other_class(read.classes, classes)
     if place is not None and not for_training:
         raise UserError(
             f"weights: {source} was trained on different classes than data.root has: output {place} was "
@@ -221,7 +221,7 @@ def _without_tag(name: str) -> str:
     return name.partition(".")[0]
 
 
-def other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:
+def first_other_class(saved: Sequence[str] | None, now: Sequence[str]) -> int | None:
     """The first output whose class differs from when the weights were saved; None if there is none."""
     if saved is None or tuple(saved[: len(now)]) == tuple(now):
         return None
@@ -237,7 +237,7 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
     """Refuse a network that does not compute what saved weights were trained to compute: the same names and shapes of
     tensors may stand for another function. Both are sections `model`; missing keys are not compared."""
     with refusing(f"weights: {source}: the model it was trained as cannot be read", LookupError, TypeError, ValueError):
-        before, now = (_computing(section, fresh_head=fresh_head) for section in (trained, model))
+        before, now = (_settings_of_function(section, fresh_head=fresh_head) for section in (trained, model))
     if any(before[key] != now[key] for key in now.keys() & before.keys()):
         raise UserError(_OF_ANOTHER.format(source))
 
@@ -250,7 +250,7 @@ def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
     return "after_pool" if after else "every_token"
 
 
-def _computing(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
+def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
     """The settings that change what is computed with the same names and shapes of tensors."""
     kind = model.get("kind")
     if kind == "timm":
