@@ -249,13 +249,13 @@ def _described(path: Path, world: World) -> Checkpoint:
         kind = "not a checkpoint of pycls_fast" if is_there else "no such checkpoint"
         raise UserError(f"{path}: {kind}; give a folder like RUN/checkpoints/step_000000100")
     # A file that torch did not write, or half of one, raises many kinds.
-    with refusing(f"{path}: the checkpoint is damaged", Exception):
+    with refusing(f"{path}: the checkpoint cannot be read", Exception):
         plain = read_json(path / STATE)
+        if plain["format"] != FORMAT:
+            raise ValueError(f"format {plain['format']}, not {FORMAT}: it is of another version of pycls_fast")
         metadata = _Reader(path).read_metadata()
         specs = {name: _spec(name, entry) for name, entry in metadata.state_dict_metadata.items()}
         _check_sizes(path, metadata, world)
-    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-        raise UserError(f"{path}: not a checkpoint of this version of pycls_fast")
     return Checkpoint(path, plain, specs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -103,8 +104,15 @@ def test_damaged_ones_are_passed_over_with_a_warning(tmp_path: Path, harm: Calla
     (warning,) = warnings
     assert warning.startswith(f"{bad}: ")
     assert warning.endswith("; taking the one before it")
-    with pytest.raises(UserError, match=r"damaged|no such"):
+    with pytest.raises(UserError, match=r"cannot be read|no such"):
         load_checkpoint(bad)
+
+
+def test_one_of_another_version_is_one_line(tmp_path: Path) -> None:
+    file = save_checkpoint(state(1), tmp_path, 1, keep=2) / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
+    with pytest.raises(UserError, match=r"cannot be read \(format 3, not 4: it is of another version of pycls_fast\)"):
+        load_checkpoint(file.parent)
 
 
 def test_a_state_without_what_its_owners_read_is_one_line(tmp_path: Path) -> None:
@@ -124,8 +132,8 @@ def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         checkpoint.newest(tmp_path, pytest.fail)
     first, second, last = caught.value.lines
-    assert first.startswith(f"{tmp_path / 'step_000001000'}: the checkpoint is damaged")
-    assert second.startswith(f"{tmp_path / 'step_000000900'}: the checkpoint is damaged")
+    assert first.startswith(f"{tmp_path / 'step_000001000'}: the checkpoint cannot be read")
+    assert second.startswith(f"{tmp_path / 'step_000000900'}: the checkpoint cannot be read")
     assert last.startswith(f"run_dir: none of the checkpoints in {tmp_path} can be resumed from; repair one, or use")
 
 
@@ -181,7 +189,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
 
     path = save_checkpoint(state(1), tmp_path, 1, keep=2)
     (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
-    with pytest.raises(UserError, match=r"damaged \(UnpicklingError: posix.system is not allowed"):
+    with pytest.raises(UserError, match=r"cannot be read \(UnpicklingError: posix.system is not allowed"):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()
 
