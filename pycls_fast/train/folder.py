@@ -82,9 +82,7 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
     def check() -> None:
         with refusing(f"{key}: {file} cannot be written", use="give another path"):
             if file.exists() and not file.is_file():
-                raise UserError(
-                    f"{key}: {file} is {'a folder' if file.is_dir() else 'no ordinary file'}; give the path of a file"
-                )
+                raise OSError(f"it is {'a folder' if file.is_dir() else 'no ordinary file'}")
             file.parent.mkdir(parents=True, exist_ok=True)
             probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
             probe.touch()
@@ -145,17 +143,15 @@ class RunFolder:
         run holds it, which may be about to end and still saves its last step, this waits; `on_wait` gets a line that
         says so.
         """
-        with writing(self.path):
+        with writing(self.path, key):
             self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         until, holder = time.monotonic() + wait_seconds, ""
         while self._lock is None:
-            with writing(self.path):
+            with writing(self.path, key):
                 self.path.mkdir(parents=True, exist_ok=True)
                 for name in _WRITTEN:
                     if (self.path / name).is_symlink():
-                        raise UserError(
-                            f"{key}: {self.path / name} is a link, which is not followed; link the whole folder instead"
-                        )
+                        raise OSError(f"{name} is a link, which is not followed: link the whole folder instead")
                 found = self._try_lock()
             if found is None:
                 self._remove_leftovers()
@@ -308,10 +304,10 @@ class RunFolder:
             atomic_text(self.path / name, text)
 
 
-def writing(path: Path) -> AbstractContextManager[None]:
-    """Turn the system's errors while writing a file of the run folder into a `UserError`."""
-    way_out = "fix this, then the same command resumes from the newest checkpoint, or give another run_dir"
-    return refusing(f"run_dir: {path} cannot be written", use=way_out)
+def writing(path: Path, key: str = "run_dir") -> AbstractContextManager[None]:
+    """Turn the system's errors while writing a file of the run folder (`key`) into a `UserError`."""
+    way_out = f"fix this, then the same command resumes where it was, or give another {key}"
+    return refusing(f"{key}: {path} cannot be written", use=way_out)
 
 
 def _same_file(path: Path, descriptor: int) -> bool:

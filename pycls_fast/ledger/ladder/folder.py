@@ -184,17 +184,11 @@ class LedgerFolder:
         fixed = _UNTIL_VERDICTS if kept.crossing is not None and kept.crossing.looked else ()
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW or key in fixed}
         other = changed(before, asked)
+        if self._code() not in kept.code and not self._accept_code:
+            other.append("code (accept_code=true, if the change does not affect the measurements)")
         if other:
-            raise UserError(
-                f"output: {self.path} holds a ledger with different {', '.join(other)}; choose another folder, or "
-                "remove it"
-            )
+            raise UserError(f"output: {self.path} holds a ledger with different {', '.join(other)}; {way_out}")
         self.codes, self.crossing = kept.code, kept.crossing
-        if self._code() not in self.codes and not self._accept_code:
-            raise UserError(
-                f"output: {self.path} was measured with different code; choose another folder, remove it, or add "
-                "accept_code=true if the change does not affect the measurements"
-            )
 
     @property
     def seconds(self) -> float:

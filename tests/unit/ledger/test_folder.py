@@ -60,7 +60,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
 
     before = {"a"}
     assert opened("a") == opened("a") == ["a"]
-    with pytest.raises(UserError, match=r"was measured with different code; .* or add accept_code=true if"):
+    with pytest.raises(UserError, match=r"with different code \(accept_code=true, if .*\); choose another"):
         opened("b")
     before.add("b")
     # Nothing is left to measure, so that all is still of the first.

@@ -258,7 +258,7 @@ def test_a_variant_runs_the_code_of_its_checkout(
     found = read_record(tmp_path / "report" / "ledger.json").variants[1]
     assert (found.tree, vars(found.git), found.note) == ("old", state, "the code in old (commit 0123456789, changed)")
     (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")
-    with pytest.raises(UserError, match="was measured with different code"):
+    with pytest.raises(UserError, match="holds a ledger with different code"):
         work(tmp_path / "report", ladder, mode="crossed", rounds=1)
 
 

@@ -180,7 +180,7 @@ def test_folders_are_made_and_nothing_is_left_there(tmp_path: Path, monkeypatch:
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^output: .* is a folder; give the path of a file$"):
+    with pytest.raises(UserError, match=r"^output: .* cannot be written \(it is a folder\); give another path$"):
         output_file(tmp_path)
     with pytest.raises(UserError, match=r"^output: .*file/a.json cannot be written \(.*\); give another path$"):
         output_file(tmp_path / "file/a.json")
