@@ -223,7 +223,8 @@ def shell_completion(
     arguments: Sequence[str], verbs: Iterable[str], find: Callable[[str], type[Section]], verb: str | None = None
 ) -> int:
     """Print the script of a shell (`install=bash`), which then asks what may be typed (`query=bash`)."""
-    asked, _, shell = (arguments[0] if arguments else "").partition("=")
+    word = next(iter(arguments), "nothing")
+    asked, _, shell = word.partition("=")
     if asked == "query":
         words = os.environ.get("COMP_LINE", "").split(" ")
         words = words[2 if words[0].rpartition("/")[2].startswith("python") else 1 :]
@@ -231,8 +232,7 @@ def shell_completion(
         return DONE
     plugins = Plugins.instance().discover(CompletionPlugin)
     shells = {plugin.provides(): plugin for plugin in plugins if issubclass(plugin, CompletionPlugin)}
-    if asked not in ("install", "uninstall") or shell not in shells:
-        raise UserError(f"-sc: write install=SHELL or uninstall=SHELL, of {', '.join(sorted(shells))}")
+    one_of("-sc", word, [f"{way}={name}" for way in ("install", "uninstall") for name in sorted(shells)])
     plugin = shells[shell](ConfigLoaderImpl(create_config_search_path(None)))
     (plugin.install if asked == "install" else plugin.uninstall)()
     return DONE

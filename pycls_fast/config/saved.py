@@ -16,7 +16,7 @@ from pycls_fast.config.compose import long_name, module_names, validate
 from pycls_fast.config.keys import CONFIGS, key_of, typed_values
 from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.run import RunConfig, groups
-from pycls_fast.errors import UserError, refuse
+from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import interpolation
 
@@ -30,13 +30,10 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     if not given:
         return None
     path = given[-1].strip("'\"")
-    try:
+    what = f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there"
+    way_out = "write the path, or name an experiment with --config-name (the command line)"
+    with refusing(what, OmegaConfBaseException, use=way_out):
         value = str(OmegaConf.create({"weights": path})["weights"])
-    except OmegaConfBaseException as error:
-        raise UserError(
-            f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there; write "
-            "the path, or name an experiment with --config-name (the command line)"
-        ) from error
     # A sweep may name several, which are of one configuration; in quotes a comma is a part of the name.
     found = (saved_at(user_path(source)) for source in (value.split(",") if path == given[-1] else [value]))
     return next((saved for saved in found if saved is not None), None)

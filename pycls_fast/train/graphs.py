@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.errors import UserError, first_line
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.optim.optimizers import set_lr
@@ -57,11 +57,11 @@ class CudaRecorder:
         except RuntimeError as error:
             # After a failure, ending the capture fails too, with a message that hides the cause.
             cause = failure or error
-            if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+            if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            raise UserError(
-                f"speed.cuda_graphs: this step cannot be recorded ({first_line(cause)}); use speed.cuda_graphs=off"
-            ) from cause
+            what = "speed.cuda_graphs: this step cannot be recorded"
+            with refusing(what, RuntimeError, use="use speed.cuda_graphs=off"):
+                raise cause from None
 
     def replay(self) -> None:
         self._graph.replay()

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 
 from pycls_fast.config import tasks
-from pycls_fast.errors import UserError, end_import, is_first_of_node
+from pycls_fast.errors import UserError, end_import, is_first_of_node, refusing
 
 # A signal that comes again sooner is the same one: `timeout` and others signal a process, then its group.
 _ECHO_SECONDS = 1.0
@@ -59,13 +59,10 @@ class StopRequest:
         """
         if self.launcher_handler is None:
             return
-        try:
+        way_out = "everything is saved: resume with the same run_dir"
+        # The launcher's own class of errors may not be importable here.
+        with refusing("hydra.launcher.max_num_timeout: the job ends", Exception, use=way_out):
             self.launcher_handler()
-        except Exception as error:  # the launcher's own class, which may not be importable here
-            reason = str(error).rstrip(".")
-            raise UserError(
-                f"hydra.launcher.max_num_timeout: {reason}; everything is saved: resume with the same run_dir"
-            ) from error
         time.sleep(_REQUEUE_SECONDS)
 
 

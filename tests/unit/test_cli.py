@@ -104,5 +104,6 @@ def test_the_script_of_a_shell_asks_for_completions(
     assert "$helper -sc query=bash" in out
     assert said(capsys, monkeypatch, "-sc")[::2] == (
         2,
-        "error: -sc: write install=SHELL or uninstall=SHELL, of bash, fish, zsh\n",
+        "error: -sc: must be one of install=bash, install=fish, install=zsh, "
+        "uninstall=bash, uninstall=fish, uninstall=zsh; got nothing\n",
     )

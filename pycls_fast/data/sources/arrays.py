@@ -186,13 +186,12 @@ def write_digits(folder: str | Path) -> None:
         draft.mkdir(parents=True)
         _write_images(draft)
         draft.rename(folder)
-    except OSError as error:
+    except OSError:
         # Another process was first, or something is in the way: a rename never replaces a filled folder.
-        if not _is_complete(folder):
-            raise UserError(
-                f"{folder}: the digits cannot be written there ({error.strerror}); choose another folder, or train on "
-                "the images there with an experiment for them (such as --config-name finetune)"
-            ) from error
+        way_out = "choose another folder, or train on the images there with --config-name finetune"
+        with refusing(f"{folder}: the digits cannot be written there", use=way_out):
+            if not _is_complete(folder):
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -52,9 +52,8 @@ def open_eval_set(
     if name == "real":
         assert val is not None
         return _open_real(root, classes, ids, val)
-    if not root.is_dir():
-        raise UserError(f"data.eval_root: there is no folder {root.absolute()}")
-    folders = subfolders(root)
+    with refusing(f"data.eval_root: {root.absolute()} cannot be read"):
+        folders = subfolders(root)
     # The class folders may be in the only folder (`sketch/`, `imagenet-a/`).
     folder = root / folders[0] if len(folders) == 1 and subfolders(root / folders[0]) else root
     scanned = scan_classes(folder, CachePolicy("off"))

@@ -22,7 +22,7 @@ from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, digest, load_or_build, progress
-from pycls_fast.errors import UserError, first_few, is_first_of_node
+from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -225,17 +225,15 @@ def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:
     folder, or the archive as downloaded), beside `root` or above it."""
     for folder in (root, *root.absolute().parents[:4]):
         table, kit, archive = folder / _KAGGLE_TABLE, folder / _DEVKIT / "data", folder / f"{_DEVKIT}.tar.gz"
-        try:
+        where = next((place for place in (table, kit, archive) if place.exists()), None)
+        # scipy's error for a damaged matrix is an Exception.
+        with refusing(f"{where} does not hold ImageNet's validation labels", Exception):
             if table.is_file():
                 return _read_kaggle(table), table
             if kit.is_dir():
                 return _read_devkit({name: read_bytes(kit / name) for name in (_GROUND_TRUTH, _META)}), kit
             if archive.is_file():
                 return _read_devkit(_unpack(archive)), archive
-        # scipy's error for a damaged matrix is an Exception.
-        except Exception as error:
-            where = next(place for place in (table, kit, archive) if place.exists())
-            raise UserError(f"{where} does not hold ImageNet's validation labels ({error!r})") from error
     return {}, f"{_DEVKIT}.tar.gz or {_KAGGLE_TABLE}, which are expected beside {root.name}/"
 
 

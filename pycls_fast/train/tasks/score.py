@@ -175,8 +175,7 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
     not the weights' own."""
     config, data, world, ours = setup.config, setup.config.data, setup.world, setup.ours
     if data.eval_set is not None:
-        if split != "val":
-            raise UserError(f"split: data.eval_set={data.eval_set} has none; leave split={split} out")
+        one_of("split", split, ["val"], more=f" with data.eval_set={data.eval_set}")
         assert data.eval_root is not None
         return open_eval_set(
             data.eval_set,
