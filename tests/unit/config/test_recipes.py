@@ -12,6 +12,7 @@ from torch import nn
 from pycls_fast import build, published
 from pycls_fast.config import RunConfig
 from pycls_fast.data.policies import RandAugment, TimmRandAugment
+from pycls_fast.network import Network
 from pycls_fast.optim.choices import LAMB, AdamW
 from pycls_fast.optim.groups import parameter_groups
 from tests.factories import config_of
@@ -231,8 +232,18 @@ def test_the_rate_is_pycls(name: str) -> None:
         assert ours(epoch) == pytest.approx(lr, rel=5e-3 if epoch < facts["warmup"] else 1e-6), epoch
 
 
-def _network(config: RunConfig) -> nn.Module:
-    return build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=True)
+def _network(config: RunConfig, *, empty: bool = True) -> Network:
+    return build.model(config, 1000, build.switches(config, torch.device("cpu")), empty=empty)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("resnet50", 1.0), ("regnety_4gf", 1.0), ("torchvision_resnet50_v2", 1.0), ("rsb_a1", 0.0)]
+)
+def test_residual_branches_begin_as_in_the_source(name: str, scale: float) -> None:
+    """PyCls' BN.ZERO_INIT_FINAL_GAMMA and torchvision's zero_init_residual are off, timm's zero_init_last is on."""
+    _, block = _network(load(name), empty=False).units()[1]
+    *_, last = (module for module in block.modules() if isinstance(module, nn.BatchNorm2d))
+    assert torch.equal(last.weight, torch.full_like(last.weight, scale))
 
 
 @pytest.mark.slow
