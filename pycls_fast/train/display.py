@@ -158,18 +158,22 @@ class Display:
             self._bar.remove_task(task)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        by_class = "" if record["class_top1"] is None else f"  class top-1 {record['class_top1']:.2f}%"
         self.note(
-            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {scores_text(record, apart='  ')}"
-            f"{'' if 'map' in record else by_class}  loss {record['loss']:.4f}  {record['count']:,} images"
+            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {scores_text(record, apart='  ')}  "
+            f"loss {record['loss']:.4f}  {record['count']:,} images"
         )
 
 
 def scores_text(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
-    """The scores of an evaluation: top-1 and top-5, or mAP and F1 where images have several labels; only the first of
-    the two if `brief`."""
-    names = {"map": "mAP", "f1": "F1"} if record.get("map") is not None else {"top1": "top-1", "top5": "top-5"}
-    return apart.join([f"{name} {record[key]:.2f}%" for key, name in names.items()][: 1 if brief else 2])
+    """The scores of an evaluation, only the first if `brief`: mAP and F1 where images have several labels; else top-1,
+    top-5 unless it is 100% (as with five classes), and the mean over classes where that is another number."""
+    if record.get("map") is not None:
+        names = {"map": "mAP", "f1": "F1"}
+    else:
+        names = {"top1": "top-1", "top5": "top-5", "class_top1": "class top-1"}
+    texts = [f"{name} {value:.2f}%" for key, name in names.items() if (value := record.get(key)) is not None]
+    shown = [text for text in texts if text != "top-5 100.00%" and text != f"class {texts[0]}"]
+    return apart.join(shown[: 1 if brief else None])
 
 
 class _Numbers(ProgressColumn):

@@ -29,7 +29,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
 from pycls_fast.train.by_class import Confusion, class_scores, confusion, mean_errors, roc_auc, set_scores
-from pycls_fast.train.display import Display
+from pycls_fast.train.display import Display, scores_text
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
@@ -439,3 +439,11 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         evaluations.keep_if_best()
     assert step_of((folder.checkpoints / "best").resolve()) == best
     assert summary_values(run, Clock(), 1)["best"]["step"] == best
+
+
+def test_scores_that_say_nothing_new_are_not_shown() -> None:
+    record = {"top1": 90.0, "top5": 99.0, "class_top1": 80.0}
+    assert scores_text(record) == "top-1 90.00%, top-5 99.00%, class top-1 80.00%"
+    assert scores_text(record, brief=True) == "top-1 90.00%"
+    assert scores_text({"top1": 90.0, "top5": 100.0, "class_top1": 90.0}) == "top-1 90.00%"
+    assert scores_text({**record, "map": 70.0, "f1": 60.0}) == "mAP 70.00%, F1 60.00%"
