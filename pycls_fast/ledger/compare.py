@@ -28,7 +28,7 @@ from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
-from pycls_fast.ledger.runs import NOT_SET, OF_THE_PLACE, SavedRun, Values, find_runs, read_run, read_values, texts
+from pycls_fast.ledger.runs import NOT_SET, PLACE_KEYS, SavedRun, Values, find_runs, read_run, read_values, texts
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.environment import environment_command, versions
@@ -38,9 +38,9 @@ from pycls_fast.train.pictures import write_report
 
 Record = dict[str, Any]
 
-_OF_THE_END = ("step_seconds_p50", "wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
+_SUMMARY_KEYS = ("step_seconds_p50", "wall_seconds", "parameters", "forward_flops_per_image", "world_size", "device")
 # Other tables show the command, ranks and device; the memory size differs by a page from boot to boot.
-_NOT_TOLD = {"command", "world_size", "device", "memory_bytes"}
+_NOT_COMPARED = {"command", "world_size", "device", "memory_bytes"}
 
 
 def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
@@ -67,7 +67,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
     """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
     reason = why_not_paired(a, b)
     cards = {f"speed.{switch.name}": switch.numerics for switch in SWITCHES.values()}
-    settings = differing(a.run.config, b.run.config, OF_THE_PLACE)
+    settings = differing(a.run.config, b.run.config, PLACE_KEYS)
     known = bool(a.environment and b.environment)
     return {
         "kind": "comparison",
@@ -78,7 +78,7 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
         "b": _run(b),
         # The class of a switch's numerics; None for other keys.
         "settings": [row | {"class": cards.get(row["key"])} for row in settings],
-        "environment": differing(a.environment, b.environment, _NOT_TOLD) if known else [],
+        "environment": differing(a.environment, b.environment, _NOT_COMPARED) if known else [],
         "not_paired": reason,
         "without_pictures": (a.missing if a.source is None else None) and b.missing,
         "images": None if reason is not None else compare_images(a, b, images),
@@ -131,13 +131,13 @@ def read_run_files(text: str) -> RunFiles:
     predictions = Predictions.load(file) if file.is_file() else None
     source, missing = _images(run)
     classes = run.newest.get("classes") or (source.classes if source is not None else None)
-    if source is not None and predictions is not None and not _are_those(source, predictions):
+    if source is not None and predictions is not None and not _were_evaluated(source, predictions):
         source, missing = None, "the images have changed since the evaluation"
     environment = read_values(run.path / "environment.json") or {}
     return RunFiles(run, environment, None if classes is None else tuple(classes), predictions, source, missing)
 
 
-def _are_those(source: Images, predictions: Predictions) -> bool:
+def _were_evaluated(source: Images, predictions: Predictions) -> bool:
     """Whether these are the images that were evaluated, as far as their labels tell."""
     indices_N = predictions.indices_N
     if len(indices_N) and indices_N.max() >= len(source):
@@ -180,7 +180,7 @@ def _run(files: RunFiles) -> Record:
         **{key: last.get(key) for key in ("top1", "top5", "map", "loss", "count")},
         **{key: run.numbers[key] for key in ("best_top1", "images_per_second")},
         "memory_peak_bytes": summary.get("memory_peak_bytes", newest.get("memory_peak_bytes")),
-        **{key: summary.get(key) for key in _OF_THE_END},
+        **{key: summary.get(key) for key in _SUMMARY_KEYS},
         "changes": _changes(run.records),
         "curve": curve(train),
         "evaluations": [{key: record[key] for key in ("epoch", "top1", "loss")} for record in run.evaluations],

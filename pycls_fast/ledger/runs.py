@@ -26,7 +26,7 @@ from pycls_fast.train.environment import environment_command
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
 from pycls_fast.train.validation import best_evaluation
 
-OF_THE_PLACE = {"run_dir", "resume"}
+PLACE_KEYS = {"run_dir", "resume"}
 """Keys that say where a run is and how it started, not what it computes."""
 NOT_SET = "-"
 SEED, FOLD = "seed", "data.fold"
@@ -130,7 +130,7 @@ class SavedRun:
     @cached_property
     def settings(self) -> dict[str, str]:
         """Values of all configuration keys as text, except `run_dir` and `resume`."""
-        return {key: value for key, value in texts(self.config).items() if key not in OF_THE_PLACE}
+        return {key: value for key, value in texts(self.config).items() if key not in PLACE_KEYS}
 
     @property
     def repetition(self) -> tuple[str, str]:

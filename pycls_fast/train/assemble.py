@@ -1,6 +1,6 @@
-"""Build what training needs from a configuration: data, network with its weights, step. No run folder.
+"""Build what training needs from a configuration: data, network with its weights, step; not the run's folder.
 
-Also a few steps without a run, for those who look at them: they begin and end as any training.
+`short_training` is for commands that only look at a few steps, which begin and end as those of any training.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     new_head = config.model.kind == "given"
 
     def load(flat: OwnedWeights | None = None) -> None:
+        """Load what `weights` names into the network, or into the flat shards that hold its weights."""
         nonlocal new_head
         if config.weights is not None and resumed_from is None:
             # A network that was flattened no longer has its names and shapes.
@@ -200,7 +201,7 @@ def make_step(
 
 @dataclass
 class ShortTraining:
-    """The parts of the training, the file for the result, and the microbatches, on the device."""
+    """The parts of a training, the file for its result, and the microbatches on the device."""
 
     parts: Parts
     world: World
@@ -220,8 +221,8 @@ class ShortTraining:
 def short_training(
     config: RunConfig, *, steps: int, output: str | Path, several_ranks: bool = False
 ) -> Iterator[ShortTraining]:
-    """The microbatches of so many steps, and what takes them, by one rank unless `several_ranks`; damaged images are
-    reported at the end."""
+    """A context with a training of so many steps without a run, in one process unless `several_ranks`; damaged images
+    are reported at the end."""
     with build.world(config) as world:
         if world.size > 1 and not several_ranks:
             raise UserError("WORLD_SIZE: a short training is looked at in one process; start without torchrun")

@@ -164,7 +164,7 @@ class Checkpoint:
         """Fill tensors and DTensors in place, by path; each rank reads only the parts that it holds."""
         if not into:
             return
-        quiet()
+        silence_warning()
         try:
             dcp.load(
                 dict(into),
@@ -183,10 +183,9 @@ class Checkpoint:
             here = {path: shape for each in world.gather(here) for path, shape in each.items()}
         check_shapes(f"{self.path}: does not fit this run", saved, here)
 
-    def like(self, model: Tensors, *, host_optimizer: bool = False) -> Tensors:
-        """Empty tensors, by path, for the optimizer's state: one of the parameter's shape gets the parameter's
-        placement, except on the CPU if the optimizer keeps its state there (`host_optimizer`); any other is unsharded,
-        on the CPU."""
+    def empty_optimizer_state(self, model: Tensors, *, on_host: bool = False) -> Tensors:
+        """Empty tensors for the optimizer's state, by path. Those with the shape of their parameter are placed like it,
+        or on the CPU if the optimizer keeps its state there (`on_host`); all others are unsharded, on the CPU."""
         found: Tensors = {}
         for path, spec in self.specs.items():
             part, name, *_ = path.split("/")
@@ -195,7 +194,7 @@ class Checkpoint:
                 # Of the network, or of another stage of a pipeline.
                 continue
             if tuple(parameter.shape) == spec.shape:
-                elsewhere: dict[str, Any] = {"device": "cpu"} if host_optimizer else {}
+                elsewhere: dict[str, Any] = {"device": "cpu"} if on_host else {}
                 found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)
             else:
                 found[path] = torch.empty(spec.shape, dtype=spec.dtype)
@@ -211,7 +210,7 @@ def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
     this, if one of them does not see it whole."""
     opened, mistake = None, None
     try:
-        opened = _described(path.resolve(), world)
+        opened = _open(path.resolve(), world)
     except UserError as error:
         mistake = error.lines[0]
     # One rank may see a folder that another does not.
@@ -241,7 +240,7 @@ def newest(folder: Path, warn: Callable[[str], None], world: World = ALONE) -> C
     return None
 
 
-def _described(path: Path, world: World) -> Checkpoint:
+def _open(path: Path, world: World) -> Checkpoint:
     # A name may be too long.
     with refusing(f"{path}: cannot be read"):
         is_checkpoint, is_there = any((path / name).is_file() for name in (".metadata", STATE)), path.exists()
@@ -288,13 +287,13 @@ def reason_of(error: BaseException) -> str:
     return first_line(error)
 
 
-def quiet() -> None:
-    # Intended: a file is read without the other ranks. Set at import, before another thread restores filters that it
-    # saved, and again before each use, in case they were changed since.
+def silence_warning() -> None:
+    # It is intended that a rank reads a file without the others. Set at import, before another thread restores filters
+    # that it saved, and again before each use, in case they were changed since.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-quiet()
+silence_warning()
 
 
 class _Reader(dcp.FileSystemReader):

@@ -67,7 +67,7 @@ class DivergenceCheck:
     def check_weights(self, done: int) -> None:
         """Refuse to save weights and buffers that are not finite after `done` steps: no later step can be better, as
         batch norm's statistics stay so, too. All ranks call this."""
-        if not all(self._run.world.gather(all(map(_is_finite, self._run.values())))):
+        if not all(self._run.world.gather(all(map(_is_finite, self._run.saved_weights())))):
             raise self._error(
                 f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
                 "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"

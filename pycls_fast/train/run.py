@@ -109,8 +109,8 @@ class Run:
         """`RunFolder.add_record` with the step's epoch; on the main rank."""
         return self.folder.add_record(kind, step, self.epoch(step), **values)
 
-    def values(self) -> list[Tensor]:
-        """The weights and buffers that are saved, on this rank."""
+    def saved_weights(self) -> list[Tensor]:
+        """This rank's part of the weights and buffers that are saved."""
         return [*self.parts.network.parameters(), *self.parts.step.weights.live().values()]
 
     def sync_buffers(self) -> None:
@@ -181,7 +181,7 @@ class Run:
         # FairScale's OSS has the one that updates its share inside.
         optimizers = (step.optimizer, getattr(step.optimizer, "optim", None))
         on_host = any(isinstance(each, HostOptimizer) for each in optimizers)
-        into |= saved.like(own["model"], host_optimizer=on_host)
+        into |= saved.empty_optimizer_state(own["model"], on_host=on_host)
         saved.check_fits(into, self.world)
         saved.read(into)
         what = f"{saved.path}: the checkpoint is damaged, its {STATE}"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from pycls_fast.errors import UserError
 from pycls_fast.files import BEST, STATE, checkpoints, flush, flush_folder, step_of
 from pycls_fast.parallel.world import World
-from pycls_fast.train.checkpoint import FORMAT, State, Tensors, own_share, quiet, reason_of, split
+from pycls_fast.train.checkpoint import FORMAT, State, Tensors, own_share, reason_of, silence_warning, split
 
 # Failures of a disk, a folder or another rank; anything else is a bug.
 _EXPECTED = (OSError, RuntimeError, CheckpointException, UserError)
@@ -91,7 +91,7 @@ def _begin(folder: Path, step: int) -> Path:
 
 def _write_tensors(tensors: Tensors, folder: Path, world: World) -> None:
     """Write into a folder made by `_begin` and flush; all ranks call this."""
-    quiet()
+    silence_warning()
     dcp.save(
         tensors,
         # With CUDA, torch would copy ahead (host tensors too), and once per 10 MB wait for all work that training has

@@ -173,7 +173,7 @@ def open_program(path: Path) -> Weights:
     return opened
 
 
-NOT_TOLD = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
+NOT_PUBLISHED = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
 """Left out of a file of weights, which is for other machines and people, and imports nothing."""
 
 
@@ -246,8 +246,8 @@ def about_weights(weights: Weights) -> dict[str, str]:
     }
     config = weights.config
     if config is not None:
-        kept = {key: value for key, value in config.items() if key not in NOT_TOLD}
-        data = {key: value for key, value in config["data"].items() if f"data.{key}" not in NOT_TOLD}
+        kept = {key: value for key, value in config.items() if key not in NOT_PUBLISHED}
+        data = {key: value for key, value in config["data"].items() if f"data.{key}" not in NOT_PUBLISHED}
         about |= {"config": kept | {"data": data}, "model": config["model"], "preprocessing": preprocessing(config)}
     return {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items() if value is not None

@@ -31,7 +31,7 @@ from pycls_fast.inference.export import export
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import FORMATS, SUFFIXES, About
 from pycls_fast.train.load_weights import load_weights
-from pycls_fast.train.weights import NOT_TOLD, preprocessing
+from pycls_fast.train.weights import NOT_PUBLISHED, preprocessing
 from tests.factories import config_of
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run
@@ -103,7 +103,7 @@ def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> 
     write(run_dir, tmp_path / "net.safetensors")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
-    assert not [key for key in NOT_TOLD if key in config or key.removeprefix("data.") in config["data"]]
+    assert not [key for key in NOT_PUBLISHED if key in config or key.removeprefix("data.") in config["data"]]
     validate_saved(config, "net.safetensors")
 
 

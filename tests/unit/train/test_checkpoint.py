@@ -50,8 +50,8 @@ def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     # The optimizer's to the host: the device, here one without memory, may have no room for it.
     model = {"blocks.0.weight": torch.empty(50, 50, device="meta")}
     path = "optimizer/blocks.0.weight/exp_avg"
-    assert opened.like(model)[path].is_meta
-    into = opened.like(model, host_optimizer=True)
+    assert opened.empty_optimizer_state(model)[path].is_meta
+    into = opened.empty_optimizer_state(model, on_host=True)
     opened.read(into)
     assert torch.equal(into[path], saved["optimizer"]["blocks.0.weight"]["exp_avg"])
 
@@ -119,8 +119,9 @@ def test_a_state_without_what_its_owners_read_is_one_line(tmp_path: Path) -> Non
     step = SimpleNamespace(optimizer=None, weights=SimpleNamespace(load_state_dict=dict))
     run: Any = SimpleNamespace(parts=SimpleNamespace(step=step), world=ALONE, state=lambda: {"model": {}})
     opened: Any = SimpleNamespace(
-        path=tmp_path, like=lambda *_, **__: {}, check_fits=lambda *_: None, read=lambda _: None, state=lambda _: {}
-    )
+        path=tmp_path, empty_optimizer_state=lambda *_, **__: {}, check_fits=lambda *_: None, read=lambda _: None,
+        state=lambda _: {},
+    )  # fmt: skip
     with pytest.raises(UserError, match=r"the checkpoint is damaged, its state.json .*'model'.*; take another one$"):
         Run.load_state(run, opened)
 

@@ -34,13 +34,13 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
     scaler: Any = SimpleNamespace(is_enabled=lambda: scaled, get_scale=lambda: 1024.0)
     precision = config_of(*list(overrides)).precision
 
-    def values() -> list[Tensor]:
+    def saved_weights() -> list[Tensor]:
         return [*network.parameters(), *OwnedWeights(network).live().values()]
 
     step, folder = SimpleNamespace(scaler=scaler, watchdog=None), SimpleNamespace(checkpoints=tmp_path)
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(precision=precision), parts=SimpleNamespace(step=step), values=values, world=ALONE,
-        folder=folder, saved_step=saved_step,
+        config=SimpleNamespace(precision=precision), parts=SimpleNamespace(step=step), saved_weights=saved_weights,
+        world=ALONE, folder=folder, saved_step=saved_step,
     )  # fmt: skip
     return DivergenceCheck(run)
 
