@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.plan import Crossing, Family, families
+from pycls_fast.ledger.ladder.plan import Factors, Family, families
 from pycls_fast.ledger.report.effects import LOOKS, Look, Pair, decide, fit
 
 _IMAGES = 10_000
@@ -120,7 +120,7 @@ def simulate(truth: Truth, ladders: int, *, seed: int = 0) -> Counts:
         description="simulated", baseline=Variant(name="base"), variants=tuple(Variant(name=name) for name in names)
     )
     # Designs differ by the columns that chance has chosen; a few of them represent all.
-    designs = [families(ladder, Crossing(names), truth.runs_at_most, 1000 * i)[0][0] for i in range(20)]
+    designs = [families(ladder, Factors(names), truth.runs_at_most, 1000 * i)[0][0] for i in range(20)]
     for number in range(ladders):
         counts.add(_ladder(truth, designs[number % len(designs)], generator)[-1], truth)
     return counts

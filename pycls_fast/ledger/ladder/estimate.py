@@ -9,7 +9,7 @@ from pathlib import Path
 from pycls_fast.config.keys import text_override
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
-from pycls_fast.ledger.ladder.plan import check_reference, check_runs, crossing, families
+from pycls_fast.ledger.ladder.plan import check_reference, check_runs, families, find_factors
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
@@ -56,8 +56,8 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
     if trains:
         names = [variant.name for variant in ledger.selection.runnable()]
         # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
-        known = ledger.folder.crossing or crossing(ledger.ladder, names, lambda variant: None)
-        check_runs(families(ledger.ladder, known, ledger.settings.runs_at_most, ledger.settings.first_seed))
+        factors = ledger.folder.factors or find_factors(ledger.ladder, names, lambda variant: None)
+        check_runs(families(ledger.ladder, factors, ledger.settings.runs_at_most, ledger.settings.first_seed))
     runs, images, step = ledger.trainings(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:
         raise UserError(

@@ -22,7 +22,7 @@ from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.run import groups
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.ledger.ladder.plan import Crossing, readable, slug
+from pycls_fast.ledger.ladder.plan import Factors, readable, slug
 from pycls_fast.ledger.report.record import Rounding
 from pycls_fast.reading import Model, Saved, check, read_json
 from pycls_fast.train.environment import environment, versions
@@ -37,7 +37,7 @@ class SavedPlan(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     code: list[str]
-    crossing: Crossing | None
+    crossing: Factors | None
     experiment: dict[str, Any] = {}
 
 
@@ -140,8 +140,8 @@ class LedgerFolder:
         self._plan_file, self._seconds_file = path / "plan.json", path / "took.json"
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
-        # What is known of its variants as factors of the trainings, once it trains.
-        self.crossing: Crossing | None = None
+        # Its variants as factors of the trainings, once it trains.
+        self.factors: Factors | None = None
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
         # Seconds worked in earlier starts, and when this one began.
@@ -188,7 +188,7 @@ class LedgerFolder:
             other.append("code (accept_code=true, if the change does not affect the measurements)")
         if other:
             raise UserError(f"output: {self.path} holds a ledger with different {', '.join(other)}; {way_out}")
-        self.codes, self.crossing = kept.code, kept.crossing
+        self.codes, self.factors = kept.code, kept.crossing
 
     @property
     def seconds(self) -> float:
@@ -200,12 +200,12 @@ class LedgerFolder:
         write_json(self._seconds_file, {"seconds": self.seconds})
 
     def _write_plan(self) -> None:
-        known = None if self.crossing is None else asdict(self.crossing)
-        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": known})
+        factors = None if self.factors is None else asdict(self.factors)
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": factors})
 
-    def keep_crossing(self, known: Crossing) -> None:
-        """Save what is known of its variants as factors of the trainings, so that a later start has the same design."""
-        self.crossing = known
+    def keep_factors(self, factors: Factors) -> None:
+        """Save the variants as factors of the trainings, so that a later start has the same design."""
+        self.factors = factors
         self._write_plan()
 
     def note_code(self) -> None:

@@ -224,9 +224,9 @@ class Family:
 
 
 @dataclass
-class Crossing:
-    """What is known of a ladder's variants as factors of a design; kept with the plan, so that a resumed ledger has the
-    same.
+class Factors:
+    """A ladder's variants as the factors of a design, as far as they are known; kept with the plan, so that a resumed
+    ledger has the same.
 
     Attributes:
         crossed: names of those that are combined.
@@ -247,7 +247,7 @@ class Crossing:
     looked: list[float | None] = field(default_factory=list)
 
 
-def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], str | None]) -> Crossing:
+def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], str | None]) -> Factors:
     """Sort the variants of these names, which run here, into those that can be combined and those that cannot."""
     runnable = [v for v in ladder.variants if v.name in names]
     chosen = [v for v in runnable if not refused(combination(ladder, with_parents(ladder, [v.name])))]
@@ -264,7 +264,7 @@ def crossing(ladder: Ladder, names: Collection[str], refused: Callable[[Variant]
         for one, other in combinations(crossed, 2)
         if _same_key(known[one], known[other]) or refused(combination(ladder, with_parents(ladder, (one, other))))
     ]
-    return Crossing(crossed, list(dict.fromkeys(alone)), conflicts)
+    return Factors(crossed, list(dict.fromkeys(alone)), conflicts)
 
 
 def _same_key(one: Variant, other: Variant) -> bool:
@@ -298,15 +298,15 @@ def _rows(count: int) -> int:
     return 1 << math.ceil(math.log2(max(count, 4)))
 
 
-def families(ladder: Ladder, known: Crossing, runs_at_most: int | None, first_seed: int) -> list[list[Family]]:
+def families(ladder: Ladder, factors: Factors, runs_at_most: int | None, first_seed: int) -> list[list[Family]]:
     """The families of trainings, those that are tested together in one list: the crossed one, then those alone."""
-    left = [name for name in known.crossed if name not in (*known.identical, *known.broken)]
+    left = [name for name in factors.crossed if name not in (*factors.identical, *factors.broken)]
     found = []
     if left:
-        pairs, pilot = _crossed(ladder, left, known, (runs_at_most or default_runs(len(left))) // 2, first_seed)
+        pairs, pilot = _crossed(ladder, left, factors, (runs_at_most or default_runs(len(left))) // 2, first_seed)
         found.append([Family(tuple(left), pairs, pilot)])
     count, alone = (runs_at_most or default_runs(1)) // 2, list[Family]()
-    for name in (name for name in known.alone if name not in known.broken):
+    for name in (name for name in factors.alone if name not in factors.broken):
         on = with_parents(ladder, [name])
         pair = (on, tuple(other for other in on if other != name))
         pairs = tuple(PlannedPair(first_seed + i, pair) for i in range(count))
@@ -325,7 +325,7 @@ def check_runs(groups: Sequence[Sequence[Family]]) -> None:
 
 
 def _crossed(
-    ladder: Ladder, names: Sequence[str], known: Crossing, count: int, first_seed: int
+    ladder: Ladder, names: Sequence[str], factors: Factors, count: int, first_seed: int
 ) -> tuple[tuple[PlannedPair, ...], int]:
     """`count` pairs, and how many of the first are all on against all off."""
     rows = _rows(len(names))
@@ -341,7 +341,7 @@ def _crossed(
         for place, row in enumerate(order):
             is_on_N = on_RC[row, columns]
             halves = [[names[i] for i in np.flatnonzero(side).tolist()] for side in (is_on_N, ~is_on_N)]
-            on = [compatible(ladder, generator.permutation(half).tolist(), known.conflicts) for half in halves]
+            on = [compatible(ladder, generator.permutation(half).tolist(), factors.conflicts) for half in halves]
             pair = PlannedPair(first_seed + block * rows + place, (on[0], on[1]))
             (others if place else ends).append(pair)
     # The ends of later blocks stay with their blocks.

@@ -16,14 +16,14 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedFailure, SavedResult, read_measurement
 from pycls_fast.ledger.ladder.plan import (
-    Crossing,
+    Factors,
     Family,
     PlannedPair,
     check_runs,
     combination,
     compatible,
-    crossing,
     families,
+    find_factors,
     with_parents,
 )
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
@@ -77,7 +77,7 @@ class CrossedTrainings:
         alike: those of them that made no difference to the bits of the weights after some steps.
         refused: why the settings of a combination are refused, if they are.
         train: starts the runs that are not done, and waits for them.
-        known: what is known of the variants, also from earlier starts.
+        factors: the variants as factors of the design, with what earlier starts have found out.
     """
 
     ladder: Ladder
@@ -88,19 +88,19 @@ class CrossedTrainings:
     refused: Callable[[Variant], str | None]
     train: Callable[[Sequence[TrainingRun]], None]
     say: Callable[[str], None]
-    known: Crossing = field(init=False)
+    factors: Factors = field(init=False)
 
     def __post_init__(self) -> None:
-        self.known = self.folder.crossing or crossing(self.ladder, self.names, self.refused)
+        self.factors = self.folder.factors or find_factors(self.ladder, self.names, self.refused)
         if not any(self.folder.path.glob(f"runs/*/*/{FAILED}")):
             # Removed, to try again.
-            self.known.broken = {}
+            self.factors.broken = {}
         self._pairs: dict[PlannedPair, Pair | None] = {}
 
-    def groups(self, known: Crossing | None = None) -> list[list[Family]]:
+    def groups(self, factors: Factors | None = None) -> list[list[Family]]:
         """The families of trainings, those that are tested together in one list."""
         s = self.settings
-        return families(self.ladder, known or self.known, s.runs_at_most, s.first_seed)
+        return families(self.ladder, factors or self.factors, s.runs_at_most, s.first_seed)
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
@@ -115,7 +115,7 @@ class CrossedTrainings:
             UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
         """
         check_runs(self.groups())
-        self.folder.keep_crossing(self.known)
+        self.folder.keep_factors(self.factors)
         self._screen()
         place = 0
         while place < len(groups := self.groups()):
@@ -124,33 +124,33 @@ class CrossedTrainings:
 
     def _screening(self) -> list[PlannedPair]:
         """A pair that differs in all variants that may be identical; empty if there is none."""
-        names = self.known.alike or []
+        names = self.factors.alike or []
         on = with_parents(self.ladder, names)
         without = tuple(name for name in on if name not in names)
         return [PlannedPair(self.settings.first_seed, (on, without))] if names else []
 
     def _screen(self) -> None:
         """Leave out variants that change no bit of the weights at first, and no prediction of a whole training."""
-        known = self.known
-        if known.alike is None:
-            known.alike = [
+        factors = self.factors
+        if factors.alike is None:
+            factors.alike = [
                 name
                 for name in self.alike
                 # What alternatives do together is not known.
-                if name in known.crossed and not any(name in pair for pair in known.conflicts)
+                if name in factors.crossed and not any(name in pair for pair in factors.conflicts)
             ]
             for pair in self._screening():
                 if with_parents(self.ladder, pair.on[1]) != pair.on[1]:
-                    known.alike = []
-            self.folder.keep_crossing(known)
-        for pair in self._screening() if not known.identical and not known.looked else []:
+                    factors.alike = []
+            self.folder.keep_factors(factors)
+        for pair in self._screening() if not factors.identical and not factors.looked else []:
             self.train(self._runs(pair))
             found = self._predictions(pair)
             keys = ("indices_N", "labels_N", "predicted_N")
             if found and all(np.array_equal(*(getattr(each, key) for each in found)) for key in keys):
-                known.identical = list(known.alike)
-                self.say(f"{', '.join(known.alike)}: identical: every prediction is the same")
-            self.folder.keep_crossing(known)
+                factors.identical = list(factors.alike)
+                self.say(f"{', '.join(factors.alike)}: identical: every prediction is the same")
+            self.folder.keep_factors(factors)
 
     def _train_group(self, group: Sequence[Family]) -> bool:
         """Train one group to its end; False if a variant was left out meanwhile, so that the plan is another one."""
@@ -163,8 +163,8 @@ class CrossedTrainings:
             if number == 0:
                 self._check_resolution(group)
                 continue
-            self.known.looked = [self.settings.runs_at_most, self.settings.margin]
-            self.folder.keep_crossing(self.known)
+            self.factors.looked = [self.settings.runs_at_most, self.settings.margin]
+            self.folder.keep_factors(self.factors)
             effects = self._result(group).effects
             if effects and all(effect.word not in (None, "undecided") for effect in effects):
                 break
@@ -206,12 +206,12 @@ class CrossedTrainings:
             if name is not None:
                 of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
                 evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
-                self.known.broken[name] = evidence
+                self.factors.broken[name] = evidence
                 for other in self.names:
                     if name in with_parents(self.ladder, [other]):
-                        self.known.broken.setdefault(other, f"it needs {name}, which does")
-                self.folder.keep_crossing(self.known)
-                self.say(f"{name}: breaks training: {self.known.broken[name]}")
+                        self.factors.broken.setdefault(other, f"it needs {name}, which does")
+                self.folder.keep_factors(self.factors)
+                self.say(f"{name}: breaks training: {self.factors.broken[name]}")
                 return True
             if len(failed) <= _MOST_FAILURES:
                 continue
@@ -225,15 +225,15 @@ class CrossedTrainings:
         return False
 
     def record(self) -> Accuracy:
-        groups, broken = self.groups(), list(self.known.broken.items())
+        groups, broken = self.groups(), list(self.factors.broken.items())
         # Also those of designs from before a variant was left out.
-        designs = [self.groups(replace(self.known, broken=dict(broken[:count]))) for count in range(len(broken))]
+        designs = [self.groups(replace(self.factors, broken=dict(broken[:count]))) for count in range(len(broken))]
         trained = [family for design in (*designs, groups) for group in design for family in group]
         results = [self._result(group) for group in groups]
         return Accuracy(
             runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
             effects=[
-                *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.known.identical),
+                *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.factors.identical),
                 *(effect for result in results for effect in result.effects),
             ],
             looks=[look for result in results for look in result.looks],
@@ -242,14 +242,14 @@ class CrossedTrainings:
                 for group in groups
                 for f in group
             ],
-            broken=self.known.broken,
+            broken=self.factors.broken,
             fit=self._overall_fit(groups[0][0], results[0].fits[0]) if results and results[0].fits else None,
         )
 
     def _overall_fit(self, family: Family, found: Fit) -> OverallFit:
         names, several = family.names, len(family.names) > 1
         # Of alternatives the last, as at the end of a cumulative ladder.
-        kept = compatible(self.ladder, names[::-1], self.known.conflicts)
+        kept = compatible(self.ladder, names[::-1], self.factors.conflicts)
         return OverallFit(
             deviation=found.residual,
             floor=found.floor,

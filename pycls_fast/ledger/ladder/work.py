@@ -137,8 +137,8 @@ class Ledger:
             train=self.train,
             say=self.say,
         )
-        known = self.crossed.known
-        for name in (v.name for v in variants if v.name not in (*known.crossed, *known.alone)):
+        factors = self.crossed.factors
+        for name in (v.name for v in variants if v.name not in (*factors.crossed, *factors.alone)):
             # In a cumulative ladder it was timed on top of others, without which its settings may be refused.
             why = self.refused(combination(self.ladder, with_parents(self.ladder, [name]))) or "it did not run at first"
             self.unmeasured[f"{name}: accuracy"] = why

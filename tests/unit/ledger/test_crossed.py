@@ -14,7 +14,7 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.plan import Family, combination, crossing, families
+from pycls_fast.ledger.ladder.plan import Family, combination, families, find_factors
 from pycls_fast.ledger.ladder.processes import FAILED
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
@@ -32,8 +32,8 @@ LADDER = Ladder(
 
 def planned(ladder: Ladder = LADDER, **settings: Any) -> list[list[Family]]:
     """The families of a ladder whose combinations are all allowed."""
-    known = crossing(ladder, [v.name for v in ladder.variants], lambda variant: None)
-    return families(ladder, known, settings.get("runs_at_most"), 0)
+    factors = find_factors(ladder, [v.name for v in ladder.variants], lambda variant: None)
+    return families(ladder, factors, settings.get("runs_at_most"), 0)
 
 
 def test_every_variant_is_on_in_half_of_the_runs_and_each_pair_is_a_mirror() -> None:

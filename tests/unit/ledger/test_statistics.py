@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from pycls_fast.config.ladder import Ladder, Variant
-from pycls_fast.ledger.ladder.plan import Crossing, PlannedPair, families
+from pycls_fast.ledger.ladder.plan import Factors, PlannedPair, families
 from pycls_fast.ledger.report.effects import (
     ALPHA_INTERPLAY,
     LOOKS,
@@ -104,7 +104,7 @@ def test_levels_spend_alpha_as_published() -> None:
 def planned_pairs(names: tuple[str, ...], runs: int) -> Sequence[PlannedPair]:
     """A crossed design."""
     ladder = Ladder(description="x", baseline=Variant(name="base"), variants=tuple(Variant(name=n) for n in names))
-    (family,) = families(ladder, Crossing(list(names)), runs, 0)[0]
+    (family,) = families(ladder, Factors(list(names)), runs, 0)[0]
     return family.pairs
 
 
