@@ -21,7 +21,7 @@ from pycls_fast.inference.images import Address, Frame, GivenImages, find_images
 from pycls_fast.train.contact_sheet import Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file
-from pycls_fast.train.health import enough_memory
+from pycls_fast.train.out_of_memory import enough_memory
 
 _NAME = 60
 # Classes listed below the title.

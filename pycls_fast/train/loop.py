@@ -21,11 +21,12 @@ from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel.rendezvous import lost_ranks
 from pycls_fast.parallel.world import Agreement, World
 from pycls_fast.train.display import Display
+from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.environment import Call
 from pycls_fast.train.head import fit_head
-from pycls_fast.train.health import DivergenceCheck, enough_to_train
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.observers import Observers, open_observers
+from pycls_fast.train.out_of_memory import enough_to_train
 from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run import Run

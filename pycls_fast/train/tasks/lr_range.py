@@ -19,7 +19,7 @@ from pycls_fast.files import atomic_write, timestamp, user_path
 from pycls_fast.train.assemble import ShortTraining, short_training
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import write_json
-from pycls_fast.train.health import enough_to_train
+from pycls_fast.train.out_of_memory import enough_to_train
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.

@@ -23,14 +23,14 @@ from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
+from pycls_fast.train.confidence_intervals import intervals
 from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json, write_text
-from pycls_fast.train.health import enough_to_score
-from pycls_fast.train.intervals import intervals
 from pycls_fast.train.load_weights import Loaded, load_network
+from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, before_data, timm_name
 from pycls_fast.train.weights import Weights, find_weights, open_ours, open_program

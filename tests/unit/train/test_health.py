@@ -19,7 +19,8 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.memory_plan import MemoryPlan
-from pycls_fast.train.health import DivergenceCheck, enough_to_train
+from pycls_fast.train.divergence import DivergenceCheck
+from pycls_fast.train.out_of_memory import enough_to_train
 from pycls_fast.train.watchdog import Watchdog
 from tests.factories import config_of
 

@@ -19,7 +19,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.plan.race import Race
 from pycls_fast.train import loop, saving, train
-from pycls_fast.train.health import DivergenceCheck
+from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.run import Run

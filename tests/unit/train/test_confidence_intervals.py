@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycls_fast.train import intervals as module
+from pycls_fast.train import confidence_intervals as module
 from pycls_fast.train.by_class import calibration_error, class_scores, roc_auc, set_scores
+from pycls_fast.train.confidence_intervals import draws, intervals, resampled
 from pycls_fast.train.evaluate import Evaluation, Predictions
-from pycls_fast.train.intervals import draws, intervals, resampled
 
 CLASSES = ("a", "b", "c", "d", "never")
 
