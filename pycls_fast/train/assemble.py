@@ -87,7 +87,16 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     network.taught = step.distillation is not None
     if resumed_from is None:
         _check_head(config, network, world)
-    return Parts(config, sources, network, step, switches, counted, steps_per_epoch, new_head)
+    return Parts(
+        config=config,
+        sources=sources,
+        network=network,
+        step=step,
+        switches=switches,
+        complexity=counted,
+        steps_per_epoch=steps_per_epoch,
+        new_head=new_head,
+    )
 
 
 def _load_initial(

@@ -81,12 +81,12 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
     channels = [config.data.mean, config.data.std, mean, std]
     own_mean, own_std, its_mean, its_std = torch.tensor(channels, device=world.device)[:, :, None, None]
     return Distillation(
-        teacher.eval().requires_grad_(False),
-        build.autocast(config, world.device),
-        settings.share,
-        settings.temperature,
-        settings.targets == "hard",
-        (own_std / its_std).to(like.dtype),
-        ((own_mean - its_mean) / its_std).to(like.dtype),
-        len(data.classes),
+        teacher=teacher.eval().requires_grad_(False),
+        autocast=build.autocast(config, world.device),
+        share=settings.share,
+        temperature=settings.temperature,
+        hard=settings.targets == "hard",
+        factor_C11=(own_std / its_std).to(like.dtype),
+        shift_C11=((own_mean - its_mean) / its_std).to(like.dtype),
+        classes=len(data.classes),
     )

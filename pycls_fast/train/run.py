@@ -97,9 +97,14 @@ class Run:
             self.add_record("event", step, event=DAMAGED_IMAGE, name=name, reason=reason)
 
     def scorer(self, after_batch: Callable[[], None]) -> Scorer:
-        parts = self.parts
         return Scorer(
-            self.config, parts.step.wrapped, self.world, parts.switches, self.display, self.damaged, after_batch
+            config=self.config,
+            wrapped=self.parts.step.wrapped,
+            world=self.world,
+            switches=self.parts.switches,
+            display=self.display,
+            damaged=self.damaged,
+            after_batch=after_batch,
         )
 
     def epoch(self, step: int) -> float:

@@ -38,6 +38,7 @@ from pycls_fast.ledger.report.effects import (
     deviation_of,
     estimates,
     fit,
+    identical,
     interplay,
     resolution,
     runs_that_resolve,
@@ -233,7 +234,7 @@ class CrossedTrainings:
         return Accuracy(
             runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
             effects=[
-                *(Effect(name, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 1.0, 0.0, "identical") for name in self.factors.identical),
+                *(identical(name) for name in self.factors.identical),
                 *(effect for result in results for effect in result.effects),
             ],
             looks=[look for result in results for look in result.looks],

@@ -196,6 +196,22 @@ class Effect:
     word: Word | None
 
 
+def identical(variant: str) -> Effect:
+    """The effect of a variant all of whose predictions are those of trainings without it."""
+    return Effect(
+        variant,
+        difference=0.0,
+        error=0.0,
+        freedom=0,
+        low=0.0,
+        high=0.0,
+        least=0.0,
+        p_costs=1.0,
+        p_free=0.0,
+        word="identical",
+    )
+
+
 @dataclass(frozen=True)
 class Look:
     """A look at the results: its place in `LOOKS`, the trainings of each family up to it, and the `levels` of 'free',
