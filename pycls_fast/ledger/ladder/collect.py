@@ -58,7 +58,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
         gradients=read_measurement(gradients, GradientCounts) if gradients.is_file() else None,
         unmeasured=ledger.unmeasured,
         unfinished=None if finished else Unfinished(done=total - sum(ledger.missing().values()), of=total),
-        accuracy=ledger.crossed.record() if ledger.crossed else None,
+        accuracy=ledger.trainings.record() if ledger.trainings else None,
         variants=records,
     )
 

@@ -58,7 +58,7 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
         # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
         factors = ledger.folder.factors or find_factors(ledger.ladder, names, lambda variant: None)
         check_runs(families(ledger.ladder, factors, ledger.settings.runs_at_most, ledger.settings.first_seed))
-    runs, images, step = ledger.trainings(), timed.evaluated_images, timed.train.step_seconds_p50
+    runs, images, step = ledger.trainings_at_most(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:
         raise UserError(
             f"margin: {margin:g} points are less than one of {images:,} images; use "

@@ -48,7 +48,7 @@ class Ledger:
         conditions: what else must be the same at every start, by name (`folder.conditions`).
         refused: why the settings of a combination are refused, if they are.
         unmeasured: other measurements that failed or do not apply ("VARIANT: rounding", "gradients"), and why.
-        crossed: the trainings, once they start.
+        trainings: those of the ladder, once they start.
         stop: whether the processes are to be stopped.
     """
 
@@ -64,7 +64,7 @@ class Ledger:
     refused: Callable[[Variant], str | None] = lambda variant: None
     selection: Selection = field(init=False)
     unmeasured: dict[str, str] = field(default_factory=dict)
-    crossed: CrossedTrainings | None = None
+    trainings: CrossedTrainings | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
@@ -118,16 +118,16 @@ class Ledger:
         if s.numerics_steps is not None:
             for variant in self.with_rounding():
                 file, what = self.folder.file("numerics", variant), f"{variant.name}: rounding"
-                self._extra(what, "numerics", variant, file, f"steps={s.numerics_steps}")
+                self._measure_alone(what, "numerics", variant, file, f"steps={s.numerics_steps}")
         if s.gradients:
             first = self.selection.variants()[0]
             # In float32, so that nothing has rounded them.
-            self._extra("gradients", "gradients", first, self.folder.file("gradients", first), "precision=fp32")
+            self._measure_alone("gradients", "gradients", first, self.folder.file("gradients", first), "precision=fp32")
 
     def plan_trainings(self) -> CrossedTrainings:
         """The trainings of what is known to run."""
         _, *variants = self.selection.runnable()
-        self.crossed = CrossedTrainings(
+        self.trainings = CrossedTrainings(
             self.ladder,
             self.settings,
             self.folder,
@@ -137,13 +137,13 @@ class Ledger:
             train=self.train,
             say=self.say,
         )
-        factors = self.crossed.factors
+        factors = self.trainings.factors
         for name in (v.name for v in variants if v.name not in (*factors.crossed, *factors.alone)):
             # In a cumulative ladder it was timed on top of others, without which its settings may be refused.
             why = self.refused(combination(self.ladder, with_parents(self.ladder, [name]))) or "it did not run at first"
             self.unmeasured[f"{name}: accuracy"] = why
             self.say(f"{name}: not trained: {why}")
-        return self.crossed
+        return self.trainings
 
     def _alike(self) -> list[str]:
         """The variants whose weights are those of the one before them, bit for bit, after `numerics_steps`."""
@@ -167,18 +167,18 @@ class Ledger:
 
     def missing(self) -> dict[str, int]:
         """How many measurements of each kind are not done, and the most trainings that may be left."""
-        trained = sum(run.is_done for run in self.crossed.planned()) if self.crossed is not None else 0
+        trained = sum(run.is_done for run in self.trainings.planned()) if self.trainings is not None else 0
         missing = {kind: sum(not file.is_file() for file in files) for kind, files in self.files().items()}
-        return {**missing, "training": self.trainings() - trained}
+        return {**missing, "training": self.trainings_at_most() - trained}
 
     def total(self) -> int:
         """Number of measurements and trainings in the whole plan, as far as it is known."""
-        return sum(map(len, self.files().values())) + self.trainings()
+        return sum(map(len, self.files().values())) + self.trainings_at_most()
 
-    def trainings(self) -> int:
+    def trainings_at_most(self) -> int:
         """The most trainings that the plan may take, as far as it is known."""
-        if self.crossed is not None:
-            return len(self.crossed.planned())
+        if self.trainings is not None:
+            return len(self.trainings.planned())
         count = len(self.selection.runnable()) - 1
         most = default_runs(count) if self.settings.runs_at_most is None else self.settings.runs_at_most
         return most if count else 0
@@ -202,7 +202,7 @@ class Ledger:
                 other.unlink(missing_ok=True)
         return finished
 
-    def _extra(self, what: str, verb: str, variant: Variant, file: Path, own: str) -> None:
+    def _measure_alone(self, what: str, verb: str, variant: Variant, file: Path, own: str) -> None:
         """Make an optional measurement, in one process: if it fails, the variant continues without it."""
         alone = variant.model_copy(update={"ranks": 1})
         finished = self._measure(what, f"ledger {verb}", alone, file, (*ONE_PROCESS, own))

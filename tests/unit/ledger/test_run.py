@@ -165,7 +165,7 @@ def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
         ledger.folder.timing_file(last, 1),
         ledger.folder.file("numerics", last),
         ledger.folder.file("gradients", first),
-        ledger.crossed.planned()[0].folder / "summary.json",
+        ledger.trainings.planned()[0].folder / "summary.json",
     )
     for file in files:
         file.parent.mkdir(parents=True)

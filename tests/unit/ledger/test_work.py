@@ -116,7 +116,7 @@ def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
         timed = given(ledger.folder.timing_file(variant, 0))
         assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
         assert weights in given(ledger.folder.file("numerics", variant))
-    assert weights in given(ledger.crossed.planned()[0].folder / "summary.json")
+    assert weights in given(ledger.trainings.planned()[0].folder / "summary.json")
     assert weights in given(ledger.folder.file("gradients", ledger.selection.variants()[0]))
 
 
