@@ -35,7 +35,7 @@ def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {key: [each[key] for each in known[::every]] for key in ("epoch", "loss")}
 
 
-def said(each: Record) -> list[str]:
+def predictions_of(each: Record) -> list[str]:
     """What each run predicted, with the cross-entropy of the image in nats."""
     losses = ("-" if each[f"loss_{run}"] is None else f"{each[f'loss_{run}']:.2f}" for run in "ab")
     return [f"{run.upper()}: {each[run]} ({loss})" for run, loss in zip("ab", losses, strict=True)]
@@ -49,9 +49,9 @@ def verdict(record: Record) -> str:
         return f"Every prediction is the same on all {pair['images']:,} images."
     winner = "B" if pair["difference"] > 0 else "A"
     no = f"No difference that {pair['images']:,} images can show"
-    said = no if pair["p_value"] >= 0.05 else f"{winner} is right more often on these {pair['images']:,} images"
+    result = no if pair["p_value"] >= 0.05 else f"{winner} is right more often on these {pair['images']:,} images"
     return (
-        f"{said}: {pair['difference']:+.2f} points of top-1, B minus A (95% over the images: {pair['low']:+.2f} to "
+        f"{result}: {pair['difference']:+.2f} points of top-1, B minus A (95% over the images: {pair['low']:+.2f} to "
         f"{pair['high']:+.2f}; McNemar p = {pair['p_value']:.2g}). This holds for these two runs, not for other seeds."
     )
 
@@ -183,7 +183,7 @@ def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
         settings=_rows(record["settings"]),
         environment=_rows(record["environment"]),
         pictures={index: _embedded(picture) for index, picture in pictures.items()},
-        said=said,
+        predictions_of=predictions_of,
         classes=_class_rows(record, changed=False),
         most=_CLASSES,
     )

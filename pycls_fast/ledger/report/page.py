@@ -289,8 +289,8 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
         kind, big, lines = "", "1x", [ranks, f"{timing.images_per_second:,.0f} images/s" if timing else ""]
     else:
         big, _, interval = speed_text(timing.speedup if timing else None).partition(" ")
-        kind, said = verdicts(record).get(variant.name, ("", ""))
-        lines = [interval.strip("()"), ranks, said]
+        kind, verdict = verdicts(record).get(variant.name, ("", ""))
+        lines = [interval.strip("()"), ranks, verdict]
     return {"name": variant.name, "kind": kind, "big": big, "lines": lines}
 
 

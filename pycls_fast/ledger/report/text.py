@@ -217,23 +217,23 @@ def accuracy_remarks(record: Record) -> list[str]:
     if found is None or not found.effects:
         return []
     made = [f"The verdicts hold for this workload, {record.config_name}; each on average over the others on and off."]
-    said = found.fit
-    if said is not None and said.together is not None:
-        total, without = said.together, "".join(f", without {name}" for name in said.together.without)
+    overall = found.fit
+    if overall is not None and overall.together is not None:
+        total, without = overall.together, "".join(f", without {name}" for name in overall.together.without)
         made.append(
             f"All together{without}: {total.difference:+.2f} points ({total.low:+.2f} to {total.high:+.2f}), the sum "
             "of the effects."
         )
-    if said is not None and said.interplay is not None and said.interplay.p_value <= ALPHA_INTERPLAY:
-        two = said.interplay
+    if overall is not None and overall.interplay is not None and overall.interplay.p_value <= ALPHA_INTERPLAY:
+        two = overall.interplay
         made.append(
             f"{' and '.join(two.names)} act on each other: {two.difference:+.2f} points together, beyond their sum (p "
             f"{two.p_value:.1g}); the effect of each is not what it does alone."
         )
-    if said is not None and said.variance_ratio is not None:
-        helps = "would" if said.variance_ratio < _QUALITY else "would hardly"
+    if overall is not None and overall.variance_ratio is not None:
+        helps = "would" if overall.variance_ratio < _QUALITY else "would hardly"
         made.append(
-            f"The variance of a training is {said.variance_ratio:.1f} times that of images that err independently: "
+            f"The variance of a training is {overall.variance_ratio:.1f} times that of images that err independently: "
             f"more test images {helps} help."
         )
     failed = sum(run.failed is not None for run in found.runs)
@@ -269,9 +269,9 @@ def print_table(record: Record) -> None:
     console.tell(f"\n{headline(record)}")
     found = verdicts(record)
     for variant in record.variants:
-        which, said = found.get(variant.name, ("open", state(variant)))
+        which, verdict = found.get(variant.name, ("open", state(variant)))
         speed = speed_text(variant.timing.speedup_before if variant.timing else None)
-        if said:
-            console.tell(f"{variant.name}: {'; '.join(filter(None, (speed, said)))}", colors[which])
+        if verdict:
+            console.tell(f"{variant.name}: {'; '.join(filter(None, (speed, verdict)))}", colors[which])
     for line in accuracy_remarks(record):
         console.tell(line)
