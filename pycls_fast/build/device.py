@@ -24,7 +24,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.models.choices import ViTModel
-from pycls_fast.parallel.launch import keep_freed_memory, start_world
+from pycls_fast.parallel.launch import keep_freed_memory, need_cuda, start_world
 from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Device, Speed
@@ -78,8 +78,8 @@ def set_backend(config: RunConfig, device: torch.device, switches: Speed) -> Non
     _set_threads(config.runtime.threads, updates_on_host=switches.param_offload == "cpu")
     keep_freed_memory(switches.allocator == "keep")
     tf32 = level(config).tf32
-    if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise UserError("precision: tf32 needs CUDA from Ampere (compute capability 8.0) on; use precision=fp32")
+    if tf32:
+        need_cuda(device, "precision: tf32", "precision=fp32", (8, 0))
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not config.runtime.deterministic

@@ -54,8 +54,8 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
         try:
             facts, grid = settings.facts, _grid(settings, size)
             chosen = choose_device(device, local_rank)
-            if facts.needs_cuda and chosen.type != "cuda":
-                raise UserError(f"parallel.name: {facts.name} needs CUDA and this run is on the CPU; use parallel=fsdp")
+            if facts.needs_cuda:
+                need_cuda(chosen, f"parallel.name: {facts.name}", "parallel=fsdp")
             tensor, pipeline = settings.tensor_degree, settings.pipeline_degree
             world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor, pipeline=pipeline)
             if chosen.type == "cuda":
@@ -149,8 +149,8 @@ def _monitor(world: World, timeout_seconds: int) -> Monitor:
 def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise UserError("parallel.backend: nccl needs CUDA and this run is on the CPU; use parallel.backend=gloo")
+    if backend == "nccl":
+        need_cuda(device, "parallel.backend: nccl", "parallel.backend=gloo")
     # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" and facts.has_mesh else backend
 
@@ -190,6 +190,14 @@ def choose_device(name: str, local_rank: int) -> torch.device:
             "(hydra.launcher.gpus_per_node)"
         )
     return torch.device("cuda", local_rank)
+
+
+def need_cuda(device: torch.device, what: str, instead: str, capability: tuple[int, int] = (0, 0)) -> None:
+    """Refuse `what` on a CPU, or on a GPU of a lower compute capability, and propose what to take `instead`."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < capability:
+        least = " of compute capability {}.{} or higher".format(*capability) if any(capability) else ""
+        here = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise UserError(f"{what} needs CUDA{least} and this run is on {here}; use {instead}")
 
 
 def _sees_only_its_own() -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.network import HEAD, is_inside, named_parts, unknown_part
+from pycls_fast.parallel.launch import need_cuda
 
 # CUDA's autocast computes these in float32 (torch's documentation, "CUDA Ops that can autocast to float32"), the CPU's
 # only losses (torch 2.11 and 2.15). Batch norm is on neither list: its output has the input's format, its statistics
@@ -63,9 +64,8 @@ def _wide(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-# torch._scaled_mm requires sides that are multiples of 16; float8 tensor cores came with Ada and Hopper.
+# torch._scaled_mm requires sides that are multiples of 16.
 _MULTIPLE = 16
-_CAPABILITY = (8, 9)
 # Skipped by default, and not in every network.
 _POOLING = "pooling"
 
@@ -87,7 +87,9 @@ def use_float8(
             layer qualifies.
     """
     if not emulate:
-        _check_hardware(device)
+        # Ada and Hopper were the first with tensor cores for float8.
+        instead = "precision=amp_bf16, or precision.fp8_emulate=true to try its rounding, slowly"
+        need_cuda(device, "precision: fp8", instead, (8, 9))
     with refusing("precision: fp8 needs torchao", ImportError, use="pip install 'pycls_fast[torchao]'"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     skipped: list[str] = []
@@ -124,11 +126,3 @@ def use_float8(
 def _autocast_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast inputs as CPU autocast would: torchao only checks CUDA's autocast."""
     return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
-
-
-def _check_hardware(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
-        raise UserError(
-            "precision: fp8 needs CUDA and a GPU of compute capability 8.9 or higher; use precision=amp_bf16, or "
-            "precision.fp8_emulate=true to try its rounding, slowly"
-        )

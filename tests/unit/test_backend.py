@@ -122,7 +122,9 @@ def test_devices_without_tf32(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, capability: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(UserError, match=r"^precision: tf32 needs CUDA from Ampere"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    line = r"^precision: tf32 needs CUDA of compute capability 8.0 .* on (the CPU|T4); use precision=fp32$"
+    with pytest.raises(UserError, match=line):
         set_backend("precision=tf32", device=device)
 
 
