@@ -134,7 +134,7 @@ class ExportVerb(Verb, default=None):
         return export_weights(given.pop("weights"), given.pop("output"), **given)
 
 
-class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
+class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, scores=True)):
     """Evaluate a checkpoint: `pycls-fast test weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
 
     Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
@@ -162,7 +162,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True)):
         return score(config, **dict(self))
 
 
-class SoupVerb(Verb, config_of_weights=True):
+class SoupVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
     """Average the weights of several runs: `pycls-fast soup weights=RUN 'others=[RUN,RUN]' [method=greedy]`.
 
     Runs that were fine-tuned from the same weights, with other seeds or learning rates, often give a better network as
@@ -189,7 +189,7 @@ class SoupVerb(Verb, config_of_weights=True):
         return make_soup(config, **dict(self))
 
 
-class CalibrateVerb(Verb, config_of_weights=True):
+class CalibrateVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
     """Make probabilities say how often they are right: `pycls-fast calibrate weights=RUN output=FILE.safetensors`.
 
     Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
@@ -209,7 +209,7 @@ class CalibrateVerb(Verb, config_of_weights=True):
         return calibrate_weights(config, **dict(self))
 
 
-class KnnVerb(Verb, default="finetune", config_of_weights=True):
+class KnnVerb(Verb, default="finetune", config_of_weights=True, purpose=Purpose(scores=True)):
     """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
 
     Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The

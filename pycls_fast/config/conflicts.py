@@ -33,6 +33,8 @@ class Purpose:
     """Whether the network is trained, so that its initial weights matter: fine-tuning needs `weights`."""
     scores_sets: bool = False
     """Whether `data.eval_set` is read; it is refused otherwise."""
+    scores: bool = False
+    """Whether trained weights are used as they are, which must be named."""
 
 
 @dataclass(frozen=True)
@@ -357,9 +359,11 @@ def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator
 
 def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     fine_tunes = config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
+    sources = "a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
     # A resumed run has its weights in its checkpoint.
-    if purpose.trains and config.weights is None and config.resume in ("auto", "never") and fine_tunes:
-        yield "weights", "not set; give what to fine-tune as weights=SOURCE"
+    needs_weights = purpose.scores or (purpose.trains and config.resume in ("auto", "never") and fine_tunes)
+    if config.weights is None and needs_weights:
+        yield "weights", f"not set; give {sources} as weights=SOURCE"
     name = config.data.eval_set
     if not purpose.scores_sets and name is not None:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
@@ -373,7 +377,7 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         if ":" in weights or exists(user_path(weights)):
             yield "data.root", f"not set; give {folder} as data=PATH"
         else:
-            yield "weights", f"there is no {weights}; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
+            yield "weights", f"there is no {weights}; give {sources}"
 
 
 def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str, str]]:

@@ -145,11 +145,6 @@ def set_up(
     Args:
         programs: the weights may be a file of `EXPORTED`, whose scores are all that it gives.
     """
-    if config.weights is None:
-        raise UserError(
-            "weights: not set; give a run folder, a weights file, timm:NAME, torchvision:NAME or hf:ORG/NAME as "
-            "weights=SOURCE"
-        )
     with build.world(config) as world:
         config = before_data(config, world)
         assert config.weights is not None

@@ -199,6 +199,7 @@ def test_numbers_that_do_not_fit(experiment: str, overrides: list[str], key: str
     [
         (["data.source=folder", "data.root=null"], Purpose(), "data.root"),
         (["optim.trainable=[head]"], Purpose(trains=True), "weights"),
+        ([], Purpose(scores=True), "weights"),
         (["data.eval_set=v2", "data.eval_root=there"], Purpose(), "data.eval_set"),
     ],
 )

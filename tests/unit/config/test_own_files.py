@@ -156,7 +156,7 @@ def test_from_python_experiment_and_name_are_those_of_the_same_words(
 
 
 def test_from_python_a_section_with_a_path(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="weights: not set; give what to fine-tune"):
+    with pytest.raises(UserError, match="weights: not set; give a run, a file, timm:NAME"):
         pycls_fast.train(data={"root": tmp_path})
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-NO_WEIGHTS = "weights: not set; give what to fine-tune as weights=SOURCE (configs/finetune.yaml or the command line)"
+NO_WEIGHTS = (
+    "weights: not set; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME as weights=SOURCE "
+    "(configs/finetune.yaml or the command line)"
+)
 LEDGER = (
     "the command is pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...], for example "
     "pycls-fast ledger --config-name vit_digits ladder=modern"
