@@ -337,3 +337,9 @@ class DamagedImages:
             )
         for name, reason in new.items():
             self._display.warn(f"{name}: {reason}; left out")
+
+    def need_images(self, split: str, count: int, step: int = 0) -> None:
+        """Report; a `UserError` if no image of a split was left to `count`. All ranks call this."""
+        self.report(step)
+        if not count:
+            raise UserError(f"{split}: no image can be read; repair them (pycls-fast prepare verify)")

@@ -46,12 +46,10 @@ def collect_features(scorer: Scorer, network: Network, source: Images, split: st
             features.append(seen[-1])
             labels.append(batch.labels_B.cpu())
             seen.clear()
-    scorer.damaged.report()
     # Gathered in host memory, which is larger.
     mine = (torch.cat(features), torch.cat(labels)) if features and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
-    if not found:
-        raise UserError(f"split: {split} has no image that can be read")
+    scorer.damaged.need_images(split, len(found))
     features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
     if not features_ND.isfinite().all():
         raise UserError("weights: features of some images are not finite; take other weights, or head=small")

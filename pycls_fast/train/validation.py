@@ -9,7 +9,6 @@ from typing import Any
 
 from pycls_fast import build
 from pycls_fast.data.sources.eval_sets import EvalSet
-from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import saving
 from pycls_fast.train.by_class import class_scores, mean_errors, set_scores, share_error
@@ -120,8 +119,7 @@ class Evaluations:
         run = self.run
         result = evaluate(run.scorer(self.after_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
         if not result.count:
-            run.damaged.report(done)
-            raise UserError("data.root: no image of val can be read; repair them (pycls-fast prepare verify)")
+            run.damaged.need_images("val", 0, done)
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._record(done, weights, result)

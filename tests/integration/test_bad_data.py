@@ -99,7 +99,7 @@ def test_no_image_is_left_to_evaluate(tmp_path: Path, capsys: pytest.CaptureFixt
         path.write_bytes(b"<html>not found</html>")
     settings = [*TINY, "data=folder", "data.global_batch_size=4", f"data.root={tmp_path / 'images'}",
                 "data.num_workers=0", f"run_dir={tmp_path / 'run'}"]  # fmt: skip
-    with pytest.raises(UserError, match=r"^data\.root: no image of val can be read"):
+    with pytest.raises(UserError, match=r"^val: no image can be read; repair them"):
         train(load_config("vit_digits", settings))
     assert capsys.readouterr().out.count("left out") == 8
     assert newest_checkpoint(tmp_path / "run")["step"] == 2

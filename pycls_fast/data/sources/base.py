@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pycls_fast.errors import UserError, first_few
+
 
 def checksum(integers: Any) -> str:
     """A CRC-32 of whole numbers, as 8 hexadecimal digits."""
@@ -140,22 +142,25 @@ class Subset(Images):
         return whole if len(self) == len(self.source) else f"{len(self):,} of {whole}"
 
 
-def match_classes(source: Images, classes: Sequence[str]) -> tuple[Images, list[str]]:
-    """The source with labels that are positions in `classes`, and the names of its classes that are not there.
-
-    Only classes that have images count; the labels of those that are not there are -1.
-    """
+def match_classes(source: Images, classes: Sequence[str], *, where: str, of: str) -> Images:
+    """The source with labels that are positions in the `classes` `of` a network; a `UserError` if it has images, which
+    are `where` it says, of another class."""
     if source.classes == tuple(classes):
-        return source, []
+        return source
     # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.
     counts = source.class_counts()
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
+    if unknown:
+        raise UserError(
+            f"{where}: the class {first_few(unknown)} is not among those of {of} ({first_few(classes)}); name the "
+            "classes as there, or remove these images"
+        )
     position = {name: label for label, name in enumerate(classes)}
     if source.label_sets is not None:
         moved = np.zeros((len(source.label_sets), len(classes)), dtype=bool)
         for own, is_true_L in zip(source.classes, source.label_sets.T, strict=True):
             if own in position:
                 moved[:, position[own]] = is_true_L
-        return Subset(source, classes=classes, label_sets=moved), unknown
+        return Subset(source, classes=classes, label_sets=moved)
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
-    return Subset(source, classes=classes, new_label=new_label), unknown
+    return Subset(source, classes=classes, new_label=new_label)

@@ -52,12 +52,7 @@ def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: 
         raise UserError(f"data.folds: {where} has a validation split; use data.folds=null, or a root without it")
     splits: dict[str, Images] = {"train": train}
     for name, source in parts.items():
-        splits[name], unknown = match_classes(source, train.classes)
-        if unknown:
-            raise UserError(
-                f"{where} ({name}): no images of the class {first_few(unknown)} in train; add some there or remove it "
-                "here"
-            )
+        splits[name] = match_classes(source, train.classes, where=f"{where} ({name})", of="train")
     return splits
 
 

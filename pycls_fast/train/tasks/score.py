@@ -14,7 +14,7 @@ from pycls_fast import build, published
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval_set
-from pycls_fast.errors import DONE, UserError, first_few, one_of
+from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.files import EXPORTED, user_path
 from pycls_fast.models import pretrained
 from pycls_fast.models.export import ExportedNetwork
@@ -103,9 +103,7 @@ class Setup:
             sigmoid = scored.source.label_sets is not None or config.loss.criterion().sigmoid
             called = FlipAveraged(network, sigmoid=sigmoid) if tta == "flip" else network
             result = evaluate(self.scorer(called), scored, f"evaluating {split}", keep_scores=not config.data.eval_set)
-        self.damaged.report()
-        if result.count == 0:
-            raise UserError(f"split: {split} has no image that can be scored")
+        self.damaged.need_images(split, result.count)
         return result
 
     def facts(self, origin: Loaded) -> dict[str, Any]:
@@ -186,12 +184,7 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
         setup.display.note(note)
     source = sources[split]
     if ours is not None and ours.classes is not None:
-        source, unknown = match_classes(source, ours.classes)
-        if unknown:
-            raise UserError(
-                f"data.root: {setup.weights} was not trained on the class {first_few(unknown)} (it was on "
-                f"{first_few(ours.classes)}); name the classes as in training, or remove these images"
-            )
+        source = match_classes(source, ours.classes, where="data.root", of=str(setup.weights))
     return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
 
 

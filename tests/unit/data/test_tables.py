@@ -147,12 +147,10 @@ def test_images_with_several_labels(tmp_path: Path) -> None:
     assert train.class_counts().tolist() == [3, 2, 1]
     # The validation table alone has other classes in other places.
     assert said(val) == [{"dog", "zebra"}, {"dog"}]
-    reordered, unknown = match_classes(val, ("zebra", "horse", "dog"))
-    assert said(reordered) == said(val)
-    assert unknown == []
-    assert match_classes(val, ("zebra", "horse"))[1] == ["dog"]
+    assert said(match_classes(val, ("zebra", "horse", "dog"), where="val", of="train")) == said(val)
     (tmp_path / "val.csv").write_text("path,label\nf,horse;dog\n")
-    assert "no images of the class horse in train" in mistake("manifest", tmp_path, label_separator=";")
+    said_of_val = "(val): the class horse is not among those of train (cat, dog, zebra); name the classes"
+    assert said_of_val in mistake("manifest", tmp_path, label_separator=";")
     (tmp_path / "val.csv").write_text("path,label\nf,\n")
     assert "(val): images without labels, or none" in mistake("manifest", tmp_path, label_separator=";")
 

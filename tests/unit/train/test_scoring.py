@@ -68,7 +68,7 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r"^split: .* has no image that can be")],
+    [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r": no image can be read; repair")],
 )
 def test_images_that_cannot_be_read(
     tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -232,7 +232,7 @@ def test_weights_that_are_not_finite_are_one_line() -> None:
         yield SimpleNamespace(labels_B=torch.tensor([0, 1])), None
 
     source: Any = None
-    scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(report=lambda: None), logits=logits)
+    scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(need_images=lambda *_: None), logits=logits)
     with pytest.raises(UserError, match=r"^weights: features of some images are not finite"):
         collect_features(scorer, network, source, "train")
 
