@@ -435,11 +435,8 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _divided("data.global_batch_size", batch, parts, f"optim.accumulation_steps={parts}")
     # On any number of ranks; `build.check_mixing` knows how many there are.
     if augment.mixes and batch == parts:
-        ways_out = f"data.global_batch_size={2 * batch} or augment.mix_probability=0"
-        yield (
-            "data.global_batch_size",
-            f"{batch} leaves one image in a microbatch, and mixing needs two; use {ways_out}",
-        )
+        alone = f"{batch} leaves one image in a microbatch, and mixing needs two"
+        yield "data.global_batch_size", f"{alone}; use data.global_batch_size={2 * batch} or augment.mix_probability=0"
     if "all" in config.optim.trainable and len(config.optim.trainable) > 1:
         yield "optim.trainable", "all includes everything; use all alone, or what is to be trained"
     precision = config.precision

@@ -154,7 +154,8 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
         if is_inside(name, units) and parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
     }
     if adapted and not matrices - kept:
-        raise UserError("optim.lora_rank: this network has no blocks with matrices to adapt; use optim.lora_rank=null")
+        what = "the network's blocks have no matrices besides those of optim.trainable"
+        raise UserError(f"optim.lora_rank: {what}; use optim.lora_rank=null")
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in kept or name in matrices)
     for module in list(network.modules()):
