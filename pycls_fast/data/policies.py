@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -90,6 +91,15 @@ class AutoAugment(Policy, name="auto_augment"):
         return v2.AutoAugment(AutoAugmentPolicy(self.dataset), interpolation=InterpolationMode(interpolation))
 
 
+class AutoAugmentV0(Policy, name="auto_augment_v0"):
+    """AutoAugment of EfficientNet's code, as in PyCls: other operations than in the paper, gray corners."""
+
+    def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
+        parameters = _timm_parameters(image_size, (0.5, 0.5, 0.5), interpolation)
+        # PyCls' POSTERIZE_MIN; the others make some images black.
+        return _timm_auto_augment("v0", parameters, least_bits=1)
+
+
 class TrivialAugment(Policy, name="trivial_augment_wide"):
     """TrivialAugment Wide (Müller and Hutter, 2021) of torchvision: one operation of random strength."""
 
@@ -106,10 +116,14 @@ class ThreeAugment(Policy, name="three_augment"):
     """
 
     def build(self, *, interpolation: Interpolation, image_size: Size, mean: Sequence[float]) -> Step:
-        from timm.data.auto_augment import auto_augment_transform
+        return _timm_auto_augment("3a", _timm_parameters(image_size, mean, interpolation))
 
-        policy = auto_augment_transform("3a", _timm_parameters(image_size, mean, interpolation))
-        return _TimmPolicy(policy, [op for sub_policy in policy.policy for op in sub_policy])
+
+def _timm_auto_augment(name: str, parameters: dict[str, object], *, least_bits: int = 0) -> Step:
+    from timm.data.auto_augment import auto_augment_transform
+
+    policy = auto_augment_transform(name, parameters)
+    return _TimmPolicy(policy, [op for sub_policy in policy.policy for op in sub_policy], least_bits=least_bits)
 
 
 def _timm_parameters(image_size: Size, mean: Sequence[float], interpolation: Interpolation) -> dict[str, object]:
@@ -124,12 +138,12 @@ def _timm_parameters(image_size: Size, mean: Sequence[float], interpolation: Int
 
 
 class _TimmPolicy:
-    def __init__(self, policy: Step, ops: Sequence[Any]) -> None:
+    def __init__(self, policy: Step, ops: Sequence[Any], *, least_bits: int = 0) -> None:
         from timm.data.auto_augment import posterize
 
         for op in ops:
             if op.aug_fn is posterize:
-                op.aug_fn = _posterize
+                op.aug_fn = partial(_posterize, least_bits=least_bits)
         self._policy = policy
 
     def __call__(self, image: Image.Image) -> Image.Image:
@@ -146,11 +160,12 @@ class _TimmPolicy:
             np.random.set_state(states[1])
 
 
-def _posterize(image: Image.Image, bits_to_keep: int, **ignored: object) -> Image.Image:
+def _posterize(image: Image.Image, bits_to_keep: int, *, least_bits: int, **ignored: object) -> Image.Image:
     """timm's operation; at full strength it asks Pillow for 0 bits, which is black, and since Pillow 13 an error."""
     from PIL import Image
     from timm.data.auto_augment import posterize
 
+    bits_to_keep = max(bits_to_keep, least_bits)
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     return posterize(image, bits_to_keep)

@@ -45,7 +45,7 @@ _PLAIN: Facts = {  # big_vision, vit_s16_i1k.py: wd 1e-4 is multiplied with the 
 _EARLY: Facts = {  # pycls, branch vitconfigs, configs/vitconv_baselines/vit; core/net.py: alpha * batch / epochs
     "optimizer": "adamw", "lr": 1e-3, "batch": 2048, "decay": 0.24, "betas": (0.9, 0.999), "epochs": 400, "warmup": 5,
     "warmup_lr": 1e-4, "final_lr": 0.005 * 1e-3, "clip": None, "loss": "cross_entropy", "smoothing": 0.1,
-    "policy": "auto_augment", "erase": 0.0, "mixup": 0.8, "cutmix": 1.0, "repeats": 1, "drop_path": 0.0,
+    "policy": "auto_augment_v0", "erase": 0.0, "mixup": 0.8, "cutmix": 1.0, "repeats": 1, "drop_path": 0.0,
     "scale": (0.08, 1.0), "interpolation": "bilinear", "size": 224, "train_size": 224, "short_side": 256,
     "ema": (1e-5 * 2048 / 400 * 32, 32),
 }  # fmt: skip

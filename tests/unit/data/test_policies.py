@@ -110,6 +110,25 @@ def test_three_augment(photo: Image.Image) -> None:
     assert gray / 300 == pytest.approx(1 / 3, abs=5 * (2 / 9 / 300) ** 0.5)
 
 
+def test_auto_augment_of_pycls(photo: Image.Image) -> None:
+    """timm's `v0` with gray corners, but for colors without bits, which PyCls does not have (1,500 images, by hand)."""
+    config = config_of("data=synthetic", name="vit_p_1gf")
+    (ours,) = TrainTransform(config.augment, image_size=64, mean=MEAN)._steps
+    gray = {"img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
+    reference = timm.data.auto_augment.auto_augment_transform("v0", gray)
+    changed = kept = 0
+    for seed in range(300):
+        result, expected = seeded(ours, photo, seed), timm_draws(reference, photo, seed)
+        if expected is None or not expected.any():
+            assert result.any()
+            kept += 1
+        else:
+            np.testing.assert_array_equal(result, expected, err_msg=str(seed))
+            changed += bool((result != np.asarray(photo)).any())
+    assert kept > 0
+    assert changed > 100
+
+
 @pytest.mark.parametrize(
     ("crop", "name"),
     [
