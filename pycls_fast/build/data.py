@@ -31,6 +31,8 @@ from pycls_fast.speed import Speed
 
 # Large enough to keep a GPU busy without gradients, and small enough for a laptop.
 _SCORING_BATCH = 128
+# Images of a split that a CPU reads without workers.
+_FEW = 256
 
 
 def sources(config: RunConfig, world: World, *, index_all: bool = False, whole: bool = False) -> dict[str, Images]:
@@ -130,7 +132,7 @@ def train_loader(
         repeats=config.augment.repeats * times,
         open_picture=_decoder(config, switches, training=True),
     )
-    return _loader(config, dataset, sampler, world)
+    return _loader(config, dataset, sampler, world, num_workers(config))
 
 
 def _decoder(config: RunConfig, switches: Speed, *, training: bool = False) -> Decoder:
@@ -159,7 +161,12 @@ def eval_batches(config: RunConfig, source: Images, world: World, switches: Spee
         host=prepare_on_host(config, switches),
         open_picture=_decoder(config, switches),
     )
-    return to_device(_loader(config, dataset, sampler, world), world.device, mode=switches.input_copy)
+    workers = num_workers(config)
+    if config.data.num_workers is None and world.device.type == "cpu" and len(sampler) * batch_size <= _FEW:
+        # A fork shares the memory of this process, and on a CPU that is a step's: each page that it writes again while
+        # workers live is copied first, which takes longer than reading so few images (LOG.md).
+        workers = 0
+    return to_device(_loader(config, dataset, sampler, world, workers), world.device, mode=switches.input_copy)
 
 
 def for_scoring(config: RunConfig) -> RunConfig:
@@ -174,11 +181,13 @@ def for_scoring(config: RunConfig) -> RunConfig:
     return config.with_values(data={"eval_batch_size": min(microbatch, _SCORING_BATCH)})
 
 
-def _loader(config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World) -> ImageLoader:
+def _loader(
+    config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World, workers: int
+) -> ImageLoader:
     return make_loader(
         dataset,
         sampler,
-        num_workers=num_workers(config),
+        num_workers=workers,
         pin_memory=world.device.type == "cuda",
         prefetch_factor=config.data.prefetch_factor,
         timeout_seconds=config.parallel.timeout_seconds,

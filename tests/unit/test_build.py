@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -67,6 +69,17 @@ class TestData:
             build.check_mixing(config_of(*SYNTHETIC, *overrides), world(size=ranks))
         build.check_mixing(config_of(*SYNTHETIC, *overrides, "augment.mix_probability=0"), world(size=ranks))
         build.check_mixing(config_of(*SYNTHETIC, *overrides, "data.global_batch_size=32"), world(size=ranks))
+
+    @pytest.mark.parametrize(
+        ("images", "keys", "workers"),
+        [(200, (), 0), (200, ("data.num_workers=2",), 2), (300, (), build.cores())],
+    )
+    def test_a_cpu_reads_few_images_without_workers(self, images: int, keys: tuple[str, ...], workers: int) -> None:
+        config = config_of(*SYNTHETIC[:2], "data.global_batch_size=8", *keys)
+        batches = build.eval_batches(config, SyntheticImages(images, 8, 6, 0), ALONE, REFERENCE)
+        with closing(batches):
+            assert len(next(batches).labels_B) == 8
+            assert len(multiprocessing.active_children()) == min(workers, 16)
 
     def test_mixing(self) -> None:
         assert build.mixer(config_of()) is None
