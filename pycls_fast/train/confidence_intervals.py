@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from scipy import sparse
@@ -39,8 +39,8 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     known = {name: score for name, score in scores.items() if isinstance(score, float)}
     if not known:
         return found
-    again = resampled(result, source)
-    parts = [again(drawn_NR) for drawn_NR in draws(len(result.predictions.labels_N), _RESAMPLES)]
+    resampler = Resampler(result, source)
+    parts = [resampler.scores(drawn_NR) for drawn_NR in draws(len(result.predictions.labels_N), _RESAMPLES)]
     for name in (name for name in parts[0] if name in known):
         low, high = np.quantile(np.concatenate([part[name] for part in parts]), (0.025, 0.975)).tolist()
         if name == "calibration_error":
@@ -58,41 +58,49 @@ def draws(images: int, resamples: int) -> Iterator[np.ndarray]:
         yield np.stack([np.bincount(each, minlength=images) for each in places], axis=1).astype(np.float32)
 
 
-def resampled(result: Evaluation, source: Images) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
-    """A function from `draws` to the scores of the resamples, each (R,): images have weights, and are ranked once,
-    where the plain computation scores each as often as it was drawn."""
-    classes = len(source.classes)
-    predictions, scores_NK = result.predictions, result.scores_NK
-    several = source.label_sets is not None
-    if source.label_sets is not None:
-        true_NK, scores_NK = of_sets(result, source)
-        true, guessed = (sparse.csr_array(each_NK.T) for each_NK in (true_NK, scores_NK > 0))
-        rows_M, shares, rights = np.arange(len(true_NK)).repeat(classes), sigmoid(scores_NK), true_NK
-    else:
-        true, guessed = (_members(each_N, classes) for each_N in (predictions.labels_N, predictions.predicted_N))
-        rows_M, shares, rights = judged(predictions)
-    right, images = true.multiply(guessed), true.shape[1]
-    bins_M, gaps_M = probability_gaps(shares, rights)
-    gaps = sparse.csr_array((gaps_M, (bins_M, rows_M)), shape=(bins_M.max(initial=0) + 1, images))
-    judged_N = np.bincount(rows_M, minlength=images)
-    ranks = []
-    if scores_NK is not None and scores_NK.size <= _MOST_RANKED and np.isfinite(scores_NK).all():
-        rank = _average_precision if several else _area
-        ranks = [rank(scores_NK[:, k], true[[k]].indices) for k in range(classes)]
+class Resampler:
+    """Computes the scores of resamples. Images have weights and are ranked once, where the plain computation scores
+    each as often as it was drawn."""
 
-    def scores(drawn_NR: np.ndarray) -> dict[str, np.ndarray]:
-        images_KR, right_KR, guessed_KR = (each.astype(np.float32) @ drawn_NR for each in (true, right, guessed))
+    def __init__(self, result: Evaluation, source: Images) -> None:
+        classes = len(source.classes)
+        predictions, scores_NK = result.predictions, result.scores_NK
+        self._several_labels = source.label_sets is not None
+        if source.label_sets is not None:
+            true_NK, scores_NK = of_sets(result, source)
+            true, guessed = (sparse.csr_array(each_NK.T) for each_NK in (true_NK, scores_NK > 0))
+            rows_M, shares, rights = np.arange(len(true_NK)).repeat(classes), sigmoid(scores_NK), true_NK
+        else:
+            true, guessed = (_members(each_N, classes) for each_N in (predictions.labels_N, predictions.predicted_N))
+            rows_M, shares, rights = judged(predictions)
+        # bool (K, N): the images of each class, those predicted to be, and those of which that is right.
+        self._true, self._guessed, self._right = true, guessed, true.multiply(guessed)
+        images = true.shape[1]
+        # What each image adds to the calibration error of each bin, and how many probabilities it has.
+        bins_M, gaps_M = probability_gaps(shares, rights)
+        self._gaps = sparse.csr_array((gaps_M, (bins_M, rows_M)), shape=(bins_M.max(initial=0) + 1, images))
+        self._judged_N = np.bincount(rows_M, minlength=images)
+        self._rankings: list[_Ranking] = []
+        if scores_NK is not None and scores_NK.size <= _MOST_RANKED and np.isfinite(scores_NK).all():
+            self._rankings = [_Ranking(scores_NK[:, k], true[[k]].indices) for k in range(classes)]
+
+    def scores(self, drawn_NR: np.ndarray) -> dict[str, np.ndarray]:
+        """The scores of some of the resamples that `draws` yields, each (R,)."""
+        images_KR, right_KR, guessed_KR = (
+            each.astype(np.float32) @ drawn_NR for each in (self._true, self._right, self._guessed)
+        )
         found = {
             "class_top1": _mean(100 * right_KR, images_KR),
             "f1": _mean(200 * right_KR, (images_KR + guessed_KR) * (images_KR > 0)),
-            "calibration_error": np.abs(gaps @ drawn_NR).sum(0) / np.maximum(judged_N @ drawn_NR, 1),
+            "calibration_error": np.abs(self._gaps @ drawn_NR).sum(0) / np.maximum(self._judged_N @ drawn_NR, 1),
         }
-        if ranks:
-            parts = [rank(drawn_NR) for rank in ranks]
-            found["map" if several else "auc"] = _mean(*np.stack(parts, axis=1))
+        if self._rankings and self._several_labels:
+            parts = [ranking.average_precision(drawn_NR) for ranking in self._rankings]
+            found["map"] = _mean(*np.stack(parts, axis=1))
+        elif self._rankings:
+            parts = [ranking.area(drawn_NR) for ranking in self._rankings]
+            found["auc"] = _mean(*np.stack(parts, axis=1))
         return found
-
-    return scores
 
 
 def _members(values_N: np.ndarray, classes: int) -> sparse.csr_array:
@@ -109,46 +117,38 @@ def _mean(shares_KR: np.ndarray, whole_KR: np.ndarray) -> np.ndarray:
     return np.where(classes_R > 0, quotients_KR.sum(0) / np.maximum(classes_R, 1), np.nan)
 
 
-def _ordered(scores_N: np.ndarray, own_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Images from the lowest score; how many are below each of `own_P`, and how many are not above it."""
-    order_N = np.argsort(scores_N, kind="stable")
-    sides = (np.searchsorted(scores_N[order_N], scores_N[own_P], side) for side in ("left", "right"))
-    return order_N, *sides
+class _Ranking:
+    """All images ranked by their scores of one class, and the places of the class's own images among them."""
 
+    def __init__(self, scores_N: np.ndarray, own_P: np.ndarray) -> None:
+        self._order_N = np.argsort(scores_N, kind="stable")
+        # The class's images, from the lowest score.
+        self._own_P = own_P[np.argsort(scores_N[own_P], kind="stable")]
+        own_scores_P, ranked_N = scores_N[self._own_P], scores_N[self._order_N]
+        # How many images are below each of them, and how many are not above it; how many of the class are below it.
+        self._below_P, self._up_to_P = (np.searchsorted(ranked_N, own_scores_P, side) for side in ("left", "right"))
+        self._own_below_P = np.searchsorted(own_scores_P, own_scores_P, "left")
 
-def _below(drawn_NR: np.ndarray) -> np.ndarray:
-    """(N + 1, R): in each row the sum of those before it. Exact, as the sums are whole numbers below 2^24."""
-    return np.pad(drawn_NR.cumsum(0), ((1, 0), (0, 0)))
-
-
-def _area(scores_N: np.ndarray, own_P: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """The area under the ROC curve of each resample: pairs in the right order (ties count half), and all, (2, R)."""
-    order_N, low_P, high_P = _ordered(scores_N, own_P)
-
-    def area(drawn_NR: np.ndarray) -> np.ndarray:
-        own_PR, below_MR = drawn_NR[own_P], _below(drawn_NR[order_N])
+    def area(self, drawn_NR: np.ndarray) -> np.ndarray:
+        """The area under the ROC curve of each resample: pairs in the right order (ties by half), all pairs, (2, R)."""
+        own_PR, sums_MR = drawn_NR[self._own_P], _sums(drawn_NR[self._order_N])
         own_R = own_PR.sum(0, dtype=np.float64)
-        pairs_R = (own_PR * (below_MR[low_P] + below_MR[high_P])).sum(0, dtype=np.float64) / 2
+        pairs_R = (own_PR * (sums_MR[self._below_P] + sums_MR[self._up_to_P])).sum(0, dtype=np.float64) / 2
         # Of the pairs within the class one half is in the right order.
-        return np.stack([pairs_R - own_R**2 / 2, own_R * (below_MR[-1] - own_R)])
+        return np.stack([pairs_R - own_R**2 / 2, own_R * (sums_MR[-1] - own_R)])
 
-    return area
-
-
-def _average_precision(scores_N: np.ndarray, own_P: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """The average precision of each resample: the sum of the precision at each image of the class in percent, and how
-    many there are, (2, R)."""
-    own_P = own_P[np.argsort(scores_N[own_P], kind="stable")]
-    order_N, low_P, _ = _ordered(scores_N, own_P)
-    _, own_low_P, _ = _ordered(scores_N[own_P], np.arange(len(own_P)))
-
-    def average_precision(drawn_NR: np.ndarray) -> np.ndarray:
-        own_PR = drawn_NR[own_P]
-        below_MR, own_below_MR = _below(drawn_NR[order_N]), _below(own_PR)
-        right_PR = own_below_MR[-1] - own_below_MR[own_low_P]
-        all_PR = below_MR[-1] - below_MR[low_P]
+    def average_precision(self, drawn_NR: np.ndarray) -> np.ndarray:
+        """The average precision of each resample: the sum of the precision at each image of the class in percent, and
+        how many there are, (2, R)."""
+        own_PR = drawn_NR[self._own_P]
+        sums_MR, own_sums_MR = _sums(drawn_NR[self._order_N]), _sums(own_PR)
+        right_PR = own_sums_MR[-1] - own_sums_MR[self._own_below_P]
+        all_PR = sums_MR[-1] - sums_MR[self._below_P]
         # Without images above the image was not drawn either.
         precision_PR = right_PR / np.maximum(all_PR, 1)
         return np.stack([100 * (own_PR * precision_PR).sum(0, dtype=np.float64), own_PR.sum(0, dtype=np.float64)])
 
-    return average_precision
+
+def _sums(drawn_NR: np.ndarray) -> np.ndarray:
+    """(N + 1, R): in each row the sum of the rows before it. Exact, as the sums are whole numbers below 2^24."""
+    return np.pad(drawn_NR.cumsum(0), ((1, 0), (0, 0)))

@@ -10,7 +10,7 @@ import pytest
 
 from pycls_fast.train import confidence_intervals as module
 from pycls_fast.train.by_class import calibration_error, class_scores, roc_auc, set_scores
-from pycls_fast.train.confidence_intervals import draws, intervals, resampled
+from pycls_fast.train.confidence_intervals import Resampler, draws, intervals
 from pycls_fast.train.evaluate import Evaluation, Predictions
 
 CLASSES = ("a", "b", "c", "d", "never")
@@ -58,11 +58,11 @@ def some_images(count: int = 60) -> tuple[Evaluation, Any]:
 def test_weights_do_what_repeated_images_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", 60 * 11)
     result, source = some_images()
-    again = resampled(result, source)
+    resampler = Resampler(result, source)
     count = 0
     for drawn_NR in draws(60, 25):
         assert (drawn_NR.sum(0) == 60).all()
-        found = again(drawn_NR)
+        found = resampler.scores(drawn_NR)
         for number, drawn_N in enumerate(drawn_NR.T):
             expected = by_class(taken(result, np.repeat(np.arange(60), drawn_N.astype(int))))
             for name in ("class_top1", "f1", "auc", "calibration_error"):
@@ -79,7 +79,7 @@ def test_weights_do_the_same_where_images_have_several_labels() -> None:
     result = scored(np.arange(50) % 5, scores_NK)
     source = source_of(np.arange(50), sets)
     (drawn_NR,) = draws(50, 25)
-    found = resampled(result, source)(drawn_NR)
+    found = Resampler(result, source).scores(drawn_NR)
     assert set(found) == {"class_top1", "f1", "map", "calibration_error"}
     for number, drawn_N in enumerate(drawn_NR.T):
         expected = set_scores(taken(result, np.repeat(np.arange(50), drawn_N.astype(int))), source)
