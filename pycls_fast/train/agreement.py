@@ -41,7 +41,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
 
 
 def check_same_settings(config: RunConfig, world: World) -> None:
-    """Refuse, on all ranks, versions and settings (but paths) that differ between them: a line for each."""
+    """Refuse, on all ranks, versions and settings (except paths) that differ between ranks; one line for each."""
     settings = {key: as_typed(value) for key, value in flat(config.model_dump(mode="json")).items() if key not in _OWN}
     settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
     different = _differences(settings, world)[:_MOST]
@@ -49,10 +49,10 @@ def check_same_settings(config: RunConfig, world: World) -> None:
 
 
 def check_same_data(sources: Mapping[str, Images], world: World) -> None:
-    """Refuse, on all ranks, other numbers of images, labels or classes on one of them.
+    """Refuse, on all ranks, data of which one rank has other images, labels or classes than rank 0.
 
-    Labels and order are positions: with one image less in a node's copy its ranks would train on images of other ranks,
-    and with one class folder less on wrong labels.
+    Labels and order are positions: ranks of a node whose copy lacks an image would train on images of other ranks, and
+    of one that lacks a class's folder on wrong labels.
     """
     facts = {}
     for split, source in sources.items():

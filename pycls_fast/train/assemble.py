@@ -130,9 +130,9 @@ def _load_initial(
 
 
 def _check_head(config: RunConfig, network: Network, world: World) -> None:
-    """See that LAMB does not start from a head of zeros, which its trust ratio hardly changes.
+    """Refuse LAMB for a head that starts at zero, which its trust ratio hardly changes.
 
-    `config/conflicts.py` refuses what the configuration shows: timm has models with such a head, and a head that
+    `config/conflicts.py` refuses what the configuration shows. But timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
     """
     if not config.optim.trust_ratio or not config.optim.weight_decay:

@@ -27,8 +27,8 @@ class Confusion(NamedTuple):
 
 
 def confusion(predictions: Predictions, classes: int) -> Confusion:
-    """Count images by true and predicted class, but for those without a true class or with scores that are not finite,
-    and predictions of outputs without a class."""
+    """Count images by true and predicted class, except those without a true class or with scores that are not finite,
+    and predictions of outputs that have no class."""
     labels_N, predicted_N = predictions.labels_N, predictions.predicted_N
     counted_N = (labels_N >= 0) & (predicted_N >= 0) & (predicted_N < classes)
     cells_C, images_C = np.unique(labels_N[counted_N] * classes + predicted_N[counted_N], return_counts=True)
@@ -83,7 +83,8 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
 
 
 def of_sets(result: Evaluation, source: Images) -> tuple[np.ndarray, np.ndarray]:
-    """bool (N, K), the classes of each image, which may have several, and what the sigmoids are taken of."""
+    """The classes of each image, which may have several, bool (N, K), and the scores whose sigmoids are their
+    probabilities."""
     assert source.label_sets is not None
     assert result.scores_NK is not None
     true_NK = source.label_sets[source.labels[result.predictions.indices_N]].astype(bool)
@@ -172,7 +173,7 @@ def probability_error(probabilities: np.ndarray, right: np.ndarray) -> float | N
 
 
 def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 15) -> tuple[np.ndarray, np.ndarray]:
-    """The bin of each probability, and its difference from 1, if it is right, else from 0."""
+    """The bin of each probability, and its difference from 1 if the prediction is right, else from 0."""
     probabilities_M = probabilities.ravel().astype(np.float64)
     return np.minimum((probabilities_M * bins).astype(np.int64), bins - 1), probabilities_M - right.ravel()
 

@@ -50,7 +50,8 @@ _COMPOSITE = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 
 
 def split(state: State) -> tuple[Tensors, State]:
-    """The tensors of a state by their path, and the state without them; a `UserError` for a subclass that has none."""
+    """The tensors of a state by their path, and the state without them; a `UserError` for a kind of tensor that cannot
+    be saved."""
     tensors: Tensors = {}
 
     def walk(values: Mapping[str, Any], prefix: str) -> State:
@@ -151,7 +152,7 @@ class Checkpoint:
     specs: dict[str, Spec]
 
     def require(self, schema: type[SavedWeights]) -> Checkpoint:
-        """Itself; a `UserError` if its plain values lack a field of a schema, or have another type."""
+        """Return this checkpoint; a `UserError` if its plain values lack a field of a schema, or have another type."""
         with refusing(f"{self.path}: the checkpoint is damaged, its {STATE}", ValueError, use="take another one"):
             check(schema, self.plain)
         return self
@@ -206,8 +207,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, world: World = ALONE) -> Checkpoint:
-    """See that a checkpoint's files are complete, and read its description; a `UserError` on all ranks, which call
-    this, if one of them does not see it whole."""
+    """Check that a checkpoint's files are complete, and read its description. All ranks call this, and get a
+    `UserError` if one of them does not see it whole."""
     opened, mistake = None, None
     try:
         opened = _open(path.resolve(), world)
@@ -265,7 +266,7 @@ def _spec(name: str, entry: Any) -> Spec:
 
 
 def _check_sizes(path: Path, metadata: Metadata, world: World) -> None:
-    """See that the files of tensors have the bytes that `.metadata` says; each rank looks at its share of them."""
+    """Check that the files of tensors have the sizes that `.metadata` says; each rank checks its share of them."""
     sizes: dict[str, int] = {}
     for stored in metadata.storage_data.values():
         sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)

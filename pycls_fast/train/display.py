@@ -83,7 +83,7 @@ class Display:
             self._log.file.close()
 
     def keep_log(self, file: TextIO) -> None:
-        """Write what was printed, and will be, into a file."""
+        """Write what has been printed, and what will be, into a file."""
         before, self._log.file = self._log.file, file
         assert isinstance(before, io.StringIO)
         self._write(before.getvalue().rstrip("\n"))
@@ -212,8 +212,8 @@ class _Console(Console):
 
 
 def plain_table(rows: Sequence[Mapping[str, str]], *, right: Collection[str] = (), no_wrap: bool = False) -> Table:
-    """A table without borders of plain texts (square brackets are no markup), by their columns; some aligned to the
-    right. With `no_wrap` cells that do not fit are cut off."""
+    """A table without borders, of plain texts (square brackets are not markup) by column; some columns are aligned to
+    the right. With `no_wrap`, cells that do not fit are cut off."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:

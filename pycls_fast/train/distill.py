@@ -53,7 +53,7 @@ class Distillation:
         return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
 
     def __call__(self, loss: Tensor, logits_BK: Tensor, images_BCHW: Tensor) -> Tensor:
-        """The weighted sum of the labels' loss, a mean over the images, and the teacher's."""
+        """The weighted sum of the loss of the labels, a mean over the images, and that of the teacher."""
         target_BK = self.target(images_BCHW)
         logits_BK = logits_BK[:, : self.classes].to(target_BK.dtype)
         if self.hard:

@@ -25,8 +25,8 @@ class DivergenceCheck:
         self._loss, self._weights_changed = 0.0, run.saved_step is None
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
-        """Refuse numbers of an interval (the same on all ranks) that are not finite, or with loss scaling not at any
-        scale that is allowed; in `skipped` steps gradients were not finite."""
+        """Refuse an interval whose numbers, the same on all ranks, are not finite; with loss scaling, only if they are
+        not at any scale that is allowed. In `skipped` of its `steps` gradients were not finite."""
         precision, scaler = self._run.config.precision, self._run.parts.step.scaler
         self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
@@ -71,7 +71,8 @@ class DivergenceCheck:
         self._weights_changed = False
 
     def _error(self, line: str) -> UserError:
-        """The error, the checkpoint before the newest one, which may be of a bad step, too, and where it began."""
+        """The error, with the checkpoint before the newest one, which may be bad as well, and the module where it
+        began."""
         lines, newest, watchdog = [], self._run.saved_step, self._run.parts.step.watchdog
         if newest is not None:
             line += "; earlier checkpoints are kept"

@@ -32,7 +32,7 @@ class Call:
 
 
 def environment_command(interpreter: str = "python") -> str:
-    """The command as it was typed (Hydra rewrites `sys.argv`), without the place of the interpreter by default."""
+    """The command as it was typed (Hydra rewrites `sys.argv`), by default without the path of the interpreter."""
     return shlex.join([interpreter, *sys.orig_argv[1:]])
 
 
@@ -93,8 +93,8 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the code in a folder and whether it was changed since; None if that is no git checkout of it (an
-    installed package may lie inside another project's)."""
+    """The commit of the code in a folder, and whether it was changed since; None if the folder is not a git checkout of
+    the code (an installed package may lie inside another project's)."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -66,7 +66,7 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
 
 
 def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor]:
-    """The head's weight and bias where images have several labels; on the main rank, which says what was done."""
+    """The head's weight and bias where images have several labels; on the main rank, which reports it."""
     layer = run.parts.network.last_layer()
     fitted = fit_each(features_ND, true_NK, bias=layer.bias is not None, check=check)
     _report(run, "class by class", images=len(features_ND))
@@ -76,7 +76,7 @@ def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable
 def _fit_head(
     run: Run, features_ND: Tensor, labels_N: Tensor, held_ND: Tensor, held_N: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The head's weight and bias; on the main rank, which says how good it is beside nearest neighbours."""
+    """The head's weight and bias; on the main rank, which reports how good it is, and nearest neighbours."""
     layer, k = run.parts.network.last_layer(), min(_NEIGHBOURS, len(labels_N))
     head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
     votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
@@ -157,8 +157,8 @@ def fit_each(
 
 
 def _rotated(features_ND: Tensor) -> tuple[np.ndarray, Tensor]:
-    """The features in a basis (the second) of as many directions as there are images, if these are fewer: the penalty
-    is the same in it, and the products are smaller."""
+    """The features in a basis of as many directions as there are images, if there are more features, and this basis:
+    the penalty is the same in it, and the products are smaller."""
     if len(features_ND) >= features_ND.shape[1]:
         return features_ND.numpy(), torch.eye(features_ND.shape[1], dtype=torch.float64)
     left, singular, basis = torch.linalg.svd(features_ND, full_matrices=False)

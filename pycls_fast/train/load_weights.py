@@ -131,7 +131,7 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _initialise_head(
     network: Network, state: Mapping[str, Tensor], fitted: pretrained.Fitted, how: Literal["zero", "small"]
 ) -> None:
-    """Give a head without values small ones.
+    """Give a head that was left without values small random ones, or zeros.
 
     Constructors draw for training from scratch: timm's EfficientNet has a first loss of 5 to 6 for ten classes. Our
     ViTs begin as their recipes say.

@@ -171,7 +171,8 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=switches.input_copy)
 
     def _draw_first(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
-        """Draw the first microbatch, in time that does not count; returns all of them."""
+        """Draw the first microbatch, in time that the clock does not count; returns all of them, the first one
+        included."""
         asked = time.perf_counter()
         self.run.world.at("waiting for the data of step 1")
         first = next(microbatches)

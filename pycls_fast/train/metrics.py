@@ -58,10 +58,11 @@ class TrainMetrics:
         self._steps += 1
 
     def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, Any]:
-        """Means over the interval and the ranks; starts a new one. With "interval", the only wait for the device.
+        """Means over the interval and the ranks; starts a new one. With "interval", this is the only wait for the
+        device.
 
-        Of the damaged images that ranks have to report the sum is in the result, of the seconds that they waited for
-        data the largest: the others wait for that rank when gradients are exchanged.
+        The result has the sum of the damaged images that the ranks have to report, and the longest time that one of
+        them waited for data: the others wait for that rank when gradients are exchanged.
         """
         self._damaged += damaged
         # A place for each rank, so that the sum over the ranks keeps them apart.
@@ -127,7 +128,8 @@ class Clock:
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Let `memory_peak_bytes` begin here, for each run of a process. On a CPU the kernel counts the whole process."""
+    """Let `memory_peak_bytes` count from here on, as a process may have several runs; on a CPU the kernel counts the
+    whole process."""
     if device.type == "cuda":
         # Reference cycles keep the network of a finished run.
         gc.collect()
@@ -150,8 +152,8 @@ _OPERATORS = 15
 
 
 class StepMemory:
-    """The memory of a training step on a CPU: the tensors that are alive, not the process with its libraries, at the
-    peak of the process's first two steps, the second of which has the optimizer's state.
+    """The peak memory of a training step on a CPU: of the tensors that are alive, not of the process with its
+    libraries. The process's first two steps are counted, of which the second has the optimizer's state.
 
     Counting takes time in every operation. On CUDA the allocator counts, and where operations cannot be seen (compiled
     code) it is the peak of the process, as far as the system knows it.

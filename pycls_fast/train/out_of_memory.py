@@ -34,7 +34,8 @@ def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "") -
 
 @contextmanager
 def enough_to_train(config: RunConfig, world: World, classes: int) -> Iterator[None]:
-    """`enough_memory` for training, with what the memory plan knows to fit; and images enough for batch norm."""
+    """`enough_memory` for training: the message says what would fit according to the memory plan. Also refuses batches
+    that are too small for batch norm."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +57,8 @@ def enough_to_train(config: RunConfig, world: World, classes: int) -> Iterator[N
 
 
 def _what_fits(made: MemoryPlan) -> str:
-    """How a step would fit that did not; without asking other ranks, which may wait for this one elsewhere."""
+    """How a step that did not fit would fit; without asking other ranks, which may be waiting for this one
+    elsewhere."""
     fewest = made.config.optim.microbatches
     steps = min((parts for parts in made.parts() if parts > fewest), default=None)
     memory = device_memory(made.config, World(0, 1, made.world.device))

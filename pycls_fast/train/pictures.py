@@ -241,7 +241,7 @@ _FILES = {
 
 
 def render(template: Path, **values: Any) -> str:
-    """A page; all that is shown is escaped, but for what is marked as safe."""
+    """A page from a template; everything that is shown is escaped, unless it is marked as safe."""
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
@@ -253,7 +253,7 @@ def render(template: Path, **values: Any) -> str:
 
 
 def write_page(run: Run, summary: Mapping[str, Any]) -> None:
-    """Write `index.html` into the run's folder, from the values of `summary.json` and what lies there."""
+    """Write `index.html` into the run's folder, from the values of `summary.json` and the files that are there."""
     folder, config = run.folder, run.config
     final, best, metric = summary["final"], summary["best"], config.schedule.best_metric
     scored = [] if best is None else [("best, by " + metric, best), ("last", final)]
