@@ -213,8 +213,8 @@ def _compiles_once(config: RunConfig, kind: Device) -> bool:
 
 
 def compile_for_gpu(config: RunConfig, switches: Speed, world: World, *, images: int, flops: float) -> Speed:
-    """The switches as the preset has them for a GPU and this much work: none compiled for a few steps, small steps
-    replayed as CUDA graphs. The run trains on so many `images` in all, each a forward pass of `flops`."""
+    """The preset's switches for a GPU and this much work: a few steps are not compiled, small ones are replayed as CUDA
+    graphs. The run trains on so many `images` in all, each with a forward pass of `flops`."""
     if world.device.type != "cuda" or "compile" in config.speed.by_hand or switches.compile == "off":
         return switches
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
@@ -228,7 +228,7 @@ def compile_for_gpu(config: RunConfig, switches: Speed, world: World, *, images:
 
 
 def compiles(config: RunConfig, switches: Speed) -> bool:
-    """Whether a training step is compiled code in part, whose operations nobody can watch."""
+    """Whether parts of a training step are compiled, so that their operations cannot be counted."""
     in_parts = switches.cross_entropy == "fused" or switches.optimizer_compile == "on" or config.optim.compiles_itself
     return in_parts or switches.compile != "off"
 

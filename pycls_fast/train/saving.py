@@ -190,7 +190,7 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether a save has ended well for which `finish` has not been called."""
+        """Whether a save has succeeded for which `finish` has not been called yet."""
         return self._saving is not None and self._saving.done() and self._saving.exception() is None
 
     def save(self, state: State, step: int) -> None:

@@ -44,8 +44,8 @@ class StopRequest:
         return self.name is not None
 
     def check(self, ranks: int = 1) -> None:
-        """Raise `Stopped`, if a signal has asked for it, in what takes long or may never come (data); a `UserError` if
-        other ranks wait for this one, which cannot finish the step."""
+        """Raise `Stopped` if a signal has asked for it; to be called where waiting takes long, or forever, as for data.
+        A `UserError` if other ranks wait for this one, which cannot finish the step."""
         if self and ranks > 1:
             raise UserError(f"{self.name}: this rank waits for data and cannot finish the step; see why nothing comes")
         if self:

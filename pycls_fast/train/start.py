@@ -56,7 +56,8 @@ def start_run(config: RunConfig, world: World, display: Display, call: Call | No
 
 
 def check_same_folder(folder: RunFolder, world: World) -> None:
-    """Refuse, on all ranks, a folder in which one of them, which writes its part there, does not see rank 0's lock."""
+    """Refuse, on all ranks, a run folder that is not the same one for all, as each writes its part of the checkpoints
+    there: every rank has to see rank 0's lock."""
     # NFS clients may believe for 60 s that a folder does not exist (acdirmax in nfs(5)), but only if they have looked
     # for it before; of a new folder, no other rank has. (`os.path.exists` never raises, unlike the method of `Path`.)
     seen = world.gather((os.path.exists(folder.lock_file), platform.node()))  # noqa: PTH110

@@ -110,7 +110,7 @@ class Step:
         return grad_norm
 
     def inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
-        """What the network and the loss get of a microbatch; the same whenever it is asked for."""
+        """A microbatch as the network and the loss get it; the same each time that it is called."""
         # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
         seed = microbatch_seed(self.seed, step=step, position=position, rank=self.rank)
         seed_generators(seed, batch.labels_B.device)

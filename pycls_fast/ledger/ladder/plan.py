@@ -290,7 +290,7 @@ def combination(ladder: Ladder, on: Sequence[str]) -> Variant:
 
 
 def default_runs(count: int) -> int:
-    """The most trainings of a family of so many variants, if nobody says: 64, with more than 8 of them 96 and more."""
+    """The most trainings of a family of so many variants by default: 64, or 96 and more for over 8 variants."""
     return 64 if count <= 8 else 6 * _rows(count)
 
 

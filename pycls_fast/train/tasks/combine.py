@@ -34,8 +34,8 @@ def likelihood_loss(scores_NK: Tensor, targets: Tensor, temperature: float) -> f
 
 def best_temperature(scores_NK: Tensor, targets: Tensor) -> float:
     """The temperature of the lowest `likelihood_loss` (Guo et al., On Calibration of Modern Neural Networks, 2017,
-    section 4.2); a `UserError` if the lower it is the better, because all labels have the highest score, or the other
-    way round."""
+    section 4.2); a `UserError` if there is none: if lower is always better, because all labels have the highest score,
+    or higher is."""
     found = optimize.minimize_scalar(
         lambda log: likelihood_loss(scores_NK, targets, math.exp(log)),
         bounds=_RANGE,

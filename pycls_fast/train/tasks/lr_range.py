@@ -28,8 +28,8 @@ _BLOWN_UP = 4.0
 
 @dataclass(frozen=True)
 class LrRange:
-    """The rates (`optim.lr`) at which the smoothed loss falls fastest, per log of the rate; is lowest; and is above its
-    start again. None for what a sweep does not show."""
+    """The learning rates (`optim.lr`) at which the smoothed loss falls fastest (per logarithm of the rate), is lowest,
+    and rises above its start again; None for what a sweep does not show."""
 
     suggested: float | None
     lowest: float | None
@@ -46,7 +46,7 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
 
 
 def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
-    """What losses, one per rate, say of the rates; the last one may be NaN or infinite."""
+    """What the losses, one per rate, say about the rates; the last loss may be NaN or infinite."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return LrRange(None, None, float(rates[0]))

@@ -78,8 +78,8 @@ class Setup:
     damaged: DamagedImages
 
     def load(self, data: Images, *, for_training: bool = False) -> tuple[Network, Loaded]:
-        """The network with the weights for some images (`for_training`: a new head is no mistake), and their origin.
-        From here on every value of `config` is a number."""
+        """The network with the weights for these images, and where the weights came from; only `for_training` may the
+        head be new. From here on every value of `config` is a number."""
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
@@ -199,7 +199,7 @@ def _classes(setup: Setup) -> tuple[str, ...]:
 
 
 def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | None:
-    """What to say of a random split that is not the one that the weights were trained on."""
+    """A note if a random split is not the one that the weights were trained on; None if it is."""
     config, found, ours = setup.config, setup.weights, setup.ours
     root = None if ours is None or ours.config is None else ours.config["data"].get("root")
     is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
