@@ -229,7 +229,7 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
         weights_BD = gradient_BhwD.mean(dim=(1, 2))
     else:
         raise UserError(
-            "kind: class is for convolutional networks; a vision transformer of this package has attention and rollout"
+            "kind: class is for convolutional networks; a vision transformer of this package has all other kinds"
         )
     return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD))
 

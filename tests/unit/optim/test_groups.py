@@ -280,3 +280,9 @@ def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
 def test_a_name_that_is_not_there(pattern: str, hint: str) -> None:
     with pytest.raises(UserError, match=rf"optim.trainable: .*names nothing.*{hint}"):
         freeze(small_vit(), ["head", pattern])
+
+
+def test_blocks_without_matrices_to_adapt() -> None:
+    assert freeze(small_vit(), ["head"], adapted=True)
+    with pytest.raises(UserError, match=r"^optim.lora_rank: .* no matrices besides those of optim.trainable; use"):
+        freeze(small_vit(), ["head", "blocks"], adapted=True)
