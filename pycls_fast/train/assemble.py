@@ -46,15 +46,17 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
+    # A batch that cannot be divided is refused before the data is opened, which may take long.
     build.microbatch_size(config, world)
     sources = build.sources(config, world)
-    classes = build.num_classes(config, sources["train"])
-    config = after_data(config, len(sources["train"]), world, classes=classes, note=display.note)
+    train = sources["train"]
+    classes = build.num_classes(config, train)
+    config = after_data(config, len(train), world, classes=classes, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
-    steps_per_epoch = build.steps_per_epoch(config, len(sources["train"]))
-    steps = build.total_steps(config, steps_per_epoch)
-    switches = compile_if_it_pays(config, switches, world, images=steps * config.data.global_batch_size)
+    steps_per_epoch = build.steps_per_epoch(config, len(train))
+    images = build.total_steps(config, steps_per_epoch) * config.data.global_batch_size
+    switches = compile_if_it_pays(config, switches, world, images=images)
     sharded = config.parallel.facts.shards_weights
     # What is cut into stages has memory until then: each stage's shards are taken from whole values.
     empty = sharded and world.pipeline == 1
@@ -71,16 +73,14 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
         if config.weights is not None and resumed_from is None:
             # A network that was flattened no longer has its names and shapes.
             shaped = network if flat is None else build.model(config, classes, switches, empty=True)
-            new_head = _load_initial(config, shaped, sources["train"].classes, world, display, into=flat)
+            new_head = _load_initial(config, shaped, train.classes, world, display, into=flat)
 
     if not empty:
         load()
     counted = complexity(lambda: build.counted_model(config, classes), image_size=config.data.image_size)
-    images = steps * config.data.global_batch_size
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
     # Shards are contiguous, and convolutions follow the format of the images.
     network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
-    train = sources["train"]
     step = make_step(config, network, world, switches, steps_per_epoch, load, train=train)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.distillation = build_distillation(config, train, world, switches)
