@@ -183,7 +183,9 @@ def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
     if world.pipeline == 1:
         return None
     settings, costs = config.parallel, stage_costs(config, network.last_layer().out_features)
-    return stages.cut(network, world, settings.pipeline_schedule, costs, averages=not settings.facts.shards_weights)
+    return stages.split_into_stages(
+        network, world, settings.pipeline_schedule, costs, averages=not settings.facts.shards_weights
+    )
 
 
 def wrap(

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank computes some of a network's blocks, and microbatches travel from rank to rank.
+"""Pipeline parallelism: each rank computes some of a network's blocks, and features are sent from rank to rank.
 
 Huang et al., GPipe, 2019; Narayanan et al., PTD-P, 2021, section 2.2 (1F1B and interleaved); Qi et al., Zero Bubble
-Pipeline Parallelism, 2024. torch's engine exchanges and orders; here is what it runs, and how the numbers come to be
-those of one process.
+Pipeline Parallelism, 2024. torch's engine orders the microbatches and sends the features; here are the stages that it
+runs, with the same numbers as in one process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SCHEDULES: dict[ScheduleName, str] = {
 GeneratorStates = Sequence[Sequence[tuple[torch.Generator, Tensor]]]
 
 
-def owners(schedule: ScheduleName, ranks: int) -> list[int]:
-    """The rank, counted within the pipeline, of each stage: in turns, or (zbv) there and back."""
+def stage_ranks(schedule: ScheduleName, ranks: int) -> list[int]:
+    """The rank of each stage, counted within the pipeline: ranks take turns, in zbv forwards and then backwards."""
     back = schedule == "zbv"
     return [
         rank for turn in range(TURNS[schedule]) for rank in (reversed(range(ranks)) if back and turn else range(ranks))
@@ -44,16 +44,16 @@ def owners(schedule: ScheduleName, ranks: int) -> list[int]:
 
 
 @cache
-def division(schedule: ScheduleName, ranks: int, costs: tuple[int, ...]) -> list[tuple[int, range]]:
-    """Each stage's rank and blocks, one at least, so that the stage with the most work has as little as possible.
+def partition_blocks(schedule: ScheduleName, ranks: int, costs: tuple[int, ...]) -> list[tuple[int, range]]:
+    """Each stage's rank and its blocks, at least one, such that the stage with the most work has as little as possible.
 
     `costs`: the work before the first block, of each block, and after the last one.
     """
-    found, (before, *blocks, after) = owners(schedule, ranks), costs
+    found, (before, *blocks, after) = stage_ranks(schedule, ranks), costs
     sums = [0, *(before + each for each in accumulate(blocks))]
     sums[-1] += after
-    # For the first blocks, by their number: the most work of a stage, all squares, which are least if stages are alike,
-    # and where stages begin.
+    # For the first blocks, by their number: the most work of a stage; the sum of the stages' squared work, which is
+    # least if they are alike; and where stages begin.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in found:
         tried: defaultdict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
@@ -67,8 +67,8 @@ def division(schedule: ScheduleName, ranks: int, costs: tuple[int, ...]) -> list
 
 
 def orders(schedule: ScheduleName, group: dist.ProcessGroup, microbatches: int) -> Mapping[int, Sequence[Any]]:
-    """Each rank's actions of a step in order, without exchanges, as torch's schedules have them."""
-    rank, found = dist.get_rank(group), owners(schedule, group.size())
+    """The actions of each rank in a step by torch's schedules, in order, without exchanges."""
+    rank, found = dist.get_rank(group), stage_ranks(schedule, group.size())
     stages = [
         PipelineStage(nn.Identity(), index, len(found), torch.device("cpu"), group=group)
         for index, owner in enumerate(found)
@@ -89,7 +89,7 @@ _SLOTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGH
 
 
 def bubble(orders: Mapping[int, Sequence[Any]], stages: int) -> float:
-    """A rank's idle time in a step as a share of its work, in slots, without the time of exchanges.
+    """A rank's idle time in a step as a share of its work, without the time of exchanges.
 
     (p-1)/m with one stage a rank, (p-1)/(v m) interleaved: Narayanan et al., section 2.2.
     """
@@ -119,15 +119,16 @@ def bubble(orders: Mapping[int, Sequence[Any]], stages: int) -> float:
     return max(free.values()) / work - 1
 
 
-class Elsewhere(nn.Module):
-    """The place of a block that another rank computes."""
+class MissingBlock(nn.Module):
+    """Stands in for a block that another rank computes."""
 
 
 class Stage(nn.Module):
-    """Neighbouring blocks of a network, with what is before the first one or after the last one.
+    """Neighbouring blocks of a network; the first stage also has what comes before the blocks, the last one what comes
+    after them.
 
-    Only these are its submodules; the network keeps all names. In the training of a network with experts the routers'
-    losses travel with the features, each stage adding its own.
+    Only these are its submodules; the network keeps all names. When a network with experts is trained, the routers'
+    losses are sent with the features, and each stage adds its own.
     """
 
     def __init__(self, network: Network, units: Sequence[nn.Module], draws_before: int, *, first: bool, last: bool):
@@ -136,7 +137,7 @@ class Stage(nn.Module):
         before, after = network.ends()
         ends = (before if first else []) + (after if last else [])
         self.ends = nn.ModuleList(network.get_submodule(name) for name in ends)
-        # Not as a submodule.
+        # In a tuple, so that it does not become a submodule.
         self._network = (network,)
         self._draws_before, self._first, self._last = draws_before, first, last
         self._routes = bool(network.experts())
@@ -150,7 +151,7 @@ class Stage(nn.Module):
         """Images (first stage) or features (B, N, D) -> features or (last stage) logits (B, K)."""
         (network,) = self._network
         if self.training and self.generator_states:
-            # Compiled blocks draw as many numbers from the device's generator as others from the host's.
+            # Compiled blocks draw from the device's generator as many numbers as others from the host's.
             for generator, state in self.generator_states[position]:
                 generator.set_state(state)
                 count, device = features.shape[network.batch_dim], generator.device
@@ -165,21 +166,23 @@ class Stage(nn.Module):
         if not (self._routes and self.training):
             return features
         losses = [auxiliary, network.auxiliary_loss(self.units)]
-        # One that can have a gradient, even if there is none to give it to.
+        # The sum can then have a gradient even if no router's loss does.
         nothing = torch.zeros((), device=features.device, requires_grad=True)
         return features, torch.stack([nothing, *(loss for loss in losses if loss is not None)]).sum()
 
 
-def cut(network: Network, world: World, schedule: ScheduleName, costs: Sequence[int], *, averages: bool) -> Pipeline:
-    """Leave only this rank's blocks in the network, in place; returns its stages, connected with those of the others.
+def split_into_stages(
+    network: Network, world: World, schedule: ScheduleName, costs: Sequence[int], *, averages: bool
+) -> Pipeline:
+    """Leave only this rank's blocks in the network, in place; returns its stages, connected with those of other ranks.
 
     Args:
-        costs: see `division`.
-        averages: the ranks with the same blocks average their gradients after a step's backward passes.
+        costs: see `partition_blocks`.
+        averages: whether ranks with the same blocks average their gradients after a step's backward passes.
     """
     assert world.mesh is not None
     units, draws, classes = network.units(), network.draws(), network.last_layer().out_features
-    parts = division(schedule, world.pipeline, tuple(costs))
+    parts = partition_blocks(schedule, world.pipeline, tuple(costs))
     stages = []
     for index, (owner, own) in enumerate(parts):
         if owner == world.stage:
@@ -190,15 +193,15 @@ def cut(network: Network, world: World, schedule: ScheduleName, costs: Sequence[
     first, last = network.ends()
     for name in [*first, *last, *(name for name, _ in units)]:
         if network.get_submodule(name) not in kept:
-            network.set_submodule(name, Elsewhere())
+            network.set_submodule(name, MissingBlock())
     replicas = world.mesh.get_group("replicate") if averages and world.data_size > 1 else None
     return Pipeline(stages, world, schedule, classes, replicas)
 
 
 class Pipeline:
-    """The stages of this rank, connected with those of the others.
+    """The stages of this rank, connected with those of other ranks.
 
-    `replicas` are the ranks that have the same stages and see other images, if gradients are to be averaged here.
+    `replicas` are the ranks with the same stages and other images, if gradients are to be averaged here.
     """
 
     def __init__(
@@ -213,10 +216,10 @@ class Pipeline:
         self.stages = stages
         self.group = world.mesh.get_group("pipeline")
         self._world, self._schedule, self._classes, self._replicas = world, schedule, classes, replicas
-        self._owners = owners(schedule, world.pipeline)
+        self._owners = stage_ranks(schedule, world.pipeline)
         self._mine = [index for index, owner in enumerate(self._owners) if owner == world.stage]
         self._engines: dict[tuple[torch.Size, int], Any] = {}
-        # Of the current step.
+        # The current step's.
         self._loss_of: Callable[[Tensor, Tensor | None, int], Tensor] = lambda logits, auxiliary, position: logits.sum()
 
     @property
@@ -230,15 +233,17 @@ class Pipeline:
         states: GeneratorStates,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> bool:
-        """Forward and backward passes of all microbatches, in the schedule's order; whether torch has tried the stages
-        before, on uninitialised memory, to learn the shapes.
+        """Run the forward and backward passes of all microbatches in the schedule's order.
 
         Args:
             images: of each microbatch, all of one shape, on every rank.
-            loss_of: what is differentiated, of a microbatch's logits, routers' losses and position; called by the last
+            loss_of: a microbatch's loss from its logits, the routers' losses and its position; called by the last
                 stage.
-            states: of the generators before each forward pass.
+            states: those of the generators before each forward pass.
             autocast: the context of forward passes.
+
+        Returns:
+            whether torch has first run the stages on uninitialised memory, to learn the shapes.
         """
         self._loss_of = loss_of
         for stage in self.stages:
@@ -255,7 +260,7 @@ class Pipeline:
         for stage in self.stages:
             stage.generator_states, stage.autocast = (), nullcontext
             for parameter in stage.parameters():
-                # Halved backward passes leave any layout, and fused optimizers read gradients in the weights'.
+                # Halved backward passes leave any layout, and fused optimizers read gradients in that of the weights.
                 if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
                     parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         if self._replicas is not None:
@@ -263,7 +268,7 @@ class Pipeline:
         return is_new
 
     def bubble(self, microbatches: int) -> float:
-        """This rank's idle time in a step as a share of its work, by the function of this name."""
+        """This rank's idle time in a step as a share of its work."""
         return bubble(orders(self._schedule, self.group, microbatches), len(self._owners))
 
     def _engine(self, shape: torch.Size, count: int) -> Any:
@@ -271,7 +276,7 @@ class Pipeline:
             logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
             return self._loss_of(logits, auxiliary, int(position))
 
-        # Each has memory for what it receives, of one shape.
+        # Each engine has memory for features of one shape.
         if (shape, count) not in self._engines:
             stages = [
                 PipelineStage(stage, index, len(self._owners), self._world.device, group=self.group)
@@ -290,47 +295,47 @@ class Pipeline:
             torch._foreach_div_(gradients, dist.get_world_size(self._replicas))
 
     def from_last(self, values: Tensor) -> Tensor:
-        """The last stage's values, in place, on all ranks of the pipeline."""
+        """Broadcast the last stage's values, in place, to all ranks of the pipeline."""
         dist.broadcast(values, group=self.group, group_src=self._owners[-1])
         return values
 
     def sum(self, value: Tensor) -> Tensor:
-        """The stages' numbers added, in place."""
+        """Add the stages' numbers, in place."""
         dist.all_reduce(value, group=self.group)
         return value
 
     @torch.no_grad()
     def logits(self, images_BCHW: Tensor) -> Tensor:
-        """Logits (B, K) in float64, on every rank of the pipeline, which all call this with the same images."""
+        """Logits (B, K) in float64, on every rank of the pipeline; all of them call this with the same images."""
         features = images_BCHW
         logits_BK = torch.empty(len(images_BCHW), self._classes, dtype=torch.float64, device=images_BCHW.device)
         for index, owner in enumerate(self._owners):
             if index > 0 and owner != self._owners[index - 1]:
-                features = self._travel(features, self._owners[index - 1], owner)
+                features = self._transfer(features, self._owners[index - 1], owner)
             if owner == self._world.stage:
                 features = self.stages[self._mine.index(index)](features)
         if self._owners[-1] == self._world.stage:
             logits_BK.copy_(features)
         return self.from_last(logits_BK)
 
-    def _travel(self, features: Tensor, source: int, target: int) -> Tensor:
-        """Send from one rank of the pipeline to another; the received tensor there, elsewhere what was given."""
-        of = dist.get_process_group_ranks(self.group)
+    def _transfer(self, features: Tensor, source: int, target: int) -> Tensor:
+        """Send features from one rank of the pipeline to another; returns what this rank received, else `features`."""
+        ranks = dist.get_process_group_ranks(self.group)
         host = self._world.host_group
         if self._world.stage == source:
-            dist.send_object_list([(features.shape, features.dtype)], dst=of[target], group=host)
+            dist.send_object_list([(features.shape, features.dtype)], dst=ranks[target], group=host)
             dist.send(features.contiguous(), group=self.group, group_dst=target)
         elif self._world.stage == target:
             described: list[Any] = [None]
-            dist.recv_object_list(described, src=of[source], group=host)
+            dist.recv_object_list(described, src=ranks[source], group=host)
             shape, dtype = described[0]
             features = torch.empty(shape, dtype=dtype, device=features.device)
             dist.recv(features, group=self.group, group_src=source)
         return features
 
 
-class Evaluated(nn.Module):
-    """What evaluation calls in place of the network."""
+class PipelinedNetwork(nn.Module):
+    """What evaluation calls instead of the network: the stages of all ranks, one after the other."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()

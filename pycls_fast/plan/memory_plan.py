@@ -29,7 +29,7 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel.launch import degrees
-from pycls_fast.parallel.pipeline import division, orders
+from pycls_fast.parallel.pipeline import orders, partition_blocks
 from pycls_fast.parallel.tensor import divide, divide_experts
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.activations import Activations, measure
@@ -133,7 +133,7 @@ class MemoryPlan:
             return [{0: range(units)}]
         ranks: list[dict[int, range]] = [{} for _ in range(self.world.pipeline)]
         schedule = self.config.parallel.pipeline_schedule
-        for index, (owner, own) in enumerate(division(schedule, len(ranks), self.costs)):
+        for index, (owner, own) in enumerate(partition_blocks(schedule, len(ranks), self.costs)):
             ranks[owner][index] = own
         return ranks
 

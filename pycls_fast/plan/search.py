@@ -21,7 +21,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import refuse, refusing
 from pycls_fast.parallel.ddp import bucket_megabytes
-from pycls_fast.parallel.pipeline import bubble, owners
+from pycls_fast.parallel.pipeline import bubble, stage_ranks
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster, Kernels
 from pycls_fast.plan.layout import UNDIVIDED, Layout
@@ -281,7 +281,7 @@ class Search:
         compute = parts * (forward + backward + self.pixels * sum(ends))
         waits = 0.0
         if layout.pipeline > 1:
-            waits = compute * bubble(plan.order(parts), len(owners(layout.schedule, layout.pipeline)))
+            waits = compute * bubble(plan.order(parts), len(stage_ranks(layout.schedule, layout.pipeline)))
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
         exchange = late * self.exchange(layout, images, forward, backward)
@@ -349,7 +349,7 @@ class Search:
         """A microbatch's other exchanges of the first rank: those within blocks, and between stages."""
         few, many, share = self._around(layout, images)
         blocks = few.activations.between(many.activations, share).blocks
-        stages, count = self._plan(layout).stages(len(blocks))[0], len(owners(layout.schedule, layout.pipeline))
+        stages, count = self._plan(layout).stages(len(blocks))[0], len(stage_ranks(layout.schedule, layout.pipeline))
         # The last place of `exchanges` is around blocks: each stage divides features and puts them together.
         found = [
             (kind, least + share * (most - least))

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.pipeline import Pipeline, cut, division, owners
+from pycls_fast.parallel.pipeline import Pipeline, partition_blocks, split_into_stages, stage_ranks
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import ScheduleName
 
@@ -38,7 +38,7 @@ def stages(rank: int, schedule: ScheduleName) -> tuple[VisionTransformer, Pipeli
     mesh = init_device_mesh("cpu", (RANKS, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
     world = World(rank, RANKS, torch.device("cpu"), mesh=mesh, pipeline=RANKS)
     whole = network()
-    return whole, cut(whole, world, schedule, [1] * 10, averages=True)
+    return whole, split_into_stages(whole, world, schedule, [1] * 10, averages=True)
 
 
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
@@ -52,8 +52,8 @@ def test_the_bubble_is_that_of_the_paper(fake_ranks: None, microbatches: int) ->
 
 
 def test_there_and_back() -> None:
-    assert owners("zbv", 3) == [0, 1, 2, 2, 1, 0]
-    assert owners("interleaved_1f1b", 3) == [0, 1, 2, 0, 1, 2]
+    assert stage_ranks("zbv", 3) == [0, 1, 2, 2, 1, 0]
+    assert stage_ranks("interleaved_1f1b", 3) == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("zbv", 2)])
@@ -61,14 +61,14 @@ def test_no_other_division_has_less_work_in_its_longest_stage(schedule: Schedule
     """Of all that there are; blocks that are alike are divided evenly."""
     costs = torch.randint(1, 9, (20, 9), generator=torch.Generator().manual_seed(0)).tolist()
     for before, *blocks, after in [*costs, [12, *[3] * 8, 0]]:
-        parts = division(schedule, ranks, (before, *blocks, after))
-        assert [owner for owner, _ in parts] == owners(schedule, ranks)
+        parts = partition_blocks(schedule, ranks, (before, *blocks, after))
+        assert [owner for owner, _ in parts] == stage_ranks(schedule, ranks)
         assert [index for _, own in parts for index in own] == list(range(len(blocks)))
         work = [before + blocks[0], *blocks[1:-1], blocks[-1] + after]
         ways = [[0, *cuts, len(work)] for cuts in combinations(range(1, len(work)), len(parts) - 1)]
         longest = [max(sum(work[i:j]) for i, j in pairwise(bounds)) for bounds in ways]
         assert max(sum(work[index] for index in own) for _, own in parts) == min(longest)
-    assert {len(own) for _, own in division(schedule, ranks, (0, *[1] * 12, 0))} == {12 // len(parts)}
+    assert {len(own) for _, own in partition_blocks(schedule, ranks, (0, *[1] * 12, 0))} == {12 // len(parts)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
@@ -110,10 +110,10 @@ def test_stages_one_after_another_are_the_network(fake_ranks: None, schedule: Sc
     expected, draws = whole.train()(images_BCHW), iter(whole.draws())
     features = images_BCHW
     cuts = {}
-    for index, rank in enumerate(owners(schedule, RANKS)):
+    for index, rank in enumerate(stage_ranks(schedule, RANKS)):
         torch.manual_seed(0)
         cuts.setdefault(rank, stages(rank, schedule)[1])
-        stage = cuts[rank].stages[sum(owner == rank for owner in owners(schedule, RANKS)[:index])]
+        stage = cuts[rank].stages[sum(owner == rank for owner in stage_ranks(schedule, RANKS)[:index])]
         stage.train().generator_states = [states]
         for generator in (torch.default_generator, device):
             torch.rand(3, generator=generator)
