@@ -1,8 +1,8 @@
 """Hang detection: when a rank makes no progress, print where every rank is and end the process.
 
-A rank that waits in a collective does not know which rank is missing: gloo and NCCL give up after their timeout with
-only the name of an operation. So each rank records what it is doing (`at`), a thread writes that to the rendezvous
-store, and a rank that has waited too long reads where the others are.
+A rank that waits in a collective does not know which rank is missing: when their timeout ends, gloo and NCCL name only
+an operation. So each rank records what it is doing (`at`), a thread writes that to the rendezvous store as a
+heartbeat, and a rank that has waited too long reads where the others are.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from pycls_fast.errors import first_line
 
 _FOR_OTHERS = ", waiting for other ranks"
 _LEFT = "has left the run"
-# Connections that are tried after one is lost: the store's host may have been slow once.
+# Attempts to reconnect after the connection is lost: the store's host may only have been slow.
 _ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
-# There a rank that reads or writes files waits for nobody; its collectives are functions of other modules.
+# A rank in these modules reads or writes files and waits for nobody: the collectives are in other modules.
 _FILES = "torch/distributed/checkpoint"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's last heartbeat.
+class Heartbeat:
+    """What a rank last said of itself.
 
     Attributes:
         doing: from `Monitor.at`.
         seconds: time since it began that.
-        waited: seconds of that during which every heartbeat found it waiting for other ranks; 0 if the last did not.
+        waited: for how many of these seconds every heartbeat found it waiting for other ranks; 0 if this one did not.
         function: where its main thread is.
+        number: counted from 1.
     """
 
     doing: str
     seconds: float
     waited: float
     function: str
-    beat: int
+    number: int
 
 
 def _interval(timeout_seconds: float) -> float:
@@ -63,11 +64,11 @@ class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
     Args:
-        connect: opens a connection to the store that the ranks share, for the monitor's thread alone; called again if
-            it is lost.
-        timeout_seconds: limit without progress on any rank while the ranks are at different places, or some wait for
-            the others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
-            those hang.
+        connect: opens a connection to the store that the ranks share, only for the monitor's thread; called again if
+            the connection is lost.
+        timeout_seconds: how long all ranks may make no progress while they are at different places, or some wait for
+            others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
+            they hang.
         end: called after the report; ends the process.
     """
 
@@ -91,7 +92,7 @@ class Monitor:
         self._doing = ("starting", time.monotonic())
         # Time of the last heartbeat that did not find the main thread waiting for other ranks.
         self._not_waiting = time.monotonic()
-        self._beat = 0
+        self._beats = 0
         self._stop = threading.Event()
         self._left = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="monitor")
@@ -120,9 +121,9 @@ class Monitor:
             try:
                 if lost:
                     self._store = self._connect()
-                place = self._say()
+                sent = self._send_heartbeat()
                 # `_hangs` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
-                if place.seconds >= self._timeout and self._hangs() and not self._stop.is_set():
+                if sent.seconds >= self._timeout and self._hangs() and not self._stop.is_set():
                     self._report()
                 lost = 0
             except RuntimeError as error:
@@ -133,48 +134,57 @@ class Monitor:
                     print(f"note: {said} ({first_line(error)}); {only}", file=sys.stderr, flush=True)
                     return
         if self._left:
-            # Those who still write what was computed do not hang. If the store is gone, so are they.
+            # Ranks that still write their results do not hang. If the store is gone, so are the other ranks.
             with suppress(RuntimeError):
-                self._store.set(f"place/{self._rank}", json.dumps(asdict(Place(_LEFT, 0, 0, "", self._beat))))
+                self._set(Heartbeat(_LEFT, 0, 0, "", self._beats))
 
-    def _say(self) -> Place:
+    def _set(self, heartbeat: Heartbeat) -> None:
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
+
+    def _send_heartbeat(self) -> Heartbeat:
         doing, since = self._doing
         now = time.monotonic()
         function = _function(sys._current_frames().get(self._main))
         if not function.endswith(_FOR_OTHERS):
             self._not_waiting = now
-        self._beat += 1
-        place = Place(doing, now - since, now - max(since, self._not_waiting), function, self._beat)
-        self._store.set(f"place/{self._rank}", json.dumps(asdict(place)))
-        return place
+        self._beats += 1
+        heartbeat = Heartbeat(doing, now - since, now - max(since, self._not_waiting), function, self._beats)
+        self._set(heartbeat)
+        return heartbeat
 
-    def _places(self) -> list[Place | None]:
-        keys = [f"place/{rank}" for rank in range(self._size)]
-        return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+    def _heartbeats(self) -> list[Heartbeat | None]:
+        """The last heartbeat of each rank; None if it has not sent any."""
+        keys = [f"heartbeat/{rank}" for rank in range(self._size)]
+        return [Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _hangs(self) -> bool:
-        """Whether none makes progress, and they are at different places, some wait for the others, or one is silent."""
-        places = self._places()
-        stuck = [place for place in places if place and (place.doing == _LEFT or place.seconds >= self._timeout)]
+        """Whether no rank makes progress and they are at different places or some wait for others, or one is silent."""
+        last = self._heartbeats()
+        stuck = [each for each in last if each and (each.doing == _LEFT or each.seconds >= self._timeout)]
         if len(stuck) == self._size:
-            waited = [place.waited for place in stuck]
+            waited = [each.waited for each in stuck]
             waits_for_others = max(waited) >= self._timeout and min(waited) == 0
-            if waits_for_others or len({place.doing for place in stuck} - {_LEFT}) > 1:
+            if waits_for_others or len({each.doing for each in stuck} - {_LEFT}) > 1:
                 return True
         # A rank that makes progress is slow, not lost; the backend's timeout limits how long others wait for it.
-        return None in places or bool(self._silent(places))
+        return None in last or bool(self._silent(last))
 
-    def _silent(self, before: Sequence[Place | None]) -> list[int]:
-        """Ranks whose heartbeat has stopped, though they have not left."""
+    def _silent(self, before: Sequence[Heartbeat | None]) -> list[int]:
+        """Ranks that have not left but have sent no heartbeat since those of `before`."""
         self._pause(4)
-        pairs = enumerate(zip(before, self._places(), strict=True))
-        return [rank for rank, (a, b) in pairs if a is b is None or (a and b and a.beat == b.beat and b.doing != _LEFT)]
+        silent = []
+        for rank, (then, now) in enumerate(zip(before, self._heartbeats(), strict=True)):
+            never_came = then is now is None
+            has_stopped = then and now and then.number == now.number and now.doing != _LEFT
+            if never_came or has_stopped:
+                silent.append(rank)
+        return silent
 
     def _report(self) -> None:
         # One rank prints; the others wait until it has.
         if self._store.add("reported", 1) == 1:
-            silent = self._silent(self._places())
-            print(*report(self._places(), silent, self._timeout), sep="\n", file=sys.stderr, flush=True)
+            silent = self._silent(self._heartbeats())
+            print(*report(self._heartbeats(), silent, self._timeout), sep="\n", file=sys.stderr, flush=True)
         else:
             self._pause(8)
         self._end()
@@ -182,21 +192,21 @@ class Monitor:
     def _pause(self, beats: int) -> None:
         for _ in range(beats):
             self._stop.wait(self._interval)
-            self._say()
+            self._send_heartbeat()
 
 
-def report(places: Sequence[Place | None], silent: Sequence[int], timeout_seconds: float) -> list[str]:
+def report(heartbeats: Sequence[Heartbeat | None], silent: Sequence[int], timeout_seconds: float) -> list[str]:
     """The lines that show what each rank is doing or waiting for."""
     lines = [f"error: parallel.timeout_seconds: ranks have waited for others for {timeout_seconds:g} s; where each is:"]
-    for rank, place in enumerate(places):
-        if place is None:
+    for rank, last in enumerate(heartbeats):
+        if last is None:
             said = "has not reported yet"
-        elif place.doing == _LEFT:
+        elif last.doing == _LEFT:
             said = _LEFT
         elif rank in silent:
-            said = f"no sign of life; last seen at: {place.doing}"
+            said = f"no sign of life; last seen at: {last.doing}"
         else:
-            said = f"for {place.seconds:.0f} s: {place.doing}" + (f", in {place.function}" if place.function else "")
+            said = f"for {last.seconds:.0f} s: {last.doing}" + (f", in {last.function}" if last.function else "")
         lines.append(f"error:   rank {rank}: {said}")
     return lines
 
