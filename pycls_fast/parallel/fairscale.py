@@ -47,7 +47,7 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
             build on the CPU with torch's current seed, and no rank ever holds more than one whole unit and the rest
             around the units.
     """
-    wrap = _Wrapping(world, settings)
+    wrappers = _Wrappers(world, settings)
     waiting = dict(network.units())
     # In the order of their random draws.
     for module, fill in list(network.initialisers()) if is_empty(network) else []:
@@ -55,10 +55,10 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         fill(module)
         module.to(world.device)
         for name in [name for name, unit in waiting.items() if not is_empty(unit)]:
-            network.set_submodule(name, wrap(name, waiting.pop(name)))
+            network.set_submodule(name, wrappers.wrap(name, waiting.pop(name)))
     for name, unit in waiting.items():
-        network.set_submodule(name, wrap(name, unit))
-    root: Any = wrap("", network)
+        network.set_submodule(name, wrappers.wrap(name, unit))
+    root: Any = wrappers.wrap("", network)
     # FairScale would cast float32 images to float16, whatever the compute format.
     root.register_forward_pre_hook(CastInputs(settings.compute or torch.float32))
     free_gathered = partial(_free, root)
@@ -83,14 +83,14 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
     )
 
 
-class _Wrapping:
+class _Wrappers:
     """Makes FairScale's wrappers, from the inside out."""
 
     def __init__(self, world: World, settings: StrategySettings) -> None:
         from fairscale.nn.data_parallel import FullyShardedDataParallel
         from fairscale.nn.misc import FlattenParamsWrapper
 
-        _accept_old_names()
+        _ignore_warnings()
         self._fsdp, self._flatten = FullyShardedDataParallel, FlattenParamsWrapper
         self._group_of = {name: index for index, group in enumerate(settings.groups) for name in group["params"]}
         self._compute, self._wide_norms = settings.compute, settings.wide_norms
@@ -117,8 +117,8 @@ class _Wrapping:
             "buffer_dtype": torch.float32,
         }
 
-    def __call__(self, name: str, module: nn.Module) -> nn.Module:
-        """Wrap the module that is called `name` in the network; norms that stay float32 get their own wrappers."""
+    def wrap(self, name: str, module: nn.Module) -> nn.Module:
+        """Wrap the network's module `name` ("": the network itself); norms that stay float32 get their own wrappers."""
         if self._compute is not None:
             for inner_name, inner in list(module.named_modules()):
                 # Skip what is inside a wrapper already.
@@ -182,8 +182,8 @@ def plain_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
 
 
-def _accept_old_names() -> None:
-    # No user can change deprecated names in FairScale.
+def _ignore_warnings() -> None:
+    # No user can change the deprecated names that FairScale calls.
     for text in ("TypedStorage is deprecated", r".*torch\.distributed\._.*_base"):
         warnings.filterwarnings("ignore", message=text, module=r"fairscale\..*")
     # Compiled units read weights that are views of a flat parameter.
@@ -257,8 +257,10 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
                 told = [{key: v.cpu() if isinstance(v, Tensor) else v for key, v in values.items()}]
                 dist.broadcast_object_list(told, src=owner, group=world.host_group)
                 for key, value in told[0].items():
-                    is_cut = isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
-                    state.setdefault(index, {})[key] = cut(value.to(world.device), mesh) if is_cut else value
+                    is_sharded = isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+                    state.setdefault(index, {})[key] = (
+                        shard_first_axis(value.to(world.device), mesh) if is_sharded else value
+                    )
             return {"state": state, "param_groups": Optimizer.state_dict(self)["param_groups"]}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -411,7 +413,7 @@ class FlatShards(OwnedWeights):
         sizes = [shape.numel() for shape in flat.shapes]
         parts = whole[: sum(sizes)].split(sizes)
         return {
-            name: cut(part.view(shape), self._mesh)
+            name: shard_first_axis(part.view(shape), self._mesh)
             for name, shape, part in zip(flat.names, flat.shapes, parts, strict=True)
         }
 
@@ -427,7 +429,7 @@ class FlatShards(OwnedWeights):
         return F.pad(own, (0, each - own.numel()))
 
 
-def cut(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+def shard_first_axis(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Shard a tensor that all ranks of a one-dimensional mesh have, along its first axis; copies this rank's part."""
     if whole.ndim == 0:
         return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)

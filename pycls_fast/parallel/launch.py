@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,11 +65,11 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
                 # The monitor knows where the ranks are and so reports first.
                 timeout = timedelta(seconds=settings.timeout_seconds + report_seconds(settings.timeout_seconds))
                 world = _join(group, world, backends, settings.timeout_seconds, timeout)
-                made = partial(make_mesh, chosen.type, *grid, timeout, tensor=tensor, pipeline=pipeline)
+                same = {"tensor": tensor, "pipeline": pipeline}
                 if facts.has_mesh or pipeline > 1:
-                    world = replace(world, mesh=made())
-                if settings.expert_degree > 1:
-                    world = replace(world, experts=made(expert=settings.expert_degree))
+                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, **same))
+                if (expert := settings.expert_degree) > 1:
+                    world = replace(world, experts=make_mesh(chosen.type, *grid, timeout, expert=expert, **same))
             if size > 1:
                 monitor = watch.enter_context(_monitor(world, settings.timeout_seconds))
                 world = replace(world, monitor=monitor)
@@ -87,7 +86,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
 
 
 def _grid(settings: Parallel, ranks: int) -> tuple[int | None, int]:
-    """Into how many replicas (None: no such dimension of the mesh) and how many shards the ranks' models are cut."""
+    """The number of replicas (None: the mesh has no such dimension) and of shards into which a model is divided."""
     facts, tensor = settings.facts, settings.tensor_degree
     _check_divides("parallel.pipeline_degree", settings.pipeline_degree, ranks, "of the run")
     size = ranks // settings.pipeline_degree
@@ -109,7 +108,7 @@ def _check_divides(key: str, degree: int, ranks: int, which: str) -> None:
 
 
 def _join(group: ExitStack, world: World, backends: str, patience: int, timeout: timedelta) -> World:
-    """The world with its process groups, which have this timeout; the ranks are waited for with patience in seconds."""
+    """The world with its process groups, which get this timeout; waits `patience` seconds for the other ranks."""
     rank, size = world.rank, world.size
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
@@ -122,7 +121,7 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
         group.callback(dist.destroy_process_group)
         host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     except RuntimeError as error:
-        # A launcher that restarts ranks does so.
+        # No UserError: a launcher that restarts ranks then does so.
         print(
             f"error: rank {rank}: not all {size} ranks have started ({first_line(error)}); the reason may be in the "
             "output of the other nodes",
@@ -201,7 +200,7 @@ def need_cuda(device: torch.device, what: str, instead: str, capability: tuple[i
 
 
 def _sees_only_its_own() -> bool:
-    """Whether this is a Slurm task with its own GPU (`--gpus-per-task`); ranks of a torchrun in it would share that."""
+    """Whether this is a Slurm task with its own GPU (`--gpus-per-task`), not a rank of a torchrun in such a task."""
     bound = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return bound and "TORCHELASTIC_RUN_ID" not in os.environ
 
@@ -209,7 +208,7 @@ def _sees_only_its_own() -> bool:
 def degrees(settings: Parallel, ranks: int) -> tuple[int, int]:
     """(replicate, shard) of `hsdp` as configured; a missing one follows from the other, or from the node.
 
-    The ranks are the run's, or a stage's; neighbours that compute blocks together count as one.
+    `ranks` are those of the run or of a pipeline stage; ranks that compute blocks together count as one.
 
     Raises:
         UserError: the product is not the number of ranks.
@@ -240,9 +239,10 @@ def make_mesh(
     expert: int = 1,
     pipeline: int = 1,
 ) -> DeviceMesh:
-    """A mesh of all ranks: `pipeline` (1: no such dimension) x `replicate` (None: no such dimension) x `shard` x
-    `tensor` (1: no such dimension), with the shards divided by `expert` (1: no such dimension); all ranks call this.
-    Neighbours differ in the last one, which exchanges most.
+    """A mesh of all ranks, with the dimensions pipeline x replicate x shard x tensor; all ranks call this.
+
+    With `expert`, the shards are divided further by a dimension "expert" after "shard". A degree of 1, of `replicate`
+    None, is no dimension. Neighbours differ in the last dimension, which exchanges the most.
 
     The groups are created here because torch's mesh would give them its own timeout.
     """

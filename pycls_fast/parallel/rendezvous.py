@@ -1,4 +1,4 @@
-"""What processes tell each other through the launch's key-value store, which outlives those that torchrun restarts."""
+"""What processes exchange through the launch's key-value store, which outlives the processes that torchrun restarts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pycls_fast.errors import UserError, first_line, printable
 
 _T = TypeVar("_T")
 _CURRENT = "pycls_fast/round"
-# From then on who waits for other ranks wants to know for what.
+# After this long, a user wants to know what a rank is waiting for.
 _NOTE_SECONDS = 10.0
-# For an answer that comes a little after the timeout.
+# Allows for an answer a little after the timeout.
 _GRACE_SECONDS = 5.0
 # The latest round of this process.
 _round: str | None = None
@@ -56,22 +56,24 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         return store, meet(store, rank, size, _left(until))
 
     try:
-        store, _round = _in_time(join, timeout)
+        store, _round = _with_timeout(join, timeout)
     finally:
         note.cancel()
     store.set_timeout(timeout)
     return dist.PrefixStore(_round, store)
 
 
-def _in_time(action: Callable[[], _T], timeout: timedelta) -> _T:
-    """What the action returns or raises. It has the timeout itself; but for the answer of a store whose process has
-    stopped, torch waits without one."""
+def _with_timeout(action: Callable[[], _T], timeout: timedelta) -> _T:
+    """What the action returns or raises; an error after the timeout.
+
+    The action has the same timeout, but torch ignores it while a store whose process has stopped does not answer.
+    """
     future: Future[_T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # noqa: BLE001  # raised by who waits
+        except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -87,7 +89,7 @@ def _left(until: float) -> timedelta:
 
 
 def _await_master(rank: int, timeout: timedelta) -> None:
-    """Wait until something listens at the master's address: of each failed attempt torch prints fifty C++ functions."""
+    """Wait until something listens at the master's address: torch prints fifty C++ functions for each failure."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     until = time.monotonic() + timeout.total_seconds()
@@ -188,13 +190,13 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
         return False, store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode()
 
     try:
-        everyone_knows, is_told = _in_time(ask, patience)
+        all_hit_it, another_prints = _with_timeout(ask, patience)
     except dist.DistError:
-        everyone_knows, is_told = False, local_rank == 0
-    if not is_told:
+        all_hit_it, another_prints = False, local_rank == 0
+    if not another_prints:
         lines = (printable(f"error: rank {rank}: {line}") for line in error.lines)
         print(*lines, sep="\n", file=sys.stderr, flush=True)
-    return everyone_knows
+    return all_hit_it
 
 
 def lost_ranks(error: BaseException) -> str | None:

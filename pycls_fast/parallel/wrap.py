@@ -131,7 +131,9 @@ def compile_model(model: nn.Module, units: Units, *, what: str, mode: str = "def
     # differ, torch would make these dynamic too, with slower kernels.
     alike = len({tuple(p.shape for p in module.parameters()) for module in modules}) == 1 < len(modules)
     # One object for all blocks, so that they share their code.
-    how: dict[str, Any] = {"options": options} if budget == 1.0 else {"backend": partial(_within, options, budget)}
+    how: dict[str, Any] = {"options": options}
+    if budget < 1.0:
+        how = {"backend": partial(_compile_within_budget, options, budget)}
     for module in modules:
         module.compile(dynamic=None if alike else False, **how)
 
@@ -147,7 +149,7 @@ def keep_max_pool() -> None:
         lowering.make_fallback(operator, lowering.constrain_to_fx_strides, warn=False)
 
 
-def _within(options: dict[str, Any], budget: float, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+def _compile_within_budget(options: dict[str, Any], budget: float, graph: torch.fx.GraphModule, inputs: Any) -> Any:
     """torch's default backend with an activation budget."""
     import torch._functorch.config
     from torch._inductor.compile_fx import compile_fx
