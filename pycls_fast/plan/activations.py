@@ -1,8 +1,8 @@
 """The memory of a forward and a backward pass, measured on fake tensors: nothing is computed or allocated.
 
-Each kind of block runs once, alone; everything around the blocks runs once with stand-ins in their places. So the time
-does not grow with the depth, and a network of any size can be measured on any machine. Storages are counted at the
-dispatcher (`LiveMemory`): workspaces inside kernels and the allocator's rounding are not seen.
+Each kind of block runs once, alone; everything around the blocks runs once, with stand-ins in place of the blocks. The
+time does not grow with the depth, and a network of any size can be measured on any machine. Storages are counted at
+the dispatcher (`LiveMemory`), which sees neither workspaces inside kernels nor the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,15 @@ from pycls_fast.network import Network
 from pycls_fast.optim.weights import local
 from pycls_fast.plan.operators import CountWork, LiveMemory, Work
 
-Passes = tuple[tuple[Work, ...], tuple[Work, ...]]
-"""The kernels of a forward and of a backward pass."""
+
+class PassKernels(NamedTuple):
+    """The kernels of a forward pass and of its backward pass."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+
+
+_NO_KERNELS = PassKernels()
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,15 @@ class BlockMemory:
     """One kind of block, in bytes.
 
     Attributes:
-        held: kept from its forward to its backward pass: its input, if it keeps that, but never its output.
+        held: what it keeps from its forward to its backward pass, its input included if it keeps that, but never its
+            output.
         keeps_input, keeps_output: whether its backward pass needs them.
         input, output: their sizes.
-        forward: the most in its forward pass, besides its input.
-        backward: the most in its backward pass, besides the gradient of its output; what it holds is included.
+        forward: the peak of its forward pass, without its input.
+        backward: the peak of its backward pass, including what it holds, without the gradient of its output.
         parameters, trained: numbers of elements, not bytes.
-        gradients: bytes of its parameters' gradients, in the format of the backward pass.
-        kernels: of its forward pass, and of its backward pass with what it recomputes.
+        gradients: the gradients of its parameters, in the format of the backward pass.
+        kernels: those of its passes; the backward pass includes what is recomputed.
     """
 
     held: int
@@ -53,22 +61,23 @@ class BlockMemory:
     parameters: int
     trained: int
     gradients: int
-    kernels: Passes = ((), ())
+    kernels: PassKernels = _NO_KERNELS
 
     @property
     def products(self) -> float:
-        """Bytes of what the matrix products of the forward pass compute."""
-        return sum(work.count * work.m * work.n * work.itemsize for work in self.kernels[0] if work.kind == "product")
+        """Bytes of the results of the forward pass's matrix products."""
+        products = (work for work in self.kernels.forward if work.kind == "product")
+        return sum(work.count * work.m * work.n * work.itemsize for work in products)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The most bytes outside the blocks, in a stretch between two blocks or when one begins.
+    """The peak outside the blocks, between two blocks or when one begins.
 
     Attributes:
-        outside: bytes of everything but the blocks, and of their inputs (forward) or their outputs' gradients.
-        done: the number of blocks whose forward pass is done, and whose backward pass is not.
-        backward: it is in the backward pass.
+        outside: bytes of everything but the blocks; their inputs (forward) and their outputs' gradients are included.
+        done: the number of blocks whose forward pass is done and whose backward pass is not.
+        backward: whether it is in the backward pass.
         begins: the block that begins here; None between blocks.
     """
 
@@ -87,19 +96,19 @@ class Activations:
     blocks: tuple[BlockMemory, ...]
     moments: tuple[Moment, ...]
     outside: tuple[bool, ...]
-    """Whether others than the blocks keep the first block's input, the second's, ..., and the last one's output."""
-    around: Passes = ((), ())
+    """Whether anything but the blocks keeps the first block's input, the second's, ..., and the last one's output."""
+    around: PassKernels = _NO_KERNELS
     """The kernels outside the blocks."""
     ends: int = 0
     """Bytes that are kept outside the blocks from the forward to the backward pass."""
 
     def offloaded(self) -> Activations:
-        """The same with all that blocks hold on the host: it returns for a block's own backward pass."""
+        """The same if the host holds what blocks keep, which returns to the device for each block's backward pass."""
         blocks = (replace(block, held=0, keeps_input=False, keeps_output=False) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
     def within(self, budget: float) -> Activations:
-        """The same if blocks keep this share of what they hold besides their inputs, and recompute the rest."""
+        """The same if blocks keep their inputs and this share of everything else, and recompute the rest."""
 
         def kept(block: BlockMemory) -> BlockMemory:
             own = block.input * block.keeps_input
@@ -108,7 +117,10 @@ class Activations:
         return replace(self, blocks=tuple(map(kept, self.blocks)))
 
     def between(self, other: Activations, share: float) -> Activations:
-        """For another number of images, in which bytes are affine; 0: these, 1: the other ones. Kernels stay these."""
+        """Interpolated to another number of images, in which bytes are affine; share 0 is these, 1 the other ones.
+
+        The kernels stay these.
+        """
 
         def mixed(few: Any, many: Any) -> Any:
             return replace(few, **{
@@ -122,7 +134,8 @@ class Activations:
         return replace(mixed(self, other), blocks=blocks, moments=moments)
 
     def stage(self, units: range) -> Activations:
-        """What a rank has that computes only some neighbouring blocks, with what is before the first or after the last.
+        """The activations of a pipeline stage: some neighbouring blocks, and what comes before the first block or after
+        the last.
 
         A stage keeps its first block's input and its last block's output.
         """
@@ -169,29 +182,28 @@ def measure(
     """Measure a microbatch's forward and backward pass.
 
     Args:
-        network: on the meta device, which this function takes it from: frozen, in its number format, with its
-            recomputation.
+        network: on the meta device, frozen, in its number format and with its recomputation; it gets fake memory here.
         images: makes the network's input, on the CPU; called with fake tensors.
-        gradients_exist: gradients are added to those of an earlier microbatch.
+        gradients_exist: whether gradients are added to those of an earlier microbatch.
     """
-    # Of blocks that are alike one runs, and only that one needs memory.
+    # Of blocks that are alike only the first one runs and needs memory.
     firsts: dict[str, nn.Module] = {}
     for _, unit in network.units():
         firsts.setdefault(_structure(unit), unit)
     others = {module for _, unit in network.units() if unit not in firsts.values() for module in unit.modules()}
-    # What exists now is no garbage of a block's pass, and looking through it takes longer than the pass.
+    # What exists now is not garbage of a block's pass, and searching it would take longer than the pass.
     gc.freeze()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             known = materialise([module for module in network.modules() if module not in others], gradients_exist)
             with LiveMemory(known) as memory, CountWork() as work:
-                return _Passes(network, memory, work, firsts).run(loss, images, autocast)
+                return _Measurement(network, memory, work, firsts).run(loss, images, autocast)
     finally:
         gc.unfreeze()
 
 
 def materialise(modules: Iterable[nn.Module], gradients_exist: bool) -> list[Tensor]:
-    """Give parameters and buffers fake memory on the CPU, shared ones once; this rank's parts are returned."""
+    """Give parameters and buffers fake memory on the CPU, shared ones once; return this rank's parts of them."""
     made: dict[int, Any] = {}
 
     def like(value: Tensor) -> Any:
@@ -216,7 +228,7 @@ def materialise(modules: Iterable[nn.Module], gradients_exist: bool) -> list[Ten
 
 
 @dataclass
-class _Passes:
+class _Measurement:
     """One forward and backward pass with stand-ins for the blocks."""
 
     network: Network
@@ -224,11 +236,13 @@ class _Passes:
     work: CountWork
     firsts: Mapping[str, nn.Module]
     kinds: dict[Any, tuple[BlockMemory, Callable[[], Tensor]]] = field(default_factory=dict)
+    """Each kind of block that has run alone, and what makes a tensor like its output."""
     blocks: list[BlockMemory] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     between: list[weakref.ref[Any]] = field(default_factory=list)
     """The storages of the blocks' inputs, and of the last one's output."""
     left: int = 0
+    """The number of blocks whose backward pass has not run."""
 
     def run(
         self,
@@ -246,7 +260,7 @@ class _Passes:
         total = loss(logits_BK)
         # The step keeps its input and its loss, not the logits.
         del logits_BK
-        # Of so many blocks the backward pass has not run; frozen ones at the beginning have none.
+        # Frozen blocks at the beginning have no backward pass and stay left.
         self.left = len(self.blocks)
         outside = tuple(reference() is not None for reference in self.between)
         forward, ends = self.work.taken(), self.memory.live
@@ -254,17 +268,18 @@ class _Passes:
             self.note(self.left, backward=False)
             total.backward()
         self.note(self.left, backward=total.requires_grad)
-        around = (forward, self.work.taken())
+        around = PassKernels(forward, self.work.taken())
         return Activations(input_BCHW.nbytes, tuple(self.blocks), tuple(self.moments), outside, around, ends)
 
     def note(self, done: int, *, backward: bool, begins: int | None = None) -> None:
-        """Record the most since the last note and, if a block begins, what is alive now."""
+        """Record the peak since the last note and, if a block begins, what is alive now."""
         self.moments.append(Moment(self.memory.peak, done, backward))
         if begins is not None:
             self.moments.append(Moment(self.memory.live, done, backward, begins))
         self.memory.peak = self.memory.live
 
     def stand_in(self, structure: str, inner: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+        """A block's `forward`: what the block does to memory, without computing it."""
         index, unit = len(self.blocks), self.firsts[structure]
         self.note(index, backward=False, begins=index)
         key = (structure, features.shape, features.stride(), features.dtype, features.requires_grad)
@@ -284,7 +299,7 @@ class _Passes:
     def _alone(
         self, unit: nn.Module, inner: Callable[[Tensor], Tensor], like: Tensor
     ) -> tuple[BlockMemory, Callable[[], Tensor]]:
-        """Run a block forwards and backwards on an input of its own."""
+        """Run a block forwards and backwards on an input that nothing else holds."""
         memory, nothing = self.memory, torch.empty(0, requires_grad=like.requires_grad)
         before = self.work.taken()
         existed = {id(p) for p in unit.parameters() if p.grad is not None}
@@ -293,7 +308,7 @@ class _Passes:
         input_bytes, input_ref = features.untyped_storage().nbytes(), weakref.ref(features.untyped_storage())
         memory.peak = memory.live
         out = inner(features)
-        # What autocast has cast stays alive only as far as the backward pass needs it.
+        # Of what autocast has cast, only what the backward pass needs stays alive.
         torch.clear_autocast_cache()
         forward = memory.peak - base - input_bytes
         forward_kernels = self.work.taken()
@@ -309,7 +324,7 @@ class _Passes:
             memory.peak = memory.live
             with torch.autocast("cpu", enabled=False):
                 end.backward()
-            # What ran again has cast weights anew.
+            # Recomputation has cast weights again.
             torch.clear_autocast_cache()
             del end
             backward = memory.peak - base - output_bytes
@@ -325,15 +340,21 @@ class _Passes:
                     parameter.grad = None
         if memory.live != base:
             gc.collect()
-        # FSDP adds up the gradients of norms, one after the other: ranks that see other tokens have a part of each.
+        # Ranks that see different tokens have a part of each norm's gradient; FSDP adds them up one after the other.
         added = [Work("all_reduce", float(parts))] if parts else []
         block = BlockMemory(
-            held, keeps_input, keeps_output, input_bytes, output_bytes, forward, backward,
-            sum(local(p).numel() for p in unit.parameters()),
-            sum(local(p).numel() for p in unit.parameters() if p.requires_grad),
-            gradients,
-            (forward_kernels, (*self.work.taken(), *added)),
-        )  # fmt: skip
+            held=held,
+            keeps_input=keeps_input,
+            keeps_output=keeps_output,
+            input=input_bytes,
+            output=output_bytes,
+            forward=forward,
+            backward=backward,
+            parameters=sum(local(p).numel() for p in unit.parameters()),
+            trained=sum(local(p).numel() for p in unit.parameters() if p.requires_grad),
+            gradients=gradients,
+            kernels=PassKernels(forward_kernels, (*self.work.taken(), *added)),
+        )
         self.work.found += before
         return block, output
 
@@ -343,7 +364,7 @@ def _is_partial(gradient: Tensor) -> bool:
 
 
 def _settings(owner: Any) -> Any:
-    # Of rates and the like only whether they are 0.
+    # Rates and other numbers with a fraction only matter by whether they are 0.
     return [
         (name, value != 0 if isinstance(value, float) else value)
         for name, value in sorted(vars(owner).items())
@@ -352,7 +373,7 @@ def _settings(owner: Any) -> Any:
 
 
 def _structure(unit: nn.Module) -> str:
-    """What a block is: its modules and their settings, its parameters, how its forward pass is wrapped."""
+    """A text that is the same for blocks with the same modules, settings, parameters and wrapper of `forward`."""
     modules = [(type(module), _settings(module)) for module in unit.modules()]
     tensors = [(p.shape, p.dtype, p.requires_grad) for p in unit.parameters()]
     wrapper = (type(unit.forward), _settings(unit.forward) if hasattr(unit.forward, "__dict__") else None)
@@ -360,7 +381,7 @@ def _structure(unit: nn.Module) -> str:
 
 
 def _emptied(like: Tensor) -> Callable[[], Tensor]:
-    """Makes tensors like this one, which is not kept."""
+    """A function that makes empty tensors like this one, without keeping it."""
     return partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device="cpu")
 
 
@@ -368,20 +389,22 @@ class _Instead(torch.autograd.Function):
     """Output and gradient of a block, without what it keeps."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, anything: Tensor, passes: _Passes, index: int, output: Any) -> Tensor:
-        ctx.passes, ctx.index = passes, index
+    def forward(
+        ctx: Any, features: Tensor, anything: Tensor, measurement: _Measurement, index: int, output: Any
+    ) -> Tensor:
+        ctx.measurement, ctx.index = measurement, index
         ctx.gradient = _emptied(features) if features.requires_grad else lambda: None
         made: Tensor = output()
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.passes.began_backward(ctx.index)
+        ctx.measurement.began_backward(ctx.index)
         return ctx.gradient(), None, None, None, None
 
 
 class _Source(torch.autograd.Function):
-    """A block's input that nobody keeps but the block. (Two arguments: one would look like a cast of a parameter.)"""
+    """A block's input, which only the block keeps. (Two arguments: one would look like a cast of a parameter.)"""
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, two: Tensor, like: Tensor) -> Tensor:
@@ -393,7 +416,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Makes the gradient of a block's output, which then only the backward pass owns."""
+    """Makes the gradient of a block's output, so that only the backward pass owns it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:

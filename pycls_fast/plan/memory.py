@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,35 @@ class State:
     taking: float = 0.0
 
 
+class PassPeak(NamedTuple):
+    """The most bytes at any time in a pass, besides what a rank keeps from step to step.
+
+    Two are compared by their `total`, in which the other numbers are included.
+    """
+
+    total: float
+    gathered: float
+    """Whole weights, and gradients to be sent."""
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """What an optimizer's step allocates and frees.
+
+    Attributes:
+        per_byte: bytes for each byte of all trained parameters.
+        per_largest_byte: bytes for each byte of the largest one.
+    """
+
+    per_byte: float = 0.0
+    per_largest_byte: float = 0.0
+
+    def bytes(self, sizes: Sizes) -> float:
+        """Bytes for a network of these sizes."""
+        return 4.0 * (self.per_byte * sizes.trained + self.per_largest_byte * sizes.largest_tensor)
+
+
 @dataclass(frozen=True)
 class Peak:
     """The most bytes of a rank at any time in a step, by what they are at that time.
@@ -138,7 +167,7 @@ class Peak:
 
 
 def state(sizes: Sizes, copies: Copies) -> State:
-    """What a strategy keeps, and when gradients exist."""
+    """What a rank keeps under a strategy, and when gradients exist."""
     parameters, trained, degree = sizes.parameters, sizes.trained, copies.degree
     average = 4.0 * parameters * copies.averaged
     optimizer = 4.0 * trained * copies.state_copies
@@ -167,11 +196,11 @@ def state(sizes: Sizes, copies: Copies) -> State:
     own = float(copies.compute_bytes * trained)
     if copies.has_buckets:
         kept += own
-    # Masters take the network's gradients in float32 when the backward pass is done (single: each microbatch's).
+    # Masters take the network's gradients in float32 after the backward pass (under `single`, after each microbatch).
     accumulates = copies.accumulates and not copies.has_buckets
     accumulated = gradients * accumulates
     grows = 0.0 if copies.gradients_exist else 1.0
-    # Until they are taken, the network's own gradients exist beside those of the masters.
+    # Until then, the network's own gradients exist beside those of the masters.
     updating = kept + gradients + (0.0 if copies.masters_kept else masters) if half else kept + own
     if copies.has_buckets and not half:
         updating = kept
@@ -185,18 +214,18 @@ def peak(
     copies: Copies,
     *,
     inputs: float = 0.0,
-    update: tuple[float, float] = (0.0, 0.0),
+    temporaries: Temporaries = Temporaries(),
 ) -> Peak:
     """The most bytes that a rank has at any time in a step.
 
     Args:
         activations: of one microbatch, measured with `copies.gradients_exist`.
         inputs: bytes of batches on the device, in addition to the network's input.
-        update: see `update_transient`.
+        temporaries: the optimizer's.
     """
     held = state(sizes, copies)
     most = max(passes(activations, sizes, copies, held.grows))
-    return _fullest(sizes, copies, held, most, inputs, inputs + activations.input, update)
+    return _fullest(sizes, copies, held, most, inputs, inputs + activations.input, temporaries)
 
 
 def pipelined_peak(
@@ -206,7 +235,7 @@ def pipelined_peak(
     copies: Copies,
     *,
     inputs: float = 0.0,
-    update: tuple[float, float] = (0.0, 0.0),
+    temporaries: Temporaries = Temporaries(),
 ) -> Peak:
     """The same for a rank of a pipeline.
 
@@ -224,55 +253,58 @@ def pipelined_peak(
         gathers, grown = float(copies.compute_bytes * sizes.parameters), 4.0 * sizes.trained
     # Whole weights are there already.
     plain = replace(copies, degree=1)
-    most = {index: [total for total, *_ in passes(stage, sizes, plain, grows=0.0)] for index, stage in stages.items()}
+    peaks = {index: passes(stage, sizes, plain, grows=0.0) for index, stage in stages.items()}
+    forward = {index: each.total for index, (each, _) in peaks.items()}
+    backward = {index: each.total for index, (_, each) in peaks.items()}
     waits = {index: stage.held(len(stage.blocks)) + stage.ends for index, stage in stages.items()}
-    # Between the halves of a backward pass the gradients of the products' outputs are kept, too.
+    # Between the halves of a backward pass, the gradients of the products' outputs are kept as well.
     halves = {index: sum(block.products for block in stage.blocks) for index, stage in stages.items()}
     others, highest = 0.0, 0.0
     for action in order:
         kind, index = (action.computation_type.name, action.stage_index) if action else ("", 0)
         if kind == "FORWARD":
-            highest = max(highest, others + most[index][0])
+            highest = max(highest, others + forward[index])
             others += waits[index]
         elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
             others -= waits[index]
-            highest = max(highest, others + most[index][1])
+            highest = max(highest, others + backward[index])
             others += (waits[index] + halves[index]) * (kind == "BACKWARD_INPUT")
         elif kind == "BACKWARD_WEIGHT":
             highest = max(highest, others)
             others -= waits[index] + halves[index]
-    return _fullest(sizes, copies, held, (highest + gathers + grown, gathers, grown), inputs, inputs, update)
+    most = PassPeak(highest + gathers + grown, gathers, grown)
+    return _fullest(sizes, copies, held, most, inputs, inputs, temporaries)
 
 
 def _fullest(
     sizes: Sizes,
     copies: Copies,
     held: State,
-    most: tuple[float, float, float],
+    most: PassPeak,
     inputs: float,
     inputs_at_update: float,
-    update: tuple[float, float],
+    temporaries: Temporaries,
 ) -> Peak:
-    """The fuller of the passes, of which `most` is one's, and of the update with the optimizer's temporaries."""
+    """The larger of the peaks of the passes, `most`, and of the update with the optimizer's temporaries."""
     plain = replace(copies, state_copies=0.0, averaged=False)
     without, weights = state(sizes, plain).kept, state(replace(sizes, trained=0), plain).kept
     optimizer, buckets = held.kept - without, without - weights
-    total, gathers, grown = most
-    computing = Peak(weights, buckets + held.accumulated + grown, optimizer, inputs + total - gathers - grown, gathers)
-    whole = 1 if copies.shards != "weights" else copies.degree
-    per_byte, per_tensor = update
-    transient = 4.0 * (per_byte * sizes.trained + per_tensor * sizes.largest_tensor) / whole
+    computing = Peak(
+        weights=weights,
+        gradients=buckets + held.accumulated + most.gradients,
+        optimizer=optimizer,
+        activations=inputs + most.total - most.gathered - most.gradients,
+        gathered=most.gathered,
+    )
+    transient = temporaries.bytes(sizes) / (1 if copies.shards != "weights" else copies.degree)
     gradients = max(held.taking, held.updating) - held.kept
     optimizer += max(held.updating + (0.0 if copies.on_host else transient) - held.kept - gradients, 0.0)
     updating = Peak(weights, buckets + gradients, optimizer, inputs_at_update, 0.0)
     return max(computing, updating, key=lambda each: each.total)
 
 
-def passes(
-    activations: Activations, sizes: Sizes, copies: Copies, grows: float
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """The most bytes in a microbatch's forward pass and in its backward pass, besides what a rank keeps, and then what
-    of them is gathered, and gradients.
+def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float) -> tuple[PassPeak, PassPeak]:
+    """The peaks of a microbatch's forward pass and of its backward pass.
 
     Args:
         grows: see `State`.
@@ -282,7 +314,7 @@ def passes(
     gradients = [*accumulate((block.gradients for block in reversed(blocks)), initial=0)][::-1]
     # Blocks are frozen from the first on, if any are.
     kept = [activations.held(count) for count in range(len(blocks) + 1)]
-    most = [(0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+    forward = backward = PassPeak(0.0, 0.0, 0.0)
     for moment in activations.moments:
         index, during = moment.begins, 0.0
         grown = grows * gradients[moment.done] if moment.backward else 0.0
@@ -291,15 +323,19 @@ def passes(
             during = block.backward - block.held if moment.backward else block.forward
         gathers = gathered(activations, sizes, copies, moment.backward, index, moment.done)
         total = moment.outside + kept[moment.done] + grown + during + gathers
-        most[moment.backward] = max(most[moment.backward], (total, gathers, grown))
-    return most[0], most[1]
+        now = PassPeak(total, gathers, grown)
+        if moment.backward:
+            backward = max(backward, now)
+        else:
+            forward = max(forward, now)
+    return forward, backward
 
 
 def gathered(
     activations: Activations, sizes: Sizes, copies: Copies, backward: bool, index: int | None, done: int
 ) -> float:
-    """Bytes of whole weights and gradients on a rank that owns a share of each, when the block `index` runs (None:
-    between blocks) and the forward pass of so many is done."""
+    """Bytes of whole weights and gradients on a rank that owns a share of each, while block `index` runs (None: between
+    blocks), when the forward passes of the first `done` blocks are done."""
     if copies.shards != "weights":
         return 0.0
     blocks = activations.blocks
@@ -325,9 +361,8 @@ def gathered(
     return total
 
 
-def update_transient(make: Callable[[list[nn.Parameter]], Optimizer], side: int = 64) -> tuple[float, float]:
-    """Temporaries of an optimizer's step, measured on a few small tensors: per byte of all trained parameters, and per
-    byte of the largest one."""
+def optimizer_temporaries(make: Callable[[list[nn.Parameter]], Optimizer], side: int = 64) -> Temporaries:
+    """The temporaries of an optimizer's step, measured on a few small tensors."""
 
     def most(count: int) -> int:
         parameters = [nn.Parameter(torch.zeros(side, side)) for _ in range(count)]
@@ -344,7 +379,7 @@ def update_transient(make: Callable[[list[nn.Parameter]], Optimizer], side: int 
     few, many = most(2), most(4)
     size = 4 * side * side
     per_byte = max(many - few, 0) / (2 * size)
-    return per_byte, max(few / size - 2 * per_byte, 0.0)
+    return Temporaries(per_byte, max(few / size - 2 * per_byte, 0.0))
 
 
 def divisors(number: int) -> Iterator[int]:

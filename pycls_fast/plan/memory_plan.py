@@ -33,7 +33,17 @@ from pycls_fast.parallel.pipeline import orders, partition_blocks
 from pycls_fast.parallel.tensor import divide, divide_experts
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.activations import Activations, measure
-from pycls_fast.plan.memory import Copies, Peak, Sizes, divisors, peak, pipelined_peak, state, update_transient
+from pycls_fast.plan.memory import (
+    Copies,
+    Peak,
+    Sizes,
+    Temporaries,
+    divisors,
+    optimizer_temporaries,
+    peak,
+    pipelined_peak,
+    state,
+)
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import STRATEGIES, ScheduleName
 from pycls_fast.values import AUTO, Size
@@ -201,7 +211,7 @@ class MemoryPlan:
         on_host = prepare_on_host(config, chosen) is not None
         inputs = float(batches * images * math.prod(size) * 3 * (4 if on_host else 1))
         if world.pipeline == 1:
-            return peak(activations, self.sizes[0], copies, inputs=inputs, update=self.update)
+            return peak(activations, self.sizes[0], copies, inputs=inputs, temporaries=self.temporaries)
         # All microbatches are there from the beginning.
         images_of_all = float(accumulation * activations.input)
         order = self.order(accumulation)
@@ -212,7 +222,7 @@ class MemoryPlan:
                 self.sizes[rank],
                 copies,
                 inputs=inputs + images_of_all * (0 in stages),
-                update=self.update,
+                temporaries=self.temporaries,
             )
             for rank, stages in enumerate(self.stages(len(activations.blocks)))
         )
@@ -278,16 +288,16 @@ class MemoryPlan:
         return network
 
     @cached_property
-    def update(self) -> tuple[float, float]:
+    def temporaries(self) -> Temporaries:
         settings = self.config.optim
         if settings.compiles_itself or self.switches.optimizer_compile == "on":
-            return 0.0, 1.0
+            return Temporaries(per_largest_byte=1.0)
 
         def make(parameters: list[nn.Parameter]) -> Optimizer:
             group = {"params": parameters, "hidden": True}
             return settings.build([group], self.switches.optimizer)
 
-        return update_transient(make)
+        return optimizer_temporaries(make)
 
     def _degree(self, strategy: str) -> int:
         if STRATEGIES[strategy].shards == "nothing":

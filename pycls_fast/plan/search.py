@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,21 +129,42 @@ class _Traced:
     activations: Activations
 
     @cached_property
-    def tables(self) -> tuple[Kernels, Kernels, Kernels, Kernels]:
-        """Kernels of the blocks forwards and backwards, and of all else forwards and backwards."""
+    def tables(self) -> tuple[Kernels, ...]:
+        """Kernels of the blocks, forwards and backwards, and of everything around them, forwards and backwards."""
         found = self.activations
-        blocks = [[work for block in found.blocks for work in block.kernels[at]] for at in (0, 1)]
-        forward, backward, *ends = (
-            Kernels.of([work for work in works if work.kind not in EXCHANGES]) for works in (*blocks, *found.around)
-        )
-        return forward, backward, ends[0], ends[1]
+        forward = [work for block in found.blocks for work in block.kernels.forward]
+        backward = [work for block in found.blocks for work in block.kernels.backward]
+        lists = (forward, backward, *found.around)
+        return tuple(Kernels.of([work for work in works if work.kind not in EXCHANGES]) for works in lists)
 
     @cached_property
     def exchanges(self) -> list[list[tuple[str, float]]]:
-        """What each block, and at last what is around them, exchanges in both passes: collectives and their bytes."""
+        """The collectives of each block in both passes, with their bytes; the last entry is of what is around them."""
         passes = [*(block.kernels for block in self.activations.blocks), self.activations.around]
         blocks = [[*forward, *backward] for forward, backward in passes]
         return [[(work.kind, work.bytes) for work in works if work.kind in EXCHANGES] for works in blocks]
+
+
+class _Microbatch(NamedTuple):
+    """The passes of a microbatch of any number of images, interpolated between two traces."""
+
+    few: _Traced
+    many: _Traced
+    share: float
+    """0: as `few`, 1: as `many`."""
+
+    @property
+    def activations(self) -> Activations:
+        return self.few.activations.between(self.many.activations, self.share)
+
+    @property
+    def tables(self) -> list[Kernels]:
+        return [few.between(many, self.share) for few, many in zip(self.few.tables, self.many.tables, strict=True)]
+
+    def exchanges(self, block: int) -> list[tuple[str, float]]:
+        """A block's collectives and their bytes; -1: those around the blocks."""
+        pairs = zip(self.few.exchanges[block], self.many.exchanges[block], strict=True)
+        return [(kind, few + self.share * (many - few)) for (kind, few), (_, many) in pairs]
 
 
 class Search:
@@ -230,14 +251,13 @@ class Search:
             self._known[key] = _Traced(found)
         return self._known[key]
 
-    def _around(self, layout: Layout, images: int) -> tuple[_Traced, _Traced, float]:
-        """Two measurements and the place between them of a microbatch of so many images."""
+    def _microbatch(self, layout: Layout, images: int) -> _Microbatch:
         few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
         if all(np.array_equal(one.kinds, other.kinds) for one, other in zip(few.tables, many.tables, strict=True)):
-            return few, many, (images - _FEW) / (_MANY - _FEW)
+            return _Microbatch(few, many, (images - _FEW) / (_MANY - _FEW))
         # Code that chooses by the size of tensors (compression, a CPU's convolutions): nothing is affine in the images.
         exact = self._trace(layout, images)
-        return exact, exact, 0.0
+        return _Microbatch(exact, exact, 0.0)
 
     @cached_property
     def _update(self) -> float:
@@ -262,15 +282,13 @@ class Search:
         if layout.precision == "fp32":
             device = device.without_tf32
         images, parts = self.batch // (layout.data * layout.accumulation), layout.accumulation
-        few, many, share = self._around(layout, images)
-        activations = few.activations.between(many.activations, share)
-        tables = [one.between(other, share) for one, other in zip(few.tables, many.tables, strict=True)]
+        microbatch = self._microbatch(layout, images)
         compiled = plan.switches.compile != "off"
         # Ranks of a CPU compute and exchange with one core each, or share it.
         late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
         forward, backward, *ends = (
             late * device.seconds(table, compiled=compiled, divided=layout.tensor > 1 and at < 2)
-            for at, table in enumerate(tables)
+            for at, table in enumerate(microbatch.tables)
         )
         own = 1.0
         if layout.pipeline > 1:
@@ -295,14 +313,26 @@ class Search:
                 busy = min(cluster.ranks / cores, 1.0)
             loader = cores * cluster.images_per_core
             step = max(step, busy * step + self.batch / loader)
-        peak, held = plan.peak_with(activations, parts), plan.state(parts)
+        peak = plan.peak_with(microbatch.activations, parts)
         itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
         plain = self._trace(Layout(precision=layout.precision), _FEW)
         flops = self.pixels * sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
-            layout, peak, held, compute, update, exchange, waits, step, self.batch, flops,
-            device.flops[itemsize] * cluster.ranks, loader, peak.total <= USABLE * device.memory, compiled,
-        )  # fmt: skip
+            layout=layout,
+            peak=peak,
+            state=plan.state(parts),
+            compute=compute,
+            update=update,
+            exchange=exchange,
+            bubble=waits,
+            step=step,
+            images=self.batch,
+            flops=flops,
+            peak_flops=device.flops[itemsize] * cluster.ranks,
+            loader=loader,
+            fits=peak.total <= USABLE * device.memory,
+            compiled=compiled,
+        )
 
     def exchanged(self, layout: Layout) -> dict[str, float]:
         """Bytes that the first rank exchanges in a step, whole ones, by the collective's name."""
@@ -347,16 +377,11 @@ class Search:
 
     def _features(self, layout: Layout, images: int) -> list[tuple[str, float]]:
         """A microbatch's other exchanges of the first rank: those within blocks, and between stages."""
-        few, many, share = self._around(layout, images)
-        blocks = few.activations.between(many.activations, share).blocks
+        microbatch = self._microbatch(layout, images)
+        blocks = microbatch.activations.blocks
         stages, count = self._plan(layout).stages(len(blocks))[0], len(stage_ranks(layout.schedule, layout.pipeline))
-        # The last place of `exchanges` is around blocks: each stage divides features and puts them together.
-        found = [
-            (kind, least + share * (most - least))
-            for own in stages.values()
-            for index in (*own, -1)
-            for (kind, least), (_, most) in zip(few.exchanges[index], many.exchanges[index], strict=True)
-        ]
+        # Each stage also has those around the blocks: it divides features and puts them together.
+        found = [each for own in stages.values() for index in (*own, -1) for each in microbatch.exchanges(index)]
         # Features to the stage after, gradients to the one before.
         found += [
             ("send", float(blocks[0].output * layout.tensor))

@@ -32,9 +32,8 @@ def counted(*overrides: str, images: int = 4) -> tuple[float, float]:
     config = config_of("data=synthetic", "precision=fp32", *overrides)
     made = MemoryPlan(config, ALONE, 10)
     found = made.activations(images, config.data.image_size, gradients_exist=False)
-    forward, backward = (
-        [*found.around[at], *(work for block in found.blocks for work in block.kernels[at])] for at in (0, 1)
-    )
+    forward = [*found.around.forward, *(work for block in found.blocks for work in block.kernels.forward)]
+    backward = [*found.around.backward, *(work for block in found.blocks for work in block.kernels.backward)]
     return Kernels.of(forward).flops, Kernels.of(backward).flops
 
 
