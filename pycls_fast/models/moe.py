@@ -1,8 +1,8 @@
 """Mixtures of experts in place of a block's MLP (Riquelme et al., Scaling Vision with Sparse Mixture of Experts, 2021,
 arXiv 2106.05974).
 
-Shape letters: T tokens of all images of a microbatch, D width, X experts, M hidden width of an expert, S the tokens
-that an expert has room for, k experts of a token.
+Shape letters: T tokens of all images of a microbatch, D width, X experts, M hidden width of an expert, S capacity of an
+expert (the most tokens that it takes), k experts of a token.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FACTS = ("expert_load", "dropped_tokens")
 
 @dataclass(frozen=True)
 class Experts:
-    """How many experts there are and how tokens come to them.
+    """How many experts there are and how tokens are routed to them.
 
     Attributes:
         count: X.
         per_token: k: one (Fedus et al., Switch Transformers, 2022), whose output is multiplied by its probability, or
             two (Lepikhin et al., GShard, 2021), whose probabilities are divided by their sum.
-        capacity_factor: in training an expert has room for this many times its even share of the tokens; what does not
-            fit passes the block by its residual path. In evaluation there is room for all, so that the prediction for
-            an image does not depend on the images beside it.
-        priority: the tokens with the highest probability come first, so that the least important ones are left out
-            (batch prioritised routing, Riquelme et al., section 4); False: in their order.
+        capacity_factor: in training an expert takes at most this many times its even share of the tokens; the others
+            skip it by the block's residual path. In evaluation the capacity is unlimited: the prediction for an image
+            does not depend on the images beside it.
+        priority: serve the tokens with the highest probability first and drop the least important ones (batch
+            prioritised routing, Riquelme et al., section 4); False: serve them in their order.
         balance_loss, z_loss: see `ViTModel`.
     """
 
@@ -43,13 +43,13 @@ class Experts:
     balance_loss: float = 1e-2
     z_loss: float = 1e-3
 
-    def room(self, tokens: int) -> int:
+    def capacity(self, tokens: int) -> int:
         """S for a microbatch of this many tokens."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.per_token / self.count))
 
 
 class Router(nn.Module):
-    """A linear layer from tokens to experts, in float32 at least: rounded logits change which expert is first."""
+    """A linear layer from tokens to experts, in float32 at least: rounding the logits can change the first choice."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ def route(logits_TX: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     return expert_Tk.t(), gate_Tk.t()
 
 
-def places(expert_kT: Tensor, logits_TX: Tensor, *, priority: bool) -> Tensor:
-    """How many tokens come before each at its expert, `place_kT`: all first choices come before any second choice."""
+def positions_in_expert(expert_kT: Tensor, logits_TX: Tensor, *, priority: bool) -> Tensor:
+    """Each token's position in its expert's queue, `position_kT`: all first choices come before any second choice."""
     count = logits_TX.shape[1]
     if not priority:
         return _occurrences(expert_kT, count)
@@ -85,7 +85,7 @@ def places(expert_kT: Tensor, logits_TX: Tensor, *, priority: bool) -> Tensor:
 
 
 def _occurrences(expert_kT: Tensor, count: int) -> Tensor:
-    """How often the same expert occurs before each place, in the order of memory."""
+    """How often the same expert occurs before each element, in the order of memory."""
     chosen_nX = F.one_hot(expert_kT.flatten(), count)
     return (chosen_nX.cumsum(0) * chosen_nX).sum(1).sub(1).view(expert_kT.shape)
 
@@ -108,8 +108,8 @@ class ExpertsMlp(nn.Module):
 
     Args:
         gelu: how GELU is computed, a key of `cpu_kernels.GELU`.
-        token_dim: of the input.
-        keys: how many tokens of an image there are; those after them are padding. None for all.
+        token_dim: the input's dimension of tokens.
+        keys: the number of an image's tokens, after which there is padding; None: there is no padding.
     """
 
     def __init__(
@@ -140,8 +140,11 @@ class ExpertsMlp(nn.Module):
             nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., D) -> (..., D), zeros for padding. In training, `loss` then is what the routers add to the loss of this
-        microbatch, and `facts` are numbers (0-dimensional tensors) about the load."""
+        """(..., D) -> (..., D), zeros for padding.
+
+        In training this also sets `loss`, the router's addition to the loss of this microbatch, and `facts`, numbers
+        (0-dimensional tensors) about the load.
+        """
         padding = 0
         if self.keys is not None:
             padding = features.shape[self.token_dim] - self.keys
@@ -150,35 +153,37 @@ class ExpertsMlp(nn.Module):
         logits_TX = self.router(tokens_TD)
         expert_kT, gate_kT = route(logits_TX, self.experts.per_token)
         if self.training:
-            room = self.experts.room(tokens_TD.shape[0])
-            place_kT = places(expert_kT, logits_TX.detach(), priority=self.experts.priority)
-            self._account(logits_TX, expert_kT, place_kT, room)
-            out_TD = self.with_room(tokens_TD, expert_kT, gate_kT, place_kT, room)
+            capacity = self.experts.capacity(tokens_TD.shape[0])
+            position_kT = positions_in_expert(expert_kT, logits_TX.detach(), priority=self.experts.priority)
+            self._record_loss(logits_TX, expert_kT, position_kT, capacity)
+            out_TD = self.within_capacity(tokens_TD, expert_kT, gate_kT, position_kT, capacity)
         elif torch.compiler.is_exporting():
-            out_TD = self.all_on_all(tokens_TD, expert_kT, gate_kT)
+            out_TD = self.every_expert(tokens_TD, expert_kT, gate_kT)
         else:
-            out_TD = self.one_by_one(tokens_TD, expert_kT, gate_kT)
+            out_TD = self.expert_by_expert(tokens_TD, expert_kT, gate_kT)
         out = out_TD.view(features.shape)
         return F.pad(out, (0, 0) * (features.dim() - 1 - self.token_dim) + (0, padding)) if padding else out
 
-    def with_room(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor, place_kT: Tensor, room: int) -> Tensor:
-        """The experts' outputs from batched products over (X, S, ...): shapes do not depend on where tokens go, so the
-        host never waits for the device. Tokens beyond the room get zeros."""
+    def within_capacity(
+        self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor, position_kT: Tensor, capacity: int
+    ) -> Tensor:
+        """The experts' outputs from batched products over (X, S, ...): shapes do not depend on the routing, so the host
+        never waits for the device. Tokens beyond the capacity get zeros."""
         count = self.experts.count
-        # The last row is for all that have no room.
-        slot_n = (expert_kT * room + place_kT).masked_fill(place_kT >= room, count * room).flatten()
+        # The last row is for all tokens beyond the capacity.
+        slot_n = (expert_kT * capacity + position_kT).masked_fill(position_kT >= capacity, count * capacity).flatten()
         sent_nD = tokens_TD.repeat(self.experts.per_token, 1)
-        rows = tokens_TD.new_zeros(count * room + 1, tokens_TD.shape[1]).index_copy(0, slot_n, sent_nD)
-        out_XSD = self.fc2(self.gelu(self.fc1(rows[:-1].unflatten(0, (count, room)))))
+        rows = tokens_TD.new_zeros(count * capacity + 1, tokens_TD.shape[1]).index_copy(0, slot_n, sent_nD)
+        out_XSD = self.fc2(self.gelu(self.fc1(rows[:-1].unflatten(0, (count, capacity)))))
         out_nD = F.pad(out_XSD.flatten(0, 1), (0, 0, 0, 1))[slot_n]
         return (out_nD.unflatten(0, expert_kT.shape) * gate_kT.unsqueeze(2).to(out_nD.dtype)).sum(0)
 
-    def one_by_one(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
-        """The same with room for all, one expert after the other; the host waits to learn how many tokens each has."""
+    def expert_by_expert(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
+        """The same without a limit, one expert after the other; the host waits to learn how many tokens each has."""
         count = self.experts.count
         order_n = expert_kT.flatten().argsort(stable=True)
         if tokens_TD.is_meta:
-            # Work is only counted, here for an even load.
+            # Operations are only counted, as for an even load.
             shares = [len(order_n) * (x + 1) // count - len(order_n) * x // count for x in range(count)]
         else:
             shares = expert_kT.flatten().bincount(minlength=count).tolist()
@@ -192,19 +197,19 @@ class ExpertsMlp(nn.Module):
         gate_n1 = gate_kT.flatten()[order_n].unsqueeze(1).to(out_nD.dtype)
         return torch.zeros_like(tokens_TD, dtype=out_nD.dtype).index_add(0, token_n, out_nD * gate_n1)
 
-    def all_on_all(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
-        """The same with every expert on every token, for exported programs, whose shapes are fixed."""
+    def every_expert(self, tokens_TD: Tensor, expert_kT: Tensor, gate_kT: Tensor) -> Tensor:
+        """The same with every expert applied to every token, for exported programs, whose shapes are fixed."""
         gate_TX = gate_kT.new_zeros(tokens_TD.shape[0], self.experts.count).scatter(1, expert_kT.t(), gate_kT.t())
         out_XTD = self.fc2(self.gelu(self.fc1(tokens_TD.expand(self.experts.count, -1, -1))))
         return (out_XTD * gate_TX.t().unsqueeze(2).to(out_XTD.dtype)).sum(0)
 
-    def _account(self, logits_TX: Tensor, expert_kT: Tensor, place_kT: Tensor, room: int) -> None:
+    def _record_loss(self, logits_TX: Tensor, expert_kT: Tensor, position_kT: Tensor, capacity: int) -> None:
         count = self.experts.count
         first_X = F.one_hot(expert_kT[0], count).to(logits_TX.dtype).mean(0)
         balance = count * (first_X * logits_TX.softmax(1).mean(0)).sum()
         z = logits_TX.logsumexp(1).square().mean()
         self.loss = self.experts.balance_loss * balance + self.experts.z_loss * z
-        # The fullest expert's share, where 1 is an even load; and the part of the choices that had no room.
+        # The load of the fullest expert, where 1 is an even load; and the share of the choices beyond the capacity.
         load = count * F.one_hot(expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
-        dropped = (place_kT >= room).to(logits_TX.dtype).mean()
+        dropped = (position_kT >= capacity).to(logits_TX.dtype).mean()
         self.facts = dict(zip(FACTS, (load, dropped), strict=True))

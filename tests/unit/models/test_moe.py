@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.models.moe import Experts, ExpertsMlp, Router, places, route
+from pycls_fast.models.moe import Experts, ExpertsMlp, Router, positions_in_expert, route
 from pycls_fast.models.pretrained import fit, read_weights
 from pycls_fast.optim.groups import freeze
 from tests.factories import randomise, small_vit
@@ -72,19 +72,19 @@ def test_without_room_the_tokens_are_left_out_that_a_plain_count_leaves_out(
     mlp = layer(per_token=per_token, priority=priority, capacity_factor=0.5).train()
     features = tokens().flatten(0, 1)
     logits = mlp.router(features)
-    room = mlp.experts.room(TOKENS)
+    capacity = mlp.experts.capacity(TOKENS)
     expert_kT, _ = route(logits, per_token)
-    place_kT = places(expert_kT, logits, priority=priority)
+    position_kT = positions_in_expert(expert_kT, logits, priority=priority)
     probabilities = logits.softmax(1)
     order = sorted(range(TOKENS), key=lambda t: -probabilities[t].max().item()) if priority else range(TOKENS)
     used, kept = [0] * 4, set()
     for choice in range(per_token):
         for token in order:
             expert = probabilities[token].argsort(descending=True)[choice].item()
-            if used[expert] < room:
+            if used[expert] < capacity:
                 used[expert] += 1
                 kept.add((choice, token))
-    assert kept == {(c, t) for c in range(per_token) for t in range(TOKENS) if place_kT[c, t] < room}
+    assert kept == {(c, t) for c in range(per_token) for t in range(TOKENS) if position_kT[c, t] < capacity}
     assert 0 < len(kept) < per_token * TOKENS
 
     out = mlp(features)
