@@ -6,8 +6,6 @@ Shape letters: B batch, C channels, H height, W width of the maps, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -166,14 +164,11 @@ class ConvStem(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.deep = nn.ModuleList()
-        """The deep stem's layers before the last convolution; empty for the others."""
+        """The deep stem's layers before the last convolution; empty for the other stems."""
         if kind == "deep":
             self.deep.extend([ConvNorm(3, 32, 2), ConvNorm(32, 32, 1)])
-        self.conv = {
-            "imagenet": lambda: _conv(3, 64, 7, 2),
-            "deep": lambda: _conv(32, 64, 3),
-            "small": lambda: _conv(3, 64, 3),
-        }[kind]()
+        inputs, kernel_size, stride = {"imagenet": (3, 7, 2), "deep": (32, 3, 1), "small": (3, 3, 1)}[kind]
+        self.conv = _conv(inputs, 64, kernel_size, stride)
         self.norm = nn.BatchNorm2d(64)
         self.pool = None if kind == "small" else nn.MaxPool2d(3, stride=2, padding=1)
 
@@ -219,7 +214,6 @@ class ResNet(Network):
         self.zero_init_last_gamma = zero_init_last_gamma
         self.shortcut = shortcut
         block_type, block_counts = LAYOUTS[depth]
-        block = partial(block_type, groups=groups, width_per_group=width_per_group, shortcut=shortcut)
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
 
         # Built on the meta device and filled once, by `initialise`; see `vit.VisionTransformer`.
@@ -232,8 +226,16 @@ class ResNet(Network):
                 channels = 64 * 2**stage
                 blocks = nn.Sequential()
                 for index in range(count):
-                    stride = 2 if stage > 0 and index == 0 else 1
-                    blocks.append(block(width, channels, stride, next(rates)))
+                    block = block_type(
+                        width,
+                        channels,
+                        stride=2 if stage > 0 and index == 0 else 1,
+                        drop_path=next(rates),
+                        groups=groups,
+                        width_per_group=width_per_group,
+                        shortcut=shortcut,
+                    )
+                    blocks.append(block)
                     width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
@@ -271,7 +273,7 @@ class ResNet(Network):
         ]
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Images (B, C, H, W), any size that leaves a pixel after all strides, any memory format -> logits_BK."""
+        """Images (B, C, H, W) -> logits_BK; any memory format, and any size that leaves a pixel after all strides."""
         maps_BCHW = self.stem(images_BCHW)
         for stage in self.stages:
             maps_BCHW = stage(maps_BCHW)
@@ -282,7 +284,8 @@ def _he_normal(conv: nn.Conv2d) -> None:
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
 
-_identity: Callable[[Any], None] = methodcaller("reset_parameters")
+def _identity(norm: nn.BatchNorm2d) -> None:
+    norm.reset_parameters()
 
 
 def _zero_scale(norm: nn.BatchNorm2d) -> None:

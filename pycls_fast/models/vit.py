@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +33,10 @@ from pycls_fast.values import Size
 class Block(nn.Module):
     """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
 
-    `layer_scale` is the initial value of the branches' learned factors, None for none; `experts`: they are in place of
-    the MLP; `keys`: how many tokens are attended to, None for all; the rest as in `VisionTransformer`.
+    Args:
+        experts: take the place of the MLP.
+        layer_scale: the initial value of the branches' learned factors; None for no factors.
+        keys: how many tokens are attended to; None for all.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class VisionTransformer(Network):
         self.tokens = math.prod(self.grid) + self.extra_tokens
         self.padding = -self.tokens % compute.sequence_padding
 
-        # Built on the meta device and filled once, by `initialise`: torch's own layers would first draw values that are
-        # thrown away, so a model built on the meta device would get other values than one built directly.
+        # Built on the meta device and filled once, by `initialise`: torch's layers would first draw values that are
+        # thrown away, and a model built on the meta device would not get the values of one built directly.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.stem = (
@@ -166,16 +167,26 @@ class VisionTransformer(Network):
             self.distillation_token = ClassToken(width) if distillation_token else None
             self.registers = RegisterTokens(registers, width) if registers else None
             self.positions = self._positions(positions, width)
-            keys = self.tokens if self.padding else None
-            settings: Any = {"norm_eps": norm_eps, "layer_scale": layer_scale, "qk_norm": qk_norm, "keys": keys}
-            block = partial(Block, width, heads, mlp_width, compute, **settings)
-            rates = enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
-            self.blocks = nn.ModuleList(block(drop_path=p, experts=experts if n % 2 else None) for n, p in rates)
+            self.blocks = nn.ModuleList(
+                Block(
+                    width,
+                    heads,
+                    mlp_width,
+                    compute,
+                    experts=experts if index % 2 else None,
+                    drop_path=rate,
+                    norm_eps=norm_eps,
+                    layer_scale=layer_scale,
+                    qk_norm=qk_norm,
+                    keys=self.tokens if self.padding else None,
+                )
+                for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
+            )
             self.mixtures = len(self._expert_layers())
             self.norm = nn.LayerNorm(width, eps=norm_eps)
-            has_map = classifier == "map"
-            own: Any = {"norm_eps": norm_eps, "kernel": compute.attention}
-            self.pooling = MapPooling(width, heads, mlp_width, **own) if has_map else None
+            self.pooling: MapPooling | None = None
+            if classifier == "map":
+                self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, kernel=compute.attention)
             self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
             self.head = nn.Linear((pre_logits or width) * (1 + distillation_token), num_classes)
         self.to_empty(device=device)
@@ -188,7 +199,7 @@ class VisionTransformer(Network):
         return SinCos2dPositions(*self.grid, width, extra_tokens=placed)
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they are from.
+        """Initial values by the scheme `init`; the parts of `vit_parts` follow the code that they come from.
 
         "jax", from the paper's released code (google-research/vision_transformer, `models_vit.py`): xavier-uniform
         matrices, with zero biases in attention and N(0, 1e-6) biases in MLPs; LeCun normal patches and `pre_logits`;
@@ -196,17 +207,17 @@ class VisionTransformer(Network):
 
         "trunc_normal", from DeiT (`models_v2.py` of facebookresearch/deit; timm 0.3.2, which its `models.py` builds on,
         and `init_weights_vit_timm` since): matrices, the head's too, class token and positions N(0, 0.02); biases zero;
-        patches and other convolutions as torch draws them by default. There it is called truncated: at +-2, which is
-        100 standard deviations. Registers are those of "jax", as in timm.
+        patches and other convolutions as torch draws them by default. (The name says truncated because that code
+        truncates at +-2, which is 100 standard deviations.) Registers are those of "jax", as in timm.
         """
-        fill, fill_pre_logits, fill_head = FILLS[self.init]
+        fills = FILLS[self.init]
         tokens = (self.class_token, self.distillation_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
-                yield module, fill
+                yield module, fills.body
         if self.pre_logits is not None:
-            yield self.pre_logits, fill_pre_logits
-        yield self.head, fill_head
+            yield self.pre_logits, fills.pre_logits
+        yield self.head, fills.head
 
     @property
     def first_conv_name(self) -> str:
@@ -250,7 +261,7 @@ class VisionTransformer(Network):
         """The experts' load and the dropped tokens (see `moe`), means over the blocks that are trained."""
         layers = self._expert_layers()
         facts = [layer.facts for layer in layers if layer.facts]
-        # Those of other stages have theirs; frozen ones evaluate.
+        # Frozen layers are in evaluation mode and have no facts; the layers of other pipeline stages count too.
         mixtures = self.mixtures - (len(layers) - len(facts))
         nothing = torch.zeros((), device=next(self.parameters()).device)
         return {
@@ -288,11 +299,11 @@ class VisionTransformer(Network):
     def _of_both(self, features_B2D: Tensor) -> Tensor:
         """The logits of class and distillation token, (B, 2, K), or their mean (DeiT, section 4).
 
-        Each token has half of the head's inputs, and zeros in those of the other; one bias serves both. So the mean,
-        which is all that counts after training, is that of DeiT's two heads, and to whatever asks for the last layer's
-        input the network has one.
+        The head's inputs are those of both tokens side by side; for the logits of one token, the other half is zeros.
+        One bias serves both. After training only the mean matters, which is that of DeiT's two heads; and the network
+        has one last layer with one input, which other code asks for.
         """
-        # Of a stage of a pipeline only the modules know that they evaluate.
+        # `self.head`, not `self`: in a pipeline stage only the modules are set to evaluation mode.
         if not (self.taught and self.head.training):
             return self.head(features_B2D.flatten(1) / 2)
         own = torch.eye(2, dtype=features_B2D.dtype, device=features_B2D.device)[:, :, None]
@@ -316,8 +327,8 @@ class VisionTransformer(Network):
         for token in (self.registers, self.distillation_token, self.class_token):
             if token is not None:
                 features_BND = token(features_BND)
-        # Prepending tokens makes the features contiguous; without any this has to be done here: sums keep the strides
-        # of their terms, so otherwise every block would copy.
+        # Prepending tokens makes the features contiguous. Without tokens it is done here: sums keep the strides of
+        # their terms, so every block would copy otherwise.
         features_BND = features_BND.contiguous()
         return features_BND if only_patches else self.positions(features_BND)
 

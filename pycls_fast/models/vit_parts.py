@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +131,10 @@ class MapPooling(nn.Module):
 
 
 _Fill = Callable[[Any], None]
-_reset: _Fill = methodcaller("reset_parameters")
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
 
 
 def _lecun_normal(linear: nn.Linear) -> None:
@@ -160,8 +162,15 @@ def _trunc_normal(module: nn.Module) -> None:
             part.reset_parameters()
 
 
-FILLS: dict[str, tuple[_Fill, _Fill, _Fill]] = {
-    "jax": (_reset, _lecun_normal, _zero),
-    "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
+class Fills(NamedTuple):
+    """The initialisers of a vision transformer's parts; `VisionTransformer.initialisers` names the sources."""
+
+    body: _Fill
+    pre_logits: _Fill
+    head: _Fill
+
+
+FILLS = {
+    "jax": Fills(body=_reset, pre_logits=_lecun_normal, head=_zero),
+    "trunc_normal": Fills(body=_trunc_normal, pre_logits=_trunc_normal, head=_trunc_normal),
 }
-"""The initialisers of the body, `pre_logits` and the head; `VisionTransformer.initialisers` names the sources."""
