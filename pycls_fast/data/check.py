@@ -21,12 +21,12 @@ from pycls_fast.data.sources.index import progress
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.sources.tables import EXTENSIONS as TABLES
 
-SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("look", "u8")])
-"""A readable image: its position, its size, a hash of its pixels, and one that small changes hardly change."""
+SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("dhash", "u8")])
+"""A readable image: its position, its size, a hash of its pixels, and a perceptual hash."""
 
 _MOST_BITS = 3
 _BANDS = _MOST_BITS + 1
-# A rank of equal bands is compared up to this far: flat images can be very many.
+# Of hashes with an equal band, each is compared with at most this many others: there can be very many flat images.
 _FARTHEST = 256
 
 
@@ -46,7 +46,7 @@ class Checked(NamedTuple):
 
 
 def verify(source: Images, *, workers: int, title: str) -> Iterator[Checked]:
-    """Read and decode every image; damaged are those that a run would skip, and packed ones with other bytes."""
+    """Read and decode every image; damaged: those that a run would skip, and packed ones whose bytes have changed."""
     shards = shards_of(len(source))
     with progress(title, len(source), "images") as advance:
         for shard, found in zip(shards, in_processes(_check_shard, source, shards, workers), strict=True):
@@ -62,7 +62,7 @@ def _check_shard(source: Images, shard: Sequence[int]) -> Checked:
             image = decode(source.read(index))
             if isinstance(whole, PackedImages) and not whole.is_as_packed(row):
                 raise DamagedImage("the bytes are not those that were packed (checksum)")
-            seen.append((index, image.height, image.width, _pixels(image), _look(image)))
+            seen.append((index, image.height, image.width, _pixels(image), _dhash(image)))
         except (OSError, DamagedImage) as error:
             damaged.append(Damaged(index, source.name(index), why(error)))
     return Checked(damaged, np.array(seen, dtype=SEEN))
@@ -73,16 +73,15 @@ def _pixels(image: Image.Image) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _look(image: Image.Image) -> int:
-    """Whether the image gets brighter from left to right, at 8 x 8 places (dHash)."""
+def _dhash(image: Image.Image) -> int:
+    """The difference hash, which survives small changes: whether brightness rises to the right, at 8 x 8 places."""
     small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BILINEAR))
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
 
 
 def left_out(root: Path, sources: Iterable[Images]) -> dict[str, list[str]]:
-    """Files below class folders, or beside them, that are images of none of a dataset's sources, by the ends of their
-    names, but for hidden ones; empty for other layouts.
-    """
+    """Files below class folders or beside them that no source of the dataset reads, by suffix, without hidden ones;
+    empty for other layouts."""
     wholes = [source.origin(np.arange(len(source)))[0] for source in sources]
     has_tables = not root.is_dir() or any(file.suffix.lower() in TABLES for file in root.iterdir())
     if has_tables or not all(isinstance(whole, FileImages) for whole in wholes):
@@ -96,30 +95,30 @@ def left_out(root: Path, sources: Iterable[Images]) -> dict[str, list[str]]:
 
 
 def copies(splits: Mapping[str, np.ndarray]) -> dict[str, list[list[tuple[str, int]]]]:
-    """Groups of images, as (split, position), that appear more than once: "identical" pixels, and "alike", whose looks
-    differ in at most three of 64 bits, in a chain.
+    """Groups of images, as (split, position), that appear more than once: "identical" ones have the same pixels,
+    "alike" ones form a chain in which the perceptual hashes of neighbours differ in at most three of 64 bits.
 
     Args:
         splits: all of `Checked.seen`, by the split's name.
     """
     places = [(name, int(index)) for name, seen in splits.items() for index in seen["index"]]
-    pixels, looks = (np.concatenate([seen[key] for seen in splits.values()]) for key in ("pixels", "look"))
-    alike = [group for group in _groups(_near(looks)) if len(set(pixels[group])) > 1]
+    pixels, hashes = (np.concatenate([seen[key] for seen in splits.values()]) for key in ("pixels", "dhash"))
+    alike = [group for group in _groups(_near(hashes)) if len(set(pixels[group])) > 1]
     found = {"identical": _groups(np.unique(pixels, return_inverse=True)[1]), "alike": alike}
     return {kind: [[places[position] for position in group] for group in groups] for kind, groups in found.items()}
 
 
 def _groups(labels_N: np.ndarray) -> list[np.ndarray]:
-    """The positions of each label that there is more than once."""
+    """The positions of each label that occurs more than once."""
     order = np.argsort(labels_N, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(labels_N[order])) + 1)
     return [part for part in parts if len(part) > 1]
 
 
-def _near(looks_N: np.ndarray) -> np.ndarray:
-    """A label for each look, the same for those that a chain of small differences connects."""
-    # Of four bands of 16 bits, one at least is the same in two looks that differ in at most three bits.
-    kinds, place_of = np.unique(looks_N, return_inverse=True)
+def _near(hashes_N: np.ndarray) -> np.ndarray:
+    """A label for each hash, the same for those that a chain of small differences connects."""
+    # If two hashes differ in at most three bits, at least one of their four bands of 16 bits is equal.
+    kinds, place_of = np.unique(hashes_N, return_inverse=True)
     pairs = [np.zeros((2, 0), dtype=np.int64)]
     for band in range(_BANDS):
         keys = (kinds >> np.uint64(16 * band)) & np.uint64(0xFFFF)
