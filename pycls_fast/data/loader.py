@@ -33,8 +33,8 @@ from pycls_fast.data.sources.remote import fetch_ahead
 from pycls_fast.errors import UserError, first_line, refusing
 
 
-class _Flag:
-    """An event without a lock: who waited for a lock of a worker that was killed would wait for ever."""
+class _EventWithoutLock:
+    """An event whose other users do not wait for ever when a worker is killed while it holds the lock."""
 
     def __init__(self) -> None:
         self._value = multiprocessing.RawValue("b", 0)
@@ -47,40 +47,40 @@ class _Flag:
 
 
 _CONTEXT = copy.copy(multiprocessing.get_context())
-vars(_CONTEXT)["Event"] = _Flag
+vars(_CONTEXT)["Event"] = _EventWithoutLock
 
 
-# An attempt of torch's to get a batch ends after 5 s. After so long, a worker has stopped while it hands one over.
-_HANDED_OVER_SECONDS = 10.0
+# torch's attempts to get a batch end after 5 s. One that takes this long waits for a worker that stopped while sending.
+_STUCK_SECONDS = 10.0
 
 
 class _Workers(_MultiProcessingDataLoaderIter):
     """torch's iterator, which raises when no batch has come for too long, and leaves no worker behind."""
 
-    # Until it has some. Else the destructor of one that could not be made would print a traceback.
+    # Until there are workers, or the destructor of an iterator that could not be made would print a traceback.
     _shutdown = True
 
     def __init__(self, loader: Loader) -> None:
         self._seconds, self._while_waiting = loader.timeout_seconds, loader.while_waiting
-        self._is_patient = loader.is_patient
-        self._waited, self._asked, self._over = 0.0, math.inf, threading.Event()
+        self._stops_gracefully = loader.stops_gracefully
+        self._waited, self._asked_at, self._is_over = 0.0, math.inf, threading.Event()
         try:
             super().__init__(loader)
             # By now torch's handler of SIGCHLD raises for a dead worker.
             _running.add(self)
-            threading.Thread(target=self._unblock, daemon=True).start()
+            threading.Thread(target=self._kill_stuck_workers, daemon=True).start()
         except BaseException:
-            self._over.set()
+            self._is_over.set()
             self._kill()
             self._shutdown = True
             raise
 
     def stop(self) -> None:
-        self._over.set()
-        if not self._is_patient:
+        self._is_over.set()
+        if not self._stops_gracefully:
             self._kill()
         self._shutdown_workers()
-        # Some may still read after torch's timeout; they ignore its SIGTERM.
+        # Some may still be reading after torch's timeout; they ignore its SIGTERM.
         self._kill()
 
     def _kill(self) -> None:
@@ -90,14 +90,14 @@ class _Workers(_MultiProcessingDataLoaderIter):
 
     def _try_get_data(self, *arguments: Any, **more: Any) -> Any:
         # Not torch's `timeout`, which would look for dead workers only at its end.
-        self._asked = began = time.monotonic()
+        self._asked_at = began = time.monotonic()
         try:
             found, data = super()._try_get_data(*arguments, **more)
         except Exception:
             self._check(self._waited + time.monotonic() - began)
             raise
         finally:
-            self._asked = math.inf
+            self._asked_at = math.inf
         self._waited = 0.0 if found else self._waited + time.monotonic() - began
         if not found:
             self._check(self._waited)
@@ -112,11 +112,11 @@ class _Workers(_MultiProcessingDataLoaderIter):
                 "error"
             )
 
-    def _unblock(self) -> None:
-        """Kill workers that have stopped half-way, so that who waits for the other half gets an error."""
-        while not self._over.wait(1.0):
-            since = time.monotonic() - self._asked
-            if since < _HANDED_OVER_SECONDS:
+    def _kill_stuck_workers(self) -> None:
+        """Kill the workers after the timeout, so that a reader that waits for the rest of a batch gets an error."""
+        while not self._is_over.wait(1.0):
+            since = time.monotonic() - self._asked_at
+            if since < _STUCK_SECONDS:
                 continue
             with suppress(Exception):
                 self._check(self._waited + since)
@@ -141,10 +141,10 @@ def _stop_all_workers() -> None:
 
 
 @contextmanager
-def _as_chosen() -> Iterator[None]:
-    """Leave torch's warning about more workers than cores, which help if loading waits for a network disk, and undo the
-    signal handler of its iterators, which raises for a dead worker in the middle of a step or a save; who waits for the
-    worker's batch finds out within 5 s.
+def _without_side_effects() -> Iterator[None]:
+    """Hide torch's warning about more workers than cores, which help if loading waits for a network disk, and restore
+    the handler of SIGCHLD: torch's raises for a dead worker in the middle of a step or a save. Without it, a wait for
+    the worker's batch ends within 5 s.
     """
     before = signal.getsignal(signal.SIGCHLD)
     try:
@@ -158,23 +158,23 @@ def _as_chosen() -> Iterator[None]:
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that raises what a worker returned as an exception, and tells in a line what has ended a worker."""
+    """A DataLoader that raises exceptions which workers return, and says in one line why a worker has died."""
 
     timeout_seconds = math.inf
-    """How long a batch of the workers may be waited for."""
+    """The longest wait for a batch of the workers."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
-    """Called every few seconds meanwhile; may raise."""
-    is_patient = True
-    """Whether workers end what they are at, for up to 5 s each: they may have shared memory at hand."""
+    """Called every few seconds during a wait; may raise."""
+    stops_gracefully = True
+    """Whether workers finish their batch, for up to 5 s each, before they are killed: they may hold shared memory."""
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch_factor: int = 2, **settings: Any) -> None:
-        with _as_chosen():
+        with _without_side_effects():
             super().__init__(
                 dataset,
                 num_workers=num_workers,
                 multiprocessing_context=_CONTEXT if num_workers else None,
                 prefetch_factor=prefetch_factor if num_workers else None,
-                collate_fn=_as_is,
+                collate_fn=_already_collated,
                 worker_init_fn=_start_worker,
                 **settings,
             )
@@ -187,12 +187,12 @@ class Loader(DataLoader[Any]):
 
     def _batches(self) -> Generator[Any, None, None]:
         if self.num_workers:
-            # Each worker would make its own folder for sockets, and a killed one leave it.
+            # Otherwise each worker would make its own folder for sockets, and a killed one would leave it behind.
             util.get_temp_dir()
         way_out = f"raise the limit of files (ulimit -n); if shared memory is full, {MORE_SHARED_MEMORY}"
         workers = None
         try:
-            with _as_chosen(), refusing("data workers cannot be started", use=way_out):
+            with _without_side_effects(), refusing("data workers cannot be started", use=way_out):
                 iterator = super().__iter__()
             workers = iterator if isinstance(iterator, _Workers) else None
             for batch in iterator:
@@ -200,10 +200,10 @@ class Loader(DataLoader[Any]):
                     raise batch
                 yield batch
         except (RuntimeError, OSError, EOFError) as error:
-            told = _told(error, workers._workers if workers else [])
-            if told is None:
+            message = _cause(error, workers._workers if workers else [])
+            if message is None:
                 raise
-            raise UserError(told) from error
+            raise UserError(message) from error
         finally:
             if workers is not None:
                 workers.stop()
@@ -228,11 +228,11 @@ def _lacks_files(message: str) -> bool:
     return os.strerror(errno.EMFILE) in message
 
 
-def _told(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
-    """What to say of an error about a dead worker or what the machine lacks; None if it is something else."""
+def _cause(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
+    """The line for a user if the error is about a dead worker or a lack of resources; None for any other error."""
     message, is_cut_off = str(error), isinstance(error, ConnectionError | EOFError)
     if is_cut_off:
-        # While a batch came from it: its end is a moment later, and its status a moment after that.
+        # A worker died while it sent a batch: it ends a moment later, and its status is known a moment after that.
         ended = connection.wait([worker.sentinel for worker in workers], timeout=5)
         for worker in workers:
             if worker.sentinel in ended:
@@ -268,14 +268,14 @@ def make_loader(
     """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
 
     Args:
-        num_workers: processes that read and decode, if there are as many batches; 0 for the calling process.
+        num_workers: processes that read and decode, no more than there are batches; 0 for the calling process.
         pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
         timeout_seconds, while_waiting: see `Loader`.
 
     Raises:
         UserError: while iterating, broken data, a dead worker or full shared memory.
     """
-    # Each would be forked from a process with the device's memory mapped, and get nothing to do.
+    # More workers would be forked from a process with the device's memory mapped, and have nothing to do.
     num_workers = min(num_workers, max(len(sampler), 1))
     loader = ImageLoader(
         dataset,
@@ -316,12 +316,11 @@ def in_processes(
     each = max(math.ceil(len(jobs) / max(workers, 1)), 2)
     loader = Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, prefetch_factor=each, batch_size=None)
     # A job may take minutes.
-    loader.is_patient = False
+    loader.stops_gracefully = False
     return iter(loader)
 
 
-def _as_is(batch: Any) -> Any:
-    # The dataset has already collated the batch.
+def _already_collated(batch: Any) -> Any:
     return batch
 
 
@@ -329,7 +328,7 @@ _ON_ERROR = "_on_queue_feeder_error"
 
 
 def _end_worker(error: BaseException) -> None:
-    """End a worker that cannot send a batch; its status says so if it has no more file descriptors."""
+    """End a worker that cannot send a batch, with the status EMFILE if it is out of file descriptors."""
     if _lacks_files(str(error)):
         os._exit(errno.EMFILE)
     print(f"error: a data worker cannot send its batch: {first_line(error)}", file=sys.stderr, flush=True)
@@ -347,7 +346,7 @@ def _end_with_parent() -> None:
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Of its threads that send batches. They would print a traceback, and the batch would be waited for.
+    # An error in a thread that sends batches would only print a traceback, and the loader would wait for the batch.
     setattr(queues.Queue, _ON_ERROR, staticmethod(lambda error, batch: _end_worker(error)))
     sys.excepthook = lambda kind, error, trace: _end_worker(error)
     # A launcher signals the whole process group. Only the main process may decide what follows, e.g. to

@@ -314,7 +314,7 @@ def test_a_worker_that_dies_with_the_lock_of_an_event_is_an_error() -> None:
 
 def test_a_worker_that_stops_while_its_batch_arrives_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "rebuild_storage_fd", half)
-    monkeypatch.setattr("pycls_fast.data.loader._HANDED_OVER_SECONDS", 0.1)
+    monkeypatch.setattr("pycls_fast.data.loader._STUCK_SECONDS", 0.1)
     assert_nobody_is_held(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
 
 
