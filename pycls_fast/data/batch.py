@@ -56,7 +56,7 @@ class Batch:
     damaged: tuple[Damage, ...] = ()
     """Images that could not be used: replaced in training, left out in evaluation."""
     lam: float | None = None
-    """The share of the image itself, where the workers have mixed each with the one before (`Mixer`)."""
+    """The share of each image itself if the workers have mixed it with the one before (`Mixer`)."""
 
     def __len__(self) -> int:
         return len(self.labels_B)

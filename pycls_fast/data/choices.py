@@ -201,7 +201,7 @@ class Augment(Section):
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] | None = None
     """The largest changes of brightness, contrast, saturation and hue; null: off."""
     repeats: PositiveInt = 1
-    """Repeated augmentation (Hoffer et al., 2020): each image of an epoch appears so many times, augmented differently;
+    """Repeated augmentation (Hoffer et al., 2020): each image of an epoch appears this often, augmented differently;
     an epoch has that many times fewer different images."""
     erase_probability: Probability = 0.0
     """The probability that a random box of an image is erased (Zhong et al., 2020)."""

@@ -120,7 +120,7 @@ class ImageDataset(Dataset[Sample]):
 
     def _read(self, index: int) -> bytes | np.ndarray:
         """The stored image, with retries after errors that may pass."""
-        # Until the disk answers again, the next images are not waited for, too.
+        # While the disk does not answer, there is no waiting for the next images.
         pauses = iter(() if self._is_away else _PAUSES)
         while True:
             try:

@@ -55,7 +55,7 @@ class Crop(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """What of an image is followed: `data.exif_orientation` and `data.transparent`."""
+    """How an image in a file becomes RGB pixels: `data.exif_orientation` and `data.transparent`."""
 
     upright: bool = False
     """Turn the image as its EXIF orientation says."""
@@ -209,7 +209,7 @@ def orientation(image: Image.Image) -> int:
 
 
 def orientation_of(data: bytes) -> int:
-    """The same of a file, of a JPEG from its header; 1 for a TIFF and for a file that Pillow cannot open."""
+    """The orientation of an image file (a JPEG's is read from its header); 1 for TIFFs and what Pillow cannot open."""
     if data.startswith(JPEG) and not _may_have_exif(data):
         return 1
     with warnings.catch_warnings():

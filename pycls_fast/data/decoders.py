@@ -9,9 +9,9 @@ A transform asks for a `Crop`; how it is decoded is the choice of `speed.decode`
 | `region`      | the part that the crop needs                                     | row by row (`native`) |
 | `region`, dct | the same of an image decoded at 1/2, 1/4 or 1/8 (`decode_scale`) | row by row (`native`) |
 
-For every decoder, Pillow decodes all other files, and damaged and unusual JPEGs, so that all refuse the same ones for
-the same reasons; with `data.exif_orientation` also images that have to be turned. Each decoder then resizes
-them as it resizes arrays, so that an image gives the same pixels whether a file or an array holds it.
+Whatever the decoder, Pillow decodes all other files, damaged and unusual JPEGs and, with `data.exif_orientation`,
+images that have to be turned: all decoders refuse the same files for the same reasons. Each decoder resizes these as it
+resizes arrays: an image has the same pixels whether it comes from a file or an array.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ class Decoder:
     """How one value of `speed.decode` opens images.
 
     Attributes:
-        open_jpeg: opens a JPEG; None for one that is damaged or unusual, which Pillow decodes or refuses.
-        hold: holds an image that is decoded: Pillow's, or pixels of a source.
-        convert: of images in files; Pillow decodes those that are turned.
+        open_jpeg: opens a JPEG; returns None if it is damaged or unusual, and Pillow decodes or refuses it.
+        wrap: makes a picture of a decoded image, which is Pillow's or an array from a source.
+        convert: for images in files; Pillow decodes those that are turned.
     """
 
     open_jpeg: Callable[[bytes], Picture | None]
-    hold: Callable[[Image.Image | np.ndarray], Picture]
+    wrap: Callable[[Image.Image | np.ndarray], Picture]
     convert: Conversion = AS_STORED
 
     def __call__(self, data: bytes | np.ndarray) -> Picture:
@@ -149,10 +149,10 @@ class Decoder:
             DamagedImage: it is not a usable image, as far as is known without its pixels.
         """
         if isinstance(data, np.ndarray):
-            return self.hold(checked_array(data))
+            return self.wrap(checked_array(data))
         as_stored = data.startswith(JPEG) and not (self.convert.upright and orientation_of(data) != 1)
         picture = self.open_jpeg(data) if as_stored else None
-        return self.hold(decode(data, self.convert)) if picture is None else picture
+        return self.wrap(decode(data, self.convert)) if picture is None else picture
 
 
 def _no_picture(data: bytes) -> Picture | None:

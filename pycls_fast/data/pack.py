@@ -1,7 +1,7 @@
 """Makes packed datasets: what `pycls-fast prepare pack` does.
 
-Each process packs a whole shard, whose table has its final name once it is complete: after a kill the same command
-makes the shards that are missing. The format is that of `sources/packed.py`.
+Each process packs one shard at a time. A shard's table gets its final name when it is complete: after a kill, the same
+command makes only the shards that are missing. The format is that of `sources/packed.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pycls_fast.files import flush
 
 _PLAN = "plan.json"
 _LARGEST_SIDE = 65_535
-# At most so many files, each of which a reader keeps open.
+# The most files of a split: a reader keeps each of them open.
 _MOST_SHARDS = 128
 _SMALLEST_SHARD = 256
 
@@ -46,7 +46,7 @@ class PackSettings:
     store: Literal["encoded", "raw"] = "encoded"
     """As files, or as decoded pixels."""
     convert: Conversion = AS_STORED
-    """Of images whose pixels are stored or scaled; encoded ones keep their EXIF orientation."""
+    """For images whose pixels are stored or scaled; encoded ones keep their EXIF orientation."""
 
     def describe(self) -> str:
         size = f"short side at most {self.short_side}" if self.short_side else "as they are"
@@ -120,7 +120,7 @@ def _check_plan(folder: Path, packed: str, plan: str) -> None:
 
 
 def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:
-    """Write the images of a shard, then its table; the number of its positions."""
+    """Write the images of a shard, then its table; returns the number of images, damaged ones included."""
     entries, indices, damaged = [], [], []
     with shard_file(folder, number).open("wb") as images:
         for index in shards[number]:
@@ -201,7 +201,7 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
         write_arrays(folder / INDEX, arrays, about)
     _remove_parts(folder)
     if not len(table):
-        # So that the same command reads them again, once the disk is mounted or may be read.
+        # The same command can then read them again, once the disk is mounted or readable.
         for number in range(shards):
             shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))

@@ -32,11 +32,11 @@ class Opening:
     """How a tool opens a source, besides the source's own keys."""
 
     seed: int = 0
-    """The run's, for images that are drawn."""
+    """The run's, for generated images."""
     index_all: bool = False
     """Keep the indexes of small datasets, too."""
     processes: int = 1
-    """How many copy remote shards on this machine."""
+    """The number of processes that copy remote shards on this machine."""
 
 
 class Source(Choice, key="data", tag="source", default="auto"):
@@ -94,7 +94,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
     split_seed: Seed = 0
     """The seed of that random choice."""
     folds: Annotated[int, Field(ge=2)] | None = None
-    """Cross-validation: cut each class into so many parts, one of which is held out, instead of val_fraction."""
+    """Cross-validation: cut each class into this many parts, one of which is held out, instead of val_fraction."""
     fold: NonNegativeInt = 0
     """The part that is held out, counted from 0."""
     normalization: Literal["configured", "weights"] = "configured"
@@ -104,7 +104,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     """The standard deviations of red, green and blue, on the scale 0 to 1."""
     max_damaged: NonNegativeInt = 100
-    """Damaged images are reported, replaced in training and left out of evaluations; more than so many end the run."""
+    """Damaged images are reported, replaced in training and left out of evaluations; a run with more than this ends."""
 
     @field_validator("image_size_schedule")
     @classmethod

@@ -93,7 +93,7 @@ class TrainTransform:
             drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
             box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
             return picture.crop(Crop(box, size, (0, 0, *size), filter_, mirror=_draw_flip(hflip)))
-        crop = _cut(picture.size, self._whole, size, size, filter_)
+        crop = _centre_crop(picture.size, self._whole, size, size, filter_)
         if self._padded is None:
             return _with_border(picture.crop(crop._replace(mirror=_draw_flip(hflip))), size, self._fill)
         whole = picture.crop(crop._replace(view=(0, 0, *crop.resized)))
@@ -111,7 +111,7 @@ class TrainTransform:
         if torch.rand(()).item() >= self._augment.erase_probability:
             return NO_BOX
         params = self._erasing.make_params([self._canvas])
-        # torchvision's sign that none of ten drawn boxes fitted.
+        # torchvision's sign that none of ten boxes that it drew fitted.
         if params["v"] is None:
             return NO_BOX
         return params["i"], params["j"], params["h"], params["w"]
@@ -146,7 +146,7 @@ class EvalTransform:
     def __call__(self, picture: Picture, seed: int) -> Augmented:
         """Crop one RGB image; `seed` is not used."""
         augment, size = self._augment, self.image_size
-        crop = _cut(picture.size, augment.eval_crop, self._resized, size, augment.interpolation)
+        crop = _centre_crop(picture.size, augment.eval_crop, self._resized, size, augment.interpolation)
         return Augmented(_with_border(picture.crop(crop), size, self._fill), NO_BOX)
 
 
@@ -159,7 +159,7 @@ def _in_bytes(mean: Sequence[float]) -> tuple[int, int, int]:
 
 
 def _with_border(image_HWC: np.ndarray, size: Size, fill: tuple[int, int, int]) -> np.ndarray:
-    """The image in the centre of one of this size; as it is if it has that size."""
+    """The image, padded on all sides to this size; unchanged if it has that size."""
     height, width, _ = image_HWC.shape
     if (height, width) == size:
         return image_HWC
@@ -169,9 +169,11 @@ def _with_border(image_HWC: np.ndarray, size: Size, fill: tuple[int, int, int]) 
     return whole_HWC
 
 
-def _cut(picture_size: tuple[int, int], how: EvalCrop, to: Size, size: Size, interpolation: Interpolation) -> Crop:
-    """Resize a picture to cover `to` ("center": torchvision's Resize and CenterCrop), to be that, or to fit into it;
-    then cut out the centre of at most `size`."""
+def _centre_crop(
+    picture_size: tuple[int, int], how: EvalCrop, to: Size, size: Size, interpolation: Interpolation
+) -> Crop:
+    """Resize a picture to cover `to` ("center": torchvision's Resize and CenterCrop), to match it ("squash"), or to fit
+    into it ("border"); then crop the centre, at most `size`."""
     box, resized = (0, 0, *picture_size), (to.height, to.width)
     if how == "center":
         box, resized = _covering(*picture_size, to)

@@ -143,8 +143,15 @@ class Subset(Images):
 
 
 def match_classes(source: Images, classes: Sequence[str], *, where: str, of: str) -> Images:
-    """The source with labels that are positions in the `classes` `of` a network; a `UserError` if it has images, which
-    are `where` it says, of another class."""
+    """The source, relabelled by position in other `classes`.
+
+    Args:
+        where: the images' place, for messages.
+        of: whose classes they are, for messages.
+
+    Raises:
+        UserError: there are images of a class that is not among them.
+    """
     if source.classes == tuple(classes):
         return source
     # Purely numeric labels define all classes from 0 on, with images or without; in training they may be names.

@@ -79,10 +79,10 @@ class FileImages(Images):
 
 
 class OpenFiles:
-    """Reads pieces of files and keeps those open that were read last.
+    """Reads pieces of files, and keeps the most recently read files open.
 
-    Reads give positions instead of moving one, so processes may share what was open before a fork. A pickled copy has
-    no open files. A file that is replaced while it is open is still read as it was.
+    Each read names its position in the file, so processes may share files that were open before a fork. A pickled copy
+    has no open files. A file that is replaced while it is open is still read as it was.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class OpenFiles:
 
 
 class _File:
-    """A file, open as long as this object lives: a thread may still read what another one's read pushed out."""
+    """A file, open as long as this object lives: one thread may still read it when another evicts it from the cache."""
 
     def __init__(self, path: str) -> None:
         with open_file(path, None) as opened:
@@ -164,8 +164,10 @@ def files_below(root: str, suffixes: tuple[str, ...], *, deep: bool = True) -> I
 
 
 def walk(root: str) -> Iterator[tuple[str, os.stat_result, list[str], list[str]]]:
-    """Folders from `root` down, each once and none above it, whatever links lead there: path, status, and the names of
-    folders and files in it, without hidden ones and those of the system. Folders taken from the list are not walked.
+    """Walk folders from `root` down, each once and none above it, whatever links lead there.
+
+    Yields path, status, and the names of folders and files in it, without hidden ones and those of the system. Folders
+    that the caller removes from the list are not entered.
 
     Raises:
         OSError: one is missing or cannot be read.
@@ -306,7 +308,7 @@ def _several(labels: Sequence[object], names: Sequence[str] | None, where: str, 
 
 
 def labels_of(own: Iterable[Iterable[int]], classes: tuple[str, ...]) -> Labels:
-    """The labels of images that are each of any number of classes."""
+    """Labels of images with any number of classes each."""
     place: dict[tuple[int, ...], int] = {}
     numbers = [place.setdefault(tuple(sorted(set(each))), len(place)) for each in own]
     sets = np.zeros((len(place), len(classes)), dtype=bool)

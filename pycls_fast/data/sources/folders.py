@@ -60,7 +60,7 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
 
     def scan(folder: Path) -> Images:
         found = scan_classes(folder, cache)
-        return found if data.label_separator is None else _joined(found)
+        return found if data.label_separator is None else _merge_links(found)
 
     # Kaggle's archive.
     inner = root / "ILSVRC/Data/CLS-LOC"
@@ -116,8 +116,8 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
     return FileImages(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)
 
 
-def _joined(source: FileImages) -> Images:
-    """Each file once, by its first name, with the classes of all its names."""
+def _merge_links(source: FileImages) -> Images:
+    """Each file once, under its first name, with the classes of all its names."""
     names: dict[tuple[int, int], list[int]] = {}
     for index in range(len(source)):
         try:

@@ -167,7 +167,7 @@ class ShardCache:
             # A power cut must not leave a truncated copy under the final name.
             with draft.open("rb+") as written:
                 flush(written)
-            # Or whoever makes room would find neither name.
+            # Under the lock, or a process that makes room might find neither name.
             with self._lock():
                 draft.rename(place)
         finally:
@@ -224,7 +224,7 @@ class Fetcher:
     """Copies the shards of a rank's next batches, in the order of their first use."""
 
     def __init__(self, source: CachedShards, batches: Iterable[Sequence[int]]) -> None:
-        """`batches`: the numbers of the shards of each, without repetitions."""
+        """`batches`: the numbers of each batch's shards, without repetitions."""
         assert source.cache is not None
         self._source = source
         self._cache = source.cache
@@ -239,7 +239,7 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def step(self, consumed: int) -> None:
-        """Start and finish what can be now, when the workers have finished so many batches."""
+        """Start and finish copies; `consumed` is the number of batches that the workers have finished."""
         for number in [number for number, (_, copying) in self._running.items() if copying.done()]:
             self._finish(number, self._running.pop(number)[1].exception())
         self._look_ahead(consumed)
@@ -268,7 +268,7 @@ class Fetcher:
             draft.unlink(missing_ok=True)
 
     def _look_ahead(self, consumed: int) -> None:
-        """Needed are the shards of the next batch and of as many more as this process may have copies of."""
+        """Find the needed shards: those of the next batch, and of as many more as this process may keep copies of."""
         self._needed = {number: last for number, last in self._needed.items() if last >= consumed}
         budget = self._cache.limit / self._cache.processes
         size = sum(self._source.shard(number)[2] or 0 for number in self._needed)
@@ -298,7 +298,7 @@ def fetch_ahead(source: Images, sampler: Iterable[Sequence[tuple[int, int]]]) ->
     Yields the function to call when a batch has arrived.
 
     Args:
-        source: one without copies of shards does nothing.
+        source: if it has no copies of shards, nothing is done.
         sampler: yields the same batches of (epoch, position) in each iteration; position % len(source) is an image's
             index.
     """

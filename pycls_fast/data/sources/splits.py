@@ -22,7 +22,7 @@ def as_splits(opened: Mapping[str, Images], data: Source, *, where: str, whole: 
     without other parts is split at random, or is "all" if it stays `whole`. Labels are those of "train".
 
     Raises:
-        UserError: no training images, images without labels, or with another number of them than `data` says,
+        UserError: no training images, images without labels, several labels where `data` says one or the reverse,
             classes that "train" lacks, or folds of a dataset with a validation split; see `split_at_random`.
     """
     parts: dict[str, Images] = {}
@@ -110,9 +110,9 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
 
 
 def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.ndarray:
-    """One of the parts into which folds cut an order: a run of it, or every so many if it is `spread`."""
+    """The part of an order that is one fold: consecutive images, or every n-th one if it is `spread`."""
     number %= folds
     if spread:
         return order[number::folds]
-    # An image that comes or goes moves one image at each end of a run; of the others it would move half.
+    # An image more or less moves one image at each end of consecutive ones; of every n-th one it would move half.
     return order[number * len(order) // folds : (number + 1) * len(order) // folds]

@@ -80,7 +80,7 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     path_column, label_column = stamp["columns"]
     separator = stamp["separator"]
     if separator is not None and path_column in table and label_column not in table:
-        table |= _columns_of_marks(table, label_column)
+        table |= _labels_from_columns(table, label_column)
     if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
         table = {path_column: [], label_column: []}
@@ -102,23 +102,21 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
     return Index(given, {"classes": list(classes)}, stamp)
 
 
-# Whether an image is of the class of a column.
-_MARKS = {"0": False, "0.0": False, "False": False, "1": True, "1.0": True, "True": True}
+# How a multi-hot column says whether an image is of its class.
+_MULTI_HOT = {"0": False, "0.0": False, "False": False, "1": True, "1.0": True, "True": True}
 
 
-def _columns_of_marks(table: dict[str, Sequence[Any]], label_column: str) -> dict[str, list[list[str]]]:
-    """The labels of a table that has a column of zeros and ones for each class; empty for another one."""
-    marks = {
-        name: [_MARKS[str(value)] for value in column]
+def _labels_from_columns(table: dict[str, Sequence[Any]], label_column: str) -> dict[str, list[list[str]]]:
+    """A column of labels for a table that has a column of zeros and ones for each class; empty for other tables."""
+    columns = {
+        name: [_MULTI_HOT[str(value)] for value in column]
         for name, column in table.items()
-        if column and all(str(value) in _MARKS for value in column)
+        if column and all(str(value) in _MULTI_HOT for value in column)
     }
-    rows = zip(*marks.values(), strict=True)
-    return (
-        {label_column: [[name for name, is_true in zip(marks, row, strict=True) if is_true] for row in rows]}
-        if marks
-        else {}
-    )
+    if not columns:
+        return {}
+    rows = zip(*columns.values(), strict=True)
+    return {label_column: [[name for name, is_true in zip(columns, row, strict=True) if is_true] for row in rows]}
 
 
 def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:

@@ -185,7 +185,7 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
             # tarfile remembers all members as long as the file is open.
             tar.members.clear()  # type: ignore[attr-defined]  # not in typeshed
             if member.size < 0:
-                # The next one would be before it.
+                # The next member would begin before this one.
                 raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
             match = _KEY_AND_EXTENSION.match(member.name)
             if not member.isfile() or match is None or Path(member.name).name[0] == ".":
