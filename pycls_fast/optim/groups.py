@@ -18,11 +18,12 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BATCH_NORM)
 
 
 def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
-    """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", empty ones left out.
+    """Optimizer groups `{"name", "params", "weight_decay"}`: "decayed" and "not decayed", without empty ones.
 
-    With `layer_decay` they are split by layer, with `lr_scale = layer_decay ** (last layer - layer)` (`layers`). For an
-    optimizer that `needs_units` they are split by `hidden`, true for the matrices inside the units and every
-    convolution behind the first, but for depthwise ones (the parameters that Muon is for; Jordan et al. 2024).
+    With `layer_decay` they are split by layer, with `lr_scale = layer_decay ** (last layer - layer)`
+    (`parameter_layers`). For an optimizer that `needs_units` they are split by `hidden`, true for the matrices inside
+    the units and every convolution after the first, except depthwise ones (the parameters that Muon is for; Jordan et
+    al. 2024).
 
     Parameters that do not require a gradient are left out.
     """
@@ -36,30 +37,26 @@ def parameter_groups(network: Network, settings: Optimizer) -> list[Group]:
         "weight": True,
     }
     last = _last_layer(units, settings.layer_decay_groups)
-    layer_of = {} if settings.layer_decay is None else layers(network, units, settings.layer_decay_groups)
-    # What Muon is for: between the image and the head.
+    layer_of = {} if settings.layer_decay is None else parameter_layers(network, units, settings.layer_decay_groups)
     inside = {p for _, unit in units for p in unit.parameters()}
     for name, module in network.named_modules() if network.first_conv_name is not None else ():
         if isinstance(module, nn.Conv2d) and name != network.first_conv_name:
             inside.update(module.parameters())
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
-    for kind, parameter in _parameters(network):
-        # Channels of a depthwise convolution (C, 1, k, k) do not meet, so there is no matrix to orthogonalise; the
-        # experts' matrices (X, out, in) are several.
-        is_matrix = parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
-        hidden = settings.needs_units and kind == "weight" and is_matrix and parameter in inside
-        key = (layer_of.get(parameter, last), not hidden, not decays[kind])
-        found.setdefault(key, []).append(parameter)
+    for kind, parameter in _trained_parameters(network):
+        hidden = settings.needs_units and kind == "weight" and _is_matrix(parameter) and parameter in inside
+        found.setdefault((layer_of.get(parameter, last), hidden, decays[kind]), []).append(parameter)
     groups: list[Group] = []
-    for layer, rest, undecayed in sorted(found):
-        name = "not decayed" if undecayed else "decayed"
+    # By layer, and in each layer hidden and decayed parameters first.
+    for layer, hidden, decayed in sorted(found, key=lambda key: (key[0], not key[1], not key[2])):
+        name = "decayed" if decayed else "not decayed"
         group: Group = {
-            "params": found[layer, rest, undecayed],
-            "weight_decay": 0.0 if undecayed else settings.weight_decay,
+            "params": found[layer, hidden, decayed],
+            "weight_decay": settings.weight_decay if decayed else 0.0,
         }
         if settings.needs_units:
-            group["hidden"] = not rest
-            name = f"{'other' if rest else 'hidden'}, {name}"
+            group["hidden"] = hidden
+            name = f"{'hidden' if hidden else 'other'}, {name}"
         if settings.layer_decay is not None:
             group["lr_scale"] = settings.layer_decay ** (last - layer)
             name = f"layer {layer}, {name}"
@@ -73,13 +70,20 @@ def by_name(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
     return [{**group, "params": [name_of[parameter] for parameter in group["params"]]} for group in groups]
 
 
-def layers(model: nn.Module, units: Units, groups: int | None = None) -> dict[nn.Parameter, int]:
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether it is one matrix, or a convolution, which flattens to one.
+
+    Depthwise convolutions (C, 1, k, k) mix no channels, and an expert layer (X, out, in) has several matrices.
+    """
+    return parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
+
+
+def parameter_layers(model: nn.Module, units: Units, groups: int | None = None) -> dict[nn.Parameter, int]:
     """Each parameter's layer, as BEiT and MAE count (Bao et al. 2022; He et al. 2022, `lr_decay.py` of its code).
 
     Everything before the first unit (stem, class token, positions) is layer 0, unit i is layer i + 1, everything after
-    the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units (what makes maps
-    smaller) belongs to the layer of the one after it. "Before" refers to the order in which the model holds its
-    modules.
+    the last unit (final norm, head) is the last layer, `len(units) + 1`; anything between two units (such as
+    downsampling) belongs to the layer of the unit after it. "Before" refers to the order of the model's modules.
 
     If there are more units than `groups`, that many groups of consecutive units take the place of the units, as
     ConvNeXt divides its 36 blocks into 12 (Liu et al. 2022, `optim_factory.py` of its code).
@@ -104,8 +108,8 @@ def _last_layer(units: Units, groups: int | None) -> int:
     return 1 + (len(units) if groups is None else min(groups, len(units)))
 
 
-def _parameters(network: Network) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each trained parameter once, after its kind: "norm", "embedding", "bias" or "weight"."""
+def _trained_parameters(network: Network) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the kind ("norm", "embedding", "bias" or "weight") of each trained parameter, and the parameter, once."""
     embeddings, scales = network.embedding_names(), network.scale_names()
     seen: set[nn.Parameter] = set()
     for owner, module in network.named_modules():
@@ -130,7 +134,7 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
     Args:
         trainable: "all", "head", and names of modules or parameters, with * for any part of a name. A module stands for
             everything in it.
-        adapted: matrices and convolutions of the blocks that are not named get gradients, too, but not depthwise ones;
+        adapted: also give gradients to the blocks' matrices and convolutions that are not named, except depthwise ones;
             their names are returned.
 
     Raises:
@@ -148,11 +152,7 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
             raise unknown_part("optim.trainable", pattern, network, what=what, words=("all", HEAD))
         kept |= found
     units = [name for name, _ in network.units()] if adapted else []
-    matrices = {
-        name
-        for name, parameter in parameters.items()
-        if is_inside(name, units) and parameter.ndim in (2, 4) and min(parameter.shape[:2]) > 1
-    }
+    matrices = {name for name, parameter in parameters.items() if is_inside(name, units) and _is_matrix(parameter)}
     if adapted and not matrices - kept:
         what = "the network's blocks have no matrices besides those of optim.trainable"
         raise UserError(f"optim.lora_rank: {what}; use optim.lora_rank=null")
@@ -166,7 +166,7 @@ def freeze(network: Network, trainable: Sequence[str], *, adapted: bool = False)
 
 
 def keep_statistics(network: nn.Module) -> None:
-    """Let batch norm normalise with its running statistics in training, too, and keep them; it is trained as before."""
+    """Make batch norm use its running statistics in training, too, without updating them; its weights are trained."""
     for module in network.modules():
         if isinstance(module, BATCH_NORM):
             _keep_evaluating(module)
@@ -174,9 +174,9 @@ def keep_statistics(network: nn.Module) -> None:
 
 def _keep_evaluating(module: nn.Module) -> None:
     module.eval()
-    # Set on the object: the network's `train()` calls that of each of its modules.
-    module.train = partial(_stay, module)  # type: ignore[method-assign]
+    # The network's `train()` calls that of each of its modules. A partial: a copy of the module then returns itself.
+    module.train = partial(_ignore_mode, module)  # type: ignore[method-assign]
 
 
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+def _ignore_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return module

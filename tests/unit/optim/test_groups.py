@@ -20,7 +20,7 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network, Units
 from pycls_fast.optim.choices import AdamW, Muon
-from pycls_fast.optim.groups import Group, by_name, freeze, layers, parameter_groups
+from pycls_fast.optim.groups import Group, by_name, freeze, parameter_groups, parameter_layers
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.parallel.world import floating_buffers
 from tests.factories import small_vit
@@ -159,7 +159,11 @@ def test_layers_are_convnexts_and_timms() -> None:
     assert found == pytest.approx({name: 0.8 ** (13 - of_convnext(name)) for name in found})
     theirs = {f"network.{name}": scale for name, scale in timm_scales(model.network, 0.8).items()}
     assert scales(model, 0.8) == pytest.approx(theirs)
-    assert layers(model, model.units(), 36) == layers(model, model.units(), 50) == layers(model, model.units())
+    assert (
+        parameter_layers(model, model.units(), 36)
+        == parameter_layers(model, model.units(), 50)
+        == parameter_layers(model, model.units())
+    )
 
 
 def test_the_schedule_reaches_every_layer() -> None:
