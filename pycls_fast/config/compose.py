@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import hydra
 import yaml
@@ -102,7 +102,7 @@ class Composed:
             file = self.file(name)
             if file is not None and _has_key(file, key_there):
                 return shown_path(file)
-        # What every experiment begins with is no place for one's own values.
+        # Do not propose `base`, which all experiments begin with.
         file = self.file(next((name for name, _ in reversed(names) if name != "base"), "base"))
         if file is None and group in self.choices:
             preset = PRESETS.get(group, {}).get(self.choices[group], {})
@@ -153,7 +153,7 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by their names; the current folder is searched, too: first, unless PYTHONPATH has it.
+    """Import modules by name. The current folder is searched first, unless it is on the path already.
 
     Raises:
         UserError: there is no such module, or it fails.
@@ -286,7 +286,8 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 
 
 def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
-    """`model=NAME` without such an option as timm's model, `optim=NAME` as the class of the name; else the override."""
+    """What a short override stands for (`model=NAME`: timm's model; `optim=NAME`: a class without a file), else the
+    override itself."""
     key, _, name = override.partition("=")
     named = options(key, folders)
     is_name = name.replace("_", "").replace(".", "").isalnum() and name.lower() not in _VALUES
@@ -330,17 +331,24 @@ def readable(override: str) -> str:
     return override
 
 
-# The beginning of keys, what decides whether they are read, and when they are.
-_READ_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
+class _ReadOnlyIf(NamedTuple):
+    """Keys that begin with `prefix` are read only if the key `depends_on` has certain values."""
+
+    prefix: str
+    depends_on: str
+    is_read: Callable[[RunConfig], bool]
+
+
+_READ_ONLY_IF = (
     # `auto` may become a level that scales, on an older GPU.
-    (
+    _ReadOnlyIf(
         "precision.loss_scale",
         "precision.name",
         lambda config: config.precision.name == "auto" or LEVELS[config.precision.name].scaled,
     ),
-    ("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
-    ("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
-    ("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
+    _ReadOnlyIf("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
+    _ReadOnlyIf("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
+    _ReadOnlyIf("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
 )
 
 
@@ -352,10 +360,10 @@ def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
     """
     for override in composed.overrides:
         key, typed = key_of(override), override.lstrip("+")
-        for beginning, decides, is_read in _READ_IF:
-            if key.startswith(beginning) and key != decides and "=" in typed and not is_read(config):
-                value = functools.reduce(getattr, decides.split("."), config)
-                yield f"{typed} has no effect with {decides}={as_typed(value)}"
+        for rule in _READ_ONLY_IF:
+            if key.startswith(rule.prefix) and key != rule.depends_on and "=" in typed and not rule.is_read(config):
+                value = functools.reduce(getattr, rule.depends_on.split("."), config)
+                yield f"{typed} has no effect with {rule.depends_on}={as_typed(value)}"
     names = [] if composed.saved is not None else composed.experiments(composed.config_name)
     files = {shown_path(file) for file in map(composed.file, names) if file is not None}
     for group in ("optim", "augment"):
