@@ -1,8 +1,8 @@
-"""Settings that cannot be together: rows of one table, and what is said of them.
+"""Settings that cannot be combined: one table, and the messages about its rows.
 
-A row is (a, b, why, use): two settings, why they cannot be together, and the ways out of it. Rows with a switch that
-was not set by hand are looked at when its value on this machine is known (`switch_problems`), the others before torch
-is imported (`problems`).
+A row is (a, b, why, use): two settings, why they cannot be combined, and the ways out. Rows with a switch that was not
+set by hand are checked when its value on this machine is known (`switch_problems`), the others before torch is imported
+(`problems`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pycls_fast.values import AUTO, Size
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a configuration is used for, on which depends what it must and must not contain."""
+    """What a configuration is used for, which decides what it must and must not contain."""
 
     needs_data: bool = True
     """False if no image is read, so that `data.root` may be missing."""
@@ -34,7 +34,7 @@ class Purpose:
     scores_sets: bool = False
     """Whether `data.eval_set` is read; it is refused otherwise."""
     scores: bool = False
-    """Whether trained weights are used as they are, which must be named."""
+    """Whether trained weights are used as they are, so that `weights` must name them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Situation:
 
 
 class Fact(NamedTuple):
-    """A condition that no single value of a key is, and the key to show."""
+    """A condition that is not about the value of one key, and the key to show for it."""
 
     key: str
     holds: Callable[[Situation], bool]
@@ -86,7 +86,7 @@ class Conflict:
         return {name for section, _, name in keys if section == "speed"}
 
     def holds(self, now: Situation) -> bool:
-        """Whether both conditions are met, by a network that has the switches they name."""
+        """Whether both conditions are met, and the network has the switches that they name."""
         return all(SWITCHES[name].concerns(now.config.model.kind) for name in self.switches) and all(
             each.holds(now) if isinstance(each, Fact) else _holds(each, now) for each in (self.a, self.b)
         )
@@ -164,7 +164,7 @@ _ASKS_THE_HOST = (
     ("speed.activation_offload=cpu", "activations go through the host", "speed.activation_offload=none"),
     ("speed.param_offload=cpu", "the host updates the weights", "speed.param_offload=none"),
     ("runtime.watchdog=true", "it asks the host in every step", "runtime.watchdog=false"),
-    (_GRAPHS, "it records graphs of its own", _NOT_GRAPHS),
+    (_GRAPHS, "it records its own graphs", _NOT_GRAPHS),
 )
 
 # What a network in parts on several ranks cannot carry, by the degrees that divide it.
@@ -177,7 +177,7 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
     ("tensor expert", NOT_ELEMENTWISE, "it needs whole weights", "optim=adamw"),
     ("pipeline", KEEPS_STATE, "rank 0 describes the state of its own stage", "optim=adamw"),
     ("pipeline", "optim.trainable!=[all]", "a stage may have nothing to train", "optim.trainable=[all]"),
-    ("pipeline", "head=probe", "features are of one process", "head=small"),
+    ("pipeline", "head=probe", "one process computes the features", "head=small"),
     ("tensor", "precision.name=fp8", "float8 layers are not divided", "precision=amp_bf16"),
     ("tensor", "parallel.sync_batchnorm=true", "it would count images twice", "parallel.sync_batchnorm=false"),
     ("pipeline", "parallel.sync_batchnorm=true", "only the first stage has any", "parallel.sync_batchnorm=false"),
@@ -235,7 +235,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "speed.drop_path_compute=multiply or model.experts=0"),
     # Less memory.
     ("speed.param_offload=cpu", WHOLE_HALF,
-     "it keeps float32 weights of its own", "precision=amp_bf16 or speed.param_offload=none"),
+     "it keeps its own float32 weights", "precision=amp_bf16 or speed.param_offload=none"),
     ("speed.activation_compression=8bit", "speed.recompute=full|selective|budget",
      "blocks would run again from rounded inputs", "speed.activation_compression=none or speed.recompute=off"),
     ("speed.activation_offload=cpu", "speed.recompute=selective|budget",
@@ -306,7 +306,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
     ("optim.lora_rank!=null", HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),
     ("optim.lora_rank!=null", "speed.param_offload=cpu", "the factors are where the weights are",
      "speed.param_offload=none"),
-    ("optim.lora_rank!=null", "speed.cuda_graphs=on", "it was not tried in a recorded step", _NO_RECORDING),
+    ("optim.lora_rank!=null", "speed.cuda_graphs=on", "it has not been tested in a recorded step", _NO_RECORDING),
     ("optim.trainable!=[all]", FREEZES_NOTHING,
      "it flattens or exchanges all weights alike", "parallel=ddp or parallel=fsdp"),
     (NO_MASTERS, SHARDED, "shards are float32", "precision=bf16_params or parallel=ddp"),
@@ -381,7 +381,7 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
 
 
 def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str, str]]:
-    """What to say of a value that `of` does not divide, with the nearest ones that it does."""
+    """The problem if `of` does not divide a value, with the nearest values that it divides."""
     if value % divisor:
         below = max(value // divisor, 1) * divisor
         yield key, f"{value} is not divisible by {of}; use {below} or {below + divisor}"

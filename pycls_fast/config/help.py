@@ -122,7 +122,7 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
         usual = f"; did you mean {USUAL_KEYS[word]}?" if USUAL_KEYS.get(word) in names else ""
         near = usual or did_you_mean(word, names) or "; --help without a key lists the groups"
         raise UserError(f"--help {word}: unknown key{near}")
-    # What kinds of a group (`optim=sgd`) have in common is said once.
+    # A key that several kinds of a group (`optim=sgd`) share is described once.
     entries: dict[tuple[str, str], list[type[Section]]] = {}
     for name, section in [*named, *group]:
         entry = _line(name, section), descriptions(section)[name.rpartition(".")[2]]
@@ -135,7 +135,7 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
 
 
 def _filled(text: str, width: int, first: str = "", rest: str = "") -> str:
-    """The text in lines of at most so many characters, indented by `first` and `rest`; no word is broken."""
+    """The text in lines of at most `width` characters, indented by `first` and `rest`; no word is broken."""
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

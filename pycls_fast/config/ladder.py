@@ -91,9 +91,9 @@ class Repeats(Section):
     seconds: NonNegativeFloat = 2.0
     """The shortest timing; its warm-up lasts at least half of it."""
     numerics_steps: PositiveInt | None = 20
-    """Compare logits and gradients with float64 before training and after so many steps; null: do not."""
+    """Compare logits and gradients with float64 before training and after this many steps; null: do not."""
     jobs: PositiveInt = 1
-    """Training runs at a time; on CUDA each has GPUs of its own."""
+    """Training runs at a time; on CUDA each has its own GPUs."""
     ranks: PositiveInt = 1
     """Processes of each timing and training, unless the ladder says how many."""
     gradients: bool = True
@@ -108,7 +108,7 @@ class LadderSettings(Repeats):
     """What a ladder measures."""
 
     mode: Mode = "crossed"
-    """What is timed: each variant by itself, or on top of those before it."""
+    """What is timed: each variant alone, or on top of those before it."""
 
     @property
     def trains(self) -> bool:
@@ -126,7 +126,7 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
 
 
 def ladder_of(switches: Sequence[str]) -> Ladder:
-    """The ladder of a question about an experiment as it is, of which the named variants are to be picked.
+    """A ladder on top of an experiment as it is, from which the variants of these switches will be selected.
 
     Args:
         switches: overrides (`optim.lr=0.1`), values of groups (`precision.amp_bf16` for `precision=amp_bf16`), or names
@@ -146,7 +146,8 @@ def ladder_of(switches: Sequence[str]) -> Ladder:
 
 
 def of_switches() -> Iterator[Variant]:
-    """Every value of every switch, each by itself on the plain twins, with what it needs against what has only that."""
+    """Every value of every switch, alone on top of the plain twins; one that needs other settings is compared with a
+    variant of only those."""
     found = [
         (switch, value, (f"speed.{switch.name}={value}", *switch.needs.get(value, "").split()))
         for switch in SWITCHES.values()

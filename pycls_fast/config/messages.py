@@ -154,7 +154,7 @@ def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: I
 
 
 def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also: tuple[str, ...]) -> str:
-    """pydantic's message behind the key and before the place; of its own only where a name may have been meant."""
+    """The key, pydantic's message (or ours, if another name may have been meant), and where the value was set."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     if kind == "json_invalid":
         return f"a value cannot be read ({context['error']}); paths must be valid UTF-8"
@@ -204,7 +204,7 @@ def _unknown(
     known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]
     siblings += [] if parent else also
     near = nearest(name, siblings)
-    # The key may have its name of another project, or exist under another group.
+    # The key may have another project's name, or exist in another group.
     elsewhere = [k for k in sorted(known) if k.rpartition(".")[2] == name and k != key]
     meant = [USUAL_KEYS.get(name), near and f"{parent}.{near}".lstrip("."), *elsewhere]
     found = next((each for each in meant if each in known or each in also), None)

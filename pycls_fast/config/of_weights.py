@@ -1,4 +1,4 @@
-"""What weights say of themselves: the configuration that a run saved with them, and the model that they are of."""
+"""What is saved with weights: the configuration of the run, and the model that they belong to."""
 
 from __future__ import annotations
 

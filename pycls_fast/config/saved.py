@@ -52,8 +52,8 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The values of a saved configuration without those that count only where they are typed: modules, and folders of
-    caches. It may be a stranger's.
+    """The values of a saved configuration, which may be a stranger's, without those that are used only if they are
+    typed: modules to import, and folders of caches.
 
     Args:
         given: the values on the command line by key.
@@ -70,7 +70,7 @@ def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({}))
         source = given.get("data.source", data.get("source"))
         for key in ("root", "train", "val"):
             place = str(data.get(key) or "")
-            what = None if f"data.{key}" in given else _acts(place, str(source), is_root=key == "root")
+            what = None if f"data.{key}" in given else _not_just_read(place, str(source), is_root=key == "root")
             if what is not None:
                 lines.append(
                     f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
@@ -82,8 +82,8 @@ def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({}))
 _CACHES = ("index_cache", "shard_cache", "shard_cache_gib")
 
 
-def _acts(place: str, source: str, *, is_root: bool) -> str | None:
-    """What a place in `data` is, besides files to be read."""
+def _not_just_read(place: str, source: str, *, is_root: bool) -> str | None:
+    """What a place in `data` is if using it does more than read files: downloads or writes some; else None."""
     if "://" in place:
         return "an address"
     if not is_root or not place:
@@ -96,7 +96,7 @@ def _acts(place: str, source: str, *, is_root: bool) -> str | None:
 
 
 def _not_imported(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """A line if saved values name modules that this process has not imported; those that it has run nothing more."""
+    """A line if saved values name modules that this process has not imported; importing others runs no further code."""
     names = [name for name in module_names(values) if name not in sys.modules]
     if names:
         yield (
@@ -122,7 +122,7 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     """
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
-        raise UserError(f"{saved.file}: {key}: is resolved by nobody in a saved configuration; write its plain value")
+        raise UserError(f"{saved.file}: {key}: is not resolved in a saved configuration; write its plain value")
     given = typed_values(long_name(override, [CONFIGS]) for override in overrides)
     found = as_data(saved, given)
     # speed comes last: its file meta2022 chooses those of other groups.

@@ -81,8 +81,8 @@ class Optimizer(Choice, key="optim"):
     """A layer's learning rate divided by the next layer's (BEiT, MAE); null: one rate for all; auto: 0.75 for networks
     of blocks without batch norm, else null."""
     layer_decay_groups: PositiveInt | None = None
-    """The most layers of layer_decay: more blocks than that are joined into groups of consecutive ones (ConvNeXt);
-    null: each block is a layer."""
+    """The largest number of layers for layer_decay: more blocks than that are joined into groups of consecutive ones
+    (ConvNeXt); null: each block is a layer."""
     accumulation_steps: PositiveIntOrAuto = Field("auto", validate_default=True)
     """The number of microbatches that a rank computes one after the other in each step; auto: the fewest with which a
     step fits into the device's memory (runtime.device_memory), on a CPU 1."""
@@ -101,7 +101,7 @@ class Optimizer(Choice, key="optim"):
     ema_warmup: bool = True
     """Average with a smaller decay at first, so that the initial values are forgotten."""
     ema_every_steps: PositiveInt = 1
-    """Update the average after so many steps."""
+    """Update the average once in this many steps."""
 
     @property
     def microbatches(self) -> int:
@@ -294,7 +294,7 @@ class Muon(_Moments, name="muon"):
 
     compilable = ("loop",)
     needs_units = True
-    # Two for the parameters that it leaves to AdamW.
+    # The parameters that it leaves to AdamW have two.
     copies = 1.0
 
     momentum: Rate = 0.95
@@ -310,7 +310,7 @@ class Muon(_Moments, name="muon"):
         import timm.optim
 
         # Without Nesterov the other parameters get AdamW; with it timm would give them NAdamW.
-        # Of the hidden ones timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
+        # For hidden parameters timm's `eps` is the least norm in the Newton-Schulz iteration, not AdamW's.
         kinds: dict[bool, dict[str, Any]] = {
             True: {"use_muon": True, "nesterov": self.nesterov, "eps": 1e-7},
             False: {"use_fallback": True, "nesterov": False},
@@ -436,5 +436,5 @@ class AsymmetricSigmoidLoss(Loss, name="asymmetric"):
 
 
 def _flags(implementation: str) -> dict[str, bool]:
-    # Both flags are explicit: with None torch would choose by itself.
+    # Both flags are explicit: given None, torch would choose.
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}

@@ -24,7 +24,7 @@ class Ema:
         decay: `d`, per optimizer step.
         warmup: raise the decay to its value over the first updates.
         implementation: "loop" or "foreach".
-        every: update only every so many steps, with decay `d ** every`, which keeps the average's time span in steps
+        every: update once in this many steps, with decay `d ** every`, which keeps the average's time span in steps
             (Busbridge et al., How to Scale Your EMA, 2023). Cheaper, and up to `every - 1` steps behind when read.
     """
 

@@ -45,10 +45,10 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set every group's learning rate, multiplied by the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
-        _set(group, lr * group.get("lr_scale", 1.0))
+        _set_group_lr(group, lr * group.get("lr_scale", 1.0))
 
 
-def _set(group: dict[str, Any], lr: float) -> None:
+def _set_group_lr(group: dict[str, Any], lr: float) -> None:
     # Compiled and captured steps read this tensor, so it is changed in place.
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
@@ -152,7 +152,7 @@ class HostOptimizer(Optimizer):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            _set(inner, group["lr"])
+            _set_group_lr(inner, group["lr"])
         self.inner.step()
         for parameter, copy in self._pairs():
             if parameter.grad is not None:

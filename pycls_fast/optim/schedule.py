@@ -27,7 +27,7 @@ class Schedule(Choice, key="schedule", default="cosine"):
     epochs: PositiveIntOrAuto = 100
     """The length of the run; auto: 160 steps, but 10 to 50 epochs."""
     max_steps: NonNegativeInt | None = None
-    """Stop after so many steps, without changing the curve; null: at the end of the epochs; 0: only fit the head and
+    """Stop after this many steps, without changing the curve; null: at the end of the epochs; 0: only fit the head and
     evaluate (head=probe)."""
     warmup_epochs: EpochsOrAuto = 5.0
     """The length of the warm-up; auto: a tenth of the epochs, at most 2."""
@@ -39,14 +39,14 @@ class Schedule(Choice, key="schedule", default="cosine"):
     """Where the curve begins: where the warm-up ends, or at the first step, where the warm-up replaces its beginning
     (timm; nearly pycls')."""
     early_stopping_evals: PositiveInt | None = None
-    """End the run when the best evaluation is so many evaluations old; null: never."""
+    """End the run after this many evaluations without a new best one; null: never."""
     best_metric: Literal["top1", "class_top1", "map", "loss"] = "top1"
     """What makes an evaluation the best one, also for checkpoints/best and summary.json: top-1, the mean of the
-    classes' accuracies, that of their average precisions (where images have several labels), or the loss. Of equal ones
-    it is the first."""
+    classes' accuracies, that of their average precisions (where images have several labels), or the loss. The first of
+    equal ones counts."""
     best_tolerance: NonNegativeFloat = 0.0
-    """Of evaluations whose accuracy is within so many of its standard errors of the highest, the last is the best one:
-    few validation images tell good epochs from lucky ones badly."""
+    """Among evaluations whose accuracy is within this many of its standard errors of the highest, the last is the best
+    one: few validation images cannot tell good epochs from lucky ones."""
 
     def curve(self, step: int, steps: int, steps_per_epoch: int) -> float:
         """The share of the highest learning rate at `step` of `steps`, both counted from where the curve begins."""

@@ -1,4 +1,4 @@
-"""The weights that an optimizer owns, wherever they are, in the form that checkpoints hold; parts of sharded ones."""
+"""The weights that an optimizer updates, in the form in which checkpoints hold them; a rank's parts of sharded ones."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 class OwnedWeights:
-    """What the optimizer owns: here the network's own parameters, sharded or not; subclasses have what stands for them.
+    """The weights that the optimizer updates: the network's own parameters, sharded or not; in subclasses other tensors
+    in their place.
 
-    Checkpoints hold the network's own names and shapes, whatever is owned: `state_dict`, `optimizer_state` and `split`
-    convert to that form, and `load_state_dict`, `load_optimizer_state` and `join` from it.
+    Checkpoints always hold the network's own names and shapes: `state_dict`, `optimizer_state` and `split` convert to
+    that form, and `load_state_dict`, `load_optimizer_state` and `join` from it.
 
     Args:
         model: has to keep its tensors in place.
@@ -70,7 +71,7 @@ class OwnedWeights:
         """Update the network after tensors of `live` were changed by hand."""
 
     def take_gradients(self) -> None:
-        """Add the network's gradients to those of the owned weights, if these are other tensors, and clear them."""
+        """If the owned weights are other tensors, add the network's gradients to theirs and clear the network's."""
 
     def copy_to_model(self) -> None:
         """Update the network after the optimizer's step."""
@@ -108,8 +109,8 @@ class OwnedWeights:
 class LocalShards(OwnedWeights):
     """A sharded network's parameters as plain tensors: each rank's own part, in the same memory.
 
-    For optimizers that work element by element. On DTensors every operation, and every tensor of a fused one, first
-    finds the layout of its result, which takes the host longer than the update takes the device
+    For optimizers that work element by element. On DTensors, the host determines the layout of each operation's result
+    (of a fused one, for each tensor), which takes longer than the update takes the device
     (`benchmarks/optimizers.py --sharded`). The model is sharded by `fully_shard`, and has memory.
     """
 
@@ -150,7 +151,7 @@ class LocalShards(OwnedWeights):
         super().load_optimizer_state(optimizer, parts)
 
     def _like(self, name: str, value: Any) -> Any:
-        """What has the shape of a parameter's local part, as a DTensor that is sharded like the parameter."""
+        """A value with the shape of a parameter's local part, as a DTensor that is sharded like the parameter."""
         if not isinstance(value, Tensor) or value.shape != self._local[name].shape:
             return value
         whole: Any = self._sharded[name]
@@ -172,7 +173,7 @@ class _Adapted:
         self.base = weight.detach().flatten(1).clone()
         outputs, inputs = self.base.shape
         down = torch.empty(rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
-        # With zeros on one side training begins with the network as it is.
+        # With zeros in one factor, training begins with the network as it is.
         self.factors = {
             "down": nn.Parameter(down.to(self.base)),
             "up": nn.Parameter(self.base.new_zeros(outputs, rank)),
@@ -191,7 +192,7 @@ class _Adapted:
         weight.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint has besides the weight itself, from which the base would not come back to the bit."""
+        """What a checkpoint holds besides the weight, from which the base could not be restored to the bit."""
         return {"base": self.base, **self.factors}
 
 
@@ -202,10 +203,10 @@ class LowRank(OwnedWeights):
 
     Args:
         model: on its device; the weights to adapt require gradients.
-        names: theirs.
+        names: those of the weights to adapt.
         rank: R.
         seed: for the initial values, the same on every rank.
-        at_once: gradients are taken as soon as they are there; otherwise ranks exchange them first.
+        at_once: take each gradient as soon as it is computed; otherwise ranks exchange gradients first.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], rank: int, *, seed: int, at_once: bool) -> None:
