@@ -39,7 +39,8 @@ def test_what_help_prints_can_be_typed(tool: Tool, name: str) -> None:
     page = help_text(options, [CONFIGS]).rpartition("adds a folder")[2]
     printed = re.findall(r"^  (\w+=\S+)", page, flags=re.MULTILINE)
     assert len(printed) == len(options.model_fields)
-    status, lines, calls = tool(*printed, options=options)
+    weights = ["weights=timm:NAME"] if options.purpose.scores else []
+    status, lines, calls = tool(*printed, *weights, options=options)
     assert (status, lines) == (0, [])
     assert dict(calls[0][1]) == dict(options())
 
