@@ -36,7 +36,7 @@ from pycls_fast.config import load_config
 from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.activations import materialise
-from pycls_fast.plan.cluster import Accelerator, Kernels, Measured, errors, fitted
+from pycls_fast.plan.cluster import Accelerator, Kernels, TimedWork, errors, fitted
 from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import USABLE
 from pycls_fast.plan.operators import CountWork, LiveMemory, Work
@@ -196,11 +196,13 @@ def time_lines(known: list[Table], apart: list[Errors]) -> Iterator[str]:
     for name, accelerator, compiled, rows in known:
         families = sorted({row.family for row, _ in rows})
         used = set(random.Random(0).sample(families, len(families) // 2))
-        halves: tuple[list[Measured], list[Measured]] = ([], [])
+        halves: tuple[list[TimedWork], list[TimedWork]] = ([], [])
         grouped: tuple[list[bool], list[bool]] = ([], [])
         for row, traced in rows:
             kernels, half = traced.kernels(row.batch), row.family not in used
-            halves[half].append((partial(Accelerator.seconds, kernels=kernels, compiled=compiled), row.seconds))
+            halves[half].append(
+                TimedWork(partial(Accelerator.seconds, kernels=kernels, compiled=compiled), row.seconds)
+            )
             grouped[half].append(bool({"grouped", "direct"} & set(kernels.kinds)))
         made = fitted(replace(accelerator, **START), halves[0])
         constants(name, made)
@@ -244,13 +246,13 @@ class Published:
     speeds: Mapping[int, tuple[int, int]]
     precision: str = "amp_bf16"
 
-    def measured(self) -> dict[int, Measured]:
+    def measured(self) -> dict[int, TimedWork]:
         """The seconds of a step, predicted and published, by the number of GPUs."""
-        found: dict[int, Measured] = {}
+        found: dict[int, TimedWork] = {}
         for ranks, (images, speed) in self.speeds.items():
             layout = Layout(replicate=ranks, precision=self.precision)
             search = searched(f"{self.device}x{ranks}", self.config, images, self.settings)
-            found[ranks] = partial(seconds, search, layout), images * ranks / speed
+            found[ranks] = TimedWork(partial(seconds, search, layout), images * ranks / speed)
         return found
 
 

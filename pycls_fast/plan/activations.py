@@ -147,7 +147,8 @@ class Activations:
         moments = []
         for moment in self.moments:
             at, done = moment.begins, moment.done
-            if at not in units if at is not None else not ((first and done == 0) or (last and done == units.stop)):
+            is_end = (first and done == 0) or (last and done == units.stop)
+            if not (is_end if at is None else at in units):
                 continue
             extra = 0 if first else received * (moment.backward or at != units.start) - before
             extra += sent * moment.backward

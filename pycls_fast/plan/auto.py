@@ -30,8 +30,8 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     - `optim.layer_decay`, `optim.batch_norm`: see the schema.
     - `schedule.warmup_epochs`: a tenth of the epochs, at most 2.
     - `data.global_batch_size`: the largest power of two up to 64 that gives an epoch at least 4 steps, but at least 2
-      images per rank and microbatch if there are so many. (With 3 ranks 3 times a power of two, and so on.)
-      If `optim.accumulation_steps` is a number, half as often as a step does not fit into the device's memory.
+      images per rank and microbatch if there are enough. (With 3 ranks 3 times a power of two, and so on.)
+      If `optim.accumulation_steps` is a number, it is halved until a step fits into the device's memory.
     - `runtime.eval_every_epochs`: at most 20 evaluations in all.
     - `optim.accumulation_steps`: see `with_accumulation`.
 
@@ -68,7 +68,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
 
 
 def epochs_of(images: int, batch: int) -> int:
-    """What `schedule.epochs=auto` means for so many training images."""
+    """What `schedule.epochs=auto` means for this number of training images."""
     low, high = _EPOCHS
     steps_per_epoch = max(images // batch, 1)
     return min(max(-(-_STEPS // steps_per_epoch), low), high)

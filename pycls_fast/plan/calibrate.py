@@ -29,19 +29,19 @@ from pycls_fast.data.decoders import DECODERS
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.tensor import divide
-from pycls_fast.plan.cluster import Accelerator, Kernels, Measured, fitted
+from pycls_fast.plan.cluster import Accelerator, Kernels, TimedWork, fitted
 from pycls_fast.plan.memory_plan import group
 from pycls_fast.plan.operators import EXCHANGES, CountWork
 
-# Bytes of the exchanges that are timed, and how often each is.
+# Bytes of the exchanges that are timed, and the number of timings of each.
 _SIZES, _REPEATS = (2**12, 2**24), 7
-# Width and images of the block that two ranks divide, and passes that are timed together: those in which the ranks meet
-# very late count, too.
+# Width and images of the block that two ranks divide, and the passes that are timed together: passes for which a rank
+# comes very late must count, too.
 _BLOCK, _PASSES = (384, 18), 10
 
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The median of a function's times, after one that does not count."""
+    """The median time of a function, after a first run that does not count."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -116,7 +116,7 @@ def measured(device: torch.device) -> Accelerator:
         torch.set_float32_matmul_precision("highest")
 
 
-def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured:
+def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> TimedWork:
     layer, features = layer.to(device), features.to(device).requires_grad_()
     gradient = torch.ones_like(layer(features))
 
@@ -126,11 +126,11 @@ def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> Measured
     run()
     with CountWork() as found:
         run()
-    return partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device)
+    return TimedWork(partial(Accelerator.seconds, kernels=Kernels.of(found.found)), seconds(run, device))
 
 
 def _block_passes(width: int, images: int, mesh: DeviceMesh | None = None) -> Callable[[], None]:
-    """What runs a ViT's block of 16 tokens, or this rank's part of it, some times forwards and backwards on the CPU."""
+    """A function that runs a ViT's block of 16 tokens, or this rank's part of it, forwards and backwards on the CPU."""
     network = VisionTransformer(
         image_size=32, patch_size=8, width=width, depth=1, heads=2, mlp_width=2 * width, num_classes=2
     )
@@ -147,7 +147,7 @@ def _block_passes(width: int, images: int, mesh: DeviceMesh | None = None) -> Ca
 
 
 def dispatch() -> float:
-    """Seconds that the host thinks about each kernel of a small block that ranks divide, besides a whole one's."""
+    """Additional seconds of the host for each kernel of a small block, if ranks divide the block."""
     device = torch.device("cpu")
     whole = seconds(_block_passes(64, 1), device)
     with group({"tensor": 2}, None) as mesh:
@@ -159,7 +159,7 @@ def dispatch() -> float:
 
 
 def images_per_core() -> float:
-    """JPEGs of 500 x 375 pixels and 110 kB, as ImageNet's, that a core decodes, crops and resizes in a second."""
+    """How many JPEGs of 500 x 375 pixels and 110 kB, like ImageNet's, a core decodes, crops and resizes in a second."""
     noise_HWC = np.random.default_rng(0).integers(0, 256, (125, 166, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise_HWC).resize((500, 375)).save(file, "jpeg", quality=90)
@@ -197,7 +197,7 @@ def _exchange(rank: int, file: str, backend: str, found: Any) -> None:
 
 
 def links() -> dict[str, Any]:
-    """The fields of a `Cluster` that say how two ranks of this machine exchange; of one GPU, two processes."""
+    """The fields of a `Cluster` for exchanges between two GPUs of this machine; with fewer, between two processes."""
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with mp.Manager() as manager, TemporaryDirectory() as folder:
         found = manager.dict()
@@ -205,11 +205,11 @@ def links() -> dict[str, Any]:
         timed = dict(found)
     small, large = (timed[size] for size in _SIZES)
     more = {name: max(large[name] - small[name], 1e-9) for name in small}
-    # An all-reduce of two ranks sends its size once and takes two hops; by itself each half of it may take longer.
+    # An all-reduce of two ranks sends its size once and takes two hops; each half of it alone may take longer.
     inside, hop = (_SIZES[1] - _SIZES[0]) / more["reduce"], small["reduce"] / 2.0
     gathers = more["reduce"] / (more["gather"] + more["scatter"])
     if backend == "gloo":
-        # A CPU's ranks that have computed meet late: on two cores after 3 ms, where nothing before makes it 0.3 ms.
+        # On a CPU, ranks that have just computed meet late: on two cores after 3 ms, without computation after 0.3 ms.
         with group({"tensor": 2}, None) as mesh:
             alone = seconds(_block_passes(*_BLOCK, mesh["tensor"]), torch.device("cpu"))
         late, exchanged = timed["block"] - alone, timed["exchanged"]
@@ -230,7 +230,7 @@ def calibrate(file: Path) -> str:
     per_node = 4 * ranks if device.type == "cpu" else ranks
     cluster = {"accelerator": "here", "per_node": per_node, "jitter": 0.0, "cores": cores()}
     cluster |= exchanges | {"images_per_core": images}
-    # Through JSON, whose names are text, as the reader wants them.
+    # Through JSON, which turns names into text, as the reader expects.
     entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
     text = yaml.safe_dump(entry, sort_keys=False)
     file.write_text(text, encoding="utf-8")

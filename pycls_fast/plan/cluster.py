@@ -1,8 +1,8 @@
-"""How long kernels take on a device, and exchanges on a cluster; both by their names in `clusters.yaml`, or in a file
+"""How long kernels take on a device, and exchanges on a cluster. Both are described in `clusters.yaml`, or in a file
 that `plan calibrate` wrote.
 
-A product takes the longer of its arithmetic, by the share of its tiles that is used, and of its bytes, on a CPU both;
-everything else takes its bytes.
+A product takes the time of its arithmetic, which depends on how full its tiles are, or of its memory traffic, whichever
+is longer; on a CPU it takes both. Everything else takes the time of its memory traffic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ from pycls_fast.values import NonNegativeFloat, PositiveFloat, PositiveInt, Rate
 
 _Numbers = NDArray[np.float64]
 
-# Rows and columns of a product that a multiprocessor computes at a time; the depth that costs as much as its start; the
-# least depth of a part if few tiles are split along it. As in cuBLAS's large kernels; not fitted.
+# Rows and columns of a product's tile, which a multiprocessor computes at a time; the depth that takes as long as
+# starting a tile; the least depth of a part if few tiles are split along it. As in cuBLAS's large kernels; not fitted.
 _TILE, _START, _LEAST_DEPTH = 128, 64, 256
 PRODUCTS = ("product", "convolution", "grouped", "direct", "attention")
 _NUMBERS = ("bytes", "count", "m", "n", "k")
@@ -74,16 +74,16 @@ class Accelerator:
     Attributes:
         memory: bytes.
         device: "cuda" or "cpu".
-        flops: FLOP/s of dense products, by bytes of an element; on GPUs that have TF32, those of 4 bytes are in it.
-        float32: those of float32 without TF32, if they are others.
+        flops: FLOP/s of dense products, by the bytes of an element; for 4 bytes in TF32, on GPUs that have it.
+        float32: FLOP/s of float32 without TF32, if that is different.
         bandwidth: bytes/s, read and written.
         units: multiprocessors; 1: tiles do not matter (a CPU).
         efficiency: the share of `flops` that each kind of product reaches with full tiles, of `bandwidth` that "pass"
-            and "depthwise" reach, and of `float32` that depthwise convolutions reach with their "taps": the least for
-            any product, however narrow.
-        kernel: seconds that every kernel takes besides.
-        launch: seconds of the host for each kernel; eager code takes at least their sum, on a CPU so much more.
-        dispatch: the same in layers that ranks divide: of DTensors.
+            and "depthwise" reach, and of `float32` that the arithmetic of depthwise convolutions reaches ("taps"),
+            which no product falls below, however narrow.
+        kernel: seconds added to every kernel.
+        launch: seconds of the host for each kernel: eager code takes at least their sum, on a CPU that much more.
+        dispatch: additional seconds of the host for each kernel in layers that ranks divide, for DTensors.
         fused: the share of a pass's bytes that compiled code moves.
     """
 
@@ -120,7 +120,7 @@ class Accelerator:
         rate = np.array([self.flops[min(max(int(size), 2), 4)] for size in kernels.itemsize])
         with np.errstate(invalid="ignore", divide="ignore"):
             rate *= share * np.where(kinds == "direct", 1.0, self._used(count, m, n, k))
-            # Depthwise convolutions do not run on the units for products, and what would leave these empty need not.
+            # Depthwise convolutions do not use the units for products; products that would leave these empty need not.
             taps = (self.float32 or self.flops[4]) * self.efficiency.get("taps", 1.0)
             rate = np.where(is_depthwise, taps, np.maximum(rate, taps))
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
@@ -142,18 +142,21 @@ class Accelerator:
         return used
 
 
-# A measurement: what says its seconds by the accelerator, and the seconds that it took.
-Measured = tuple[Callable[[Accelerator], float], float]
+class TimedWork(NamedTuple):
+    """A measurement, and what predicts it for an accelerator."""
+
+    predict: Callable[[Accelerator], float]
+    seconds: float
 
 
-def fitted(accelerator: Accelerator, rows: Sequence[Measured]) -> Accelerator:
+def fitted(accelerator: Accelerator, rows: Sequence[TimedWork]) -> Accelerator:
     """The accelerator whose efficiencies and seconds for a kernel explain measurements best.
 
     Args:
         accelerator: where the search begins; what its `efficiency` does not name is not fitted.
 
     Returns:
-        the same with other constants; logarithms of the ratios have a robust loss, and the start has some weight.
+        the same with other constants. The loss is robust, of the logarithms of the ratios; the start has some weight.
     """
     from scipy.optimize import least_squares
 
@@ -175,16 +178,16 @@ def fitted(accelerator: Accelerator, rows: Sequence[Measured]) -> Accelerator:
     return made(found.x)
 
 
-def errors(accelerator: Accelerator, rows: Iterable[Measured]) -> _Numbers:
+def errors(accelerator: Accelerator, rows: Iterable[TimedWork]) -> _Numbers:
     """Predicted over measured seconds, minus 1."""
-    return np.array([predicted(accelerator) / measured - 1.0 for predicted, measured in rows])
+    return np.array([row.predict(accelerator) / row.seconds - 1.0 for row in rows])
 
 
 _FILE = Path(__file__).with_name("clusters.yaml")
 
 
 class Links(Section):
-    """What a file says of a cluster's nodes and of the links between its ranks, one for each accelerator."""
+    """The nodes of a cluster and the links between its ranks, of which each accelerator has one, as in a file."""
 
     per_node: PositiveInt
     """Ranks of a node."""
@@ -197,15 +200,15 @@ class Links(Section):
     jitter: Rate
     """The share of the speed lost at each doubling of the nodes."""
     cores: PositiveInt
-    """Those of a node."""
+    """CPU cores of a node."""
     images_per_core: PositiveFloat
-    """Images/s that one of them decodes and augments."""
+    """Images/s that a core decodes and augments."""
     gathers: PositiveFloat = 1.0
-    """The share of that speed that all-gathers and reduce-scatters have (gloo: about half)."""
+    """The speed of all-gathers and reduce-scatters as a share of all-reduce's (gloo: about half)."""
 
 
 class Cluster(Links):
-    """So many ranks with their links."""
+    """A number of ranks with their links."""
 
     accelerator: Accelerator
     ranks: PositiveInt
@@ -216,7 +219,7 @@ class Cluster(Links):
         return -(-self.ranks // self.per_node)
 
     def gather(self, size: float, members: int, *, apart: int = 1) -> float:
-        """Seconds in which members gather `size` bytes, each its share, or reduce and scatter them (a ring).
+        """Seconds of an all-gather or reduce-scatter of `size` bytes in all, in a ring.
 
         Args:
             members: ranks of the group.
@@ -237,17 +240,17 @@ class Cluster(Links):
     def _crossing(self, members: int, apart: int) -> tuple[int, float]:
         """The nodes of a group, and the bytes/s of its slowest link."""
         nodes = min(max(math.ceil(members * apart / self.per_node), 1), members)
-        # Of a node's network each of the groups that cross it at once has a part.
+        # The groups that cross a node's network at once share it.
         per_group = self.network / min(apart, self.per_node)
         return nodes, min(self.inside, per_group) if nodes > 1 else self.inside
 
     def reduce(self, size: float, members: int, *, apart: int = 1) -> float:
-        """Seconds of an all-reduce of `size` bytes: reduced and scattered, then gathered, in a ring or, if that is
-        sooner, in NCCL's trees: chains within nodes, binary across them."""
+        """Seconds of an all-reduce of `size` bytes, in a ring or, if that is faster, in NCCL's trees: chains within
+        nodes, binary across them."""
         return 2.0 * min(self._ring(size, members, apart), self._tree(size, members, apart))
 
     def send(self, size: float, *, apart: int) -> float:
-        """Seconds in which a rank sends `size` bytes to one so far away."""
+        """Seconds in which a rank sends `size` bytes to the rank at distance `apart`."""
         crosses = apart >= self.per_node
         # All ranks of a node send at once.
         bandwidth = min(self.inside, self.network / self.per_node) if crosses else self.inside
@@ -273,7 +276,7 @@ class Constants(Section):
 
 @cache
 def constants(file: Path = _FILE) -> Constants:
-    """Those of a file.
+    """The constants in a file.
 
     Raises:
         UserError: it cannot be read, or one line per mistake in it.
@@ -300,7 +303,7 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME.
 
     Args:
-        memory: bytes of each rank; None: what the file says, of which a CPU's ranks have a part each.
+        memory: bytes of each rank; None: what the file says, which a CPU's ranks share.
 
     Raises:
         UserError: there is no such cluster or file.
@@ -308,7 +311,7 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     path, ending, name = text.rpartition(".yaml:")
     file = user_path(path + ".yaml") if ending else _FILE
     known, found = constants(file).clusters, re.fullmatch(r"(.*)x([1-9]\d*)", name)
-    # rtx3090 ends as with a number.
+    # The name rtx3090 looks as if it ended in a number of ranks.
     kind, ranks = (name, 1) if name in known or found is None else (found[1], int(found[2]))
     one_of("cluster", kind, known, more=", with a number: h100x64")
     settings = known[kind]
@@ -321,5 +324,5 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
 
 
 def interval(what: str) -> tuple[float, float]:
-    """The least and the most of measured over predicted "seconds", "cpu_seconds" or "memory" in 90% of the cases."""
+    """The ratios of measured to predicted "seconds", "cpu_seconds" or "memory" between which 90% of the cases lie."""
     return constants().intervals[what]

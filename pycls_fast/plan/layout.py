@@ -8,7 +8,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.strategies import HALVING, ScheduleName
 
 _DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
-# What a layout decides, if the configuration already has it.
+# Resets the settings that a layout decides.
 UNDIVIDED = {
     "name": "auto", "shard_degree": None, "replicate_degree": None,
     "tensor_degree": 1, "expert_degree": 1, "pipeline_degree": 1,
@@ -37,12 +37,12 @@ class Layout:
 
     @property
     def sums(self) -> int:
-        """How often in a step FSDP adds up gradients: in a stage after the last microbatch only."""
+        """How often FSDP reduces gradients in a step: after each microbatch, in a pipeline only after the last."""
         return self.accumulation if self.pipeline == 1 else 1
 
     @property
     def values(self) -> dict[str, dict[str, object]]:
-        """The settings of the run, also those that the configuration may have otherwise."""
+        """The settings of the run, including those that reset what the configuration may say."""
         parallel: dict[str, object] = dict(UNDIVIDED)
         if self.shard > 1 or self.tensor > 1:
             parallel["name"] = "fsdp"
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def overrides(self) -> list[str]:
-        """The same as a command line has them."""
+        """`values` as overrides of a command line."""
         return [
             f"{group if key == 'name' else f'{group}.{key}'}={as_typed(value)}"
             for group, values in self.values.items()

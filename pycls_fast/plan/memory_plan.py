@@ -51,7 +51,7 @@ from pycls_fast.values import AUTO, Size
 _CPU = torch.device("cpu")
 # Of the device's memory: libraries and communication take some, the allocator wastes some.
 USABLE = 0.92
-# What a CPU cannot run, or fake tensors cannot, and what keeps as much or (skipped samples) a little more.
+# Replaces what a CPU or fake tensors cannot run by what keeps as much memory, or (skipped samples) a little more.
 _INSTEAD = {
     ("attention", "sdpa_efficient"): "sdpa",
     ("attention", "sdpa_cudnn"): "sdpa",
@@ -66,11 +66,11 @@ _RANKS = (2, 4, 8, 16, 32, 64)
 class MemoryPlan:
     """What a step of a configuration needs, on one of a number of ranks.
 
-    Code that is compiled is taken for eager code, which keeps more; with an activation budget, for that share of it.
+    Compiled code is planned as eager code, which keeps more; with an activation budget, as that share of it.
 
     Attributes:
         config: with a precision and a global batch; `optim.accumulation_steps` may be `auto`.
-        world: the ranks, divided as the configuration says; without process groups, none has to be there.
+        world: the ranks, divided as the configuration says; a world without process groups may be imagined.
         classes: outputs, if `model.num_classes` does not say.
     """
 
@@ -80,14 +80,14 @@ class MemoryPlan:
 
     @classmethod
     def imagined(cls, config: RunConfig, device: torch.device, ranks: int = 1, classes: int = 1000) -> MemoryPlan:
-        """The plan of ranks that are not there."""
+        """The plan for ranks that do not exist."""
         parallel = config.parallel
         world = World(0, ranks, device, tensor=parallel.tensor_degree, pipeline=parallel.pipeline_degree)
         return cls(config, world, classes)
 
     @cached_property
     def switches(self) -> Speed:
-        """The run's, as far as a CPU with fake tensors can follow."""
+        """The run's switches, as far as a CPU with fake tensors can run them."""
         chosen = switches(self.config, self.world.device)
         return chosen.replace(**{name: _INSTEAD.get((name, value), value) for name, value in chosen.values().items()})
 
@@ -109,15 +109,15 @@ class MemoryPlan:
 
     @cached_property
     def unit_sizes(self) -> tuple[Sizes, list[Sizes], Sizes]:
-        """Those of what is before the blocks, of each block, and of the rest: this rank's parts."""
+        """This rank's sizes: of what comes before the blocks, of each block, and of the rest."""
         config, optim = self.config, self.config.optim
         model = (config.model.model_dump_json(), config.data.image_size, self.classes)
         key = (*model, optim.trainable, optim.lora_rank, self.world.tensor)
-        # One that was given from Python may be another one next time.
+        # A network given from Python may be a different one next time.
         if key not in _sizes or config.model.kind == "given":
             network = self._network()
             freeze(config, network)
-            # Experts, which shards divide further, count as whole ones.
+            # All experts count: the shards that divide them are taken into account later.
             with self._divided(network, "tensor"):
                 places = [*network.ends()[0], *(name for name, _ in network.units())]
                 found: dict[str, list[Tensor]] = {}
@@ -161,14 +161,14 @@ class MemoryPlan:
         is_half = precision.weights != "float32"
         name = config.parallel.strategy(self.world.size)
         if self.world.pipeline > 1 and STRATEGIES[name].replicates:
-            # Stages exchange gradients when all are there, without buckets.
+            # Stages exchange gradients after the last microbatch, without buckets.
             name = "single"
         # fsdp and hsdp gather weights in autocast's format.
         narrow = is_half or (STRATEGIES[name].has_dtensors and precision.autocast is not None and not precision.float8)
         return Copies(
             strategy=name,
             degree=self._degree(name),
-            # Of adapted weights there is the initial value; the rest is small.
+            # With LoRA the optimizer keeps the initial value of each adapted weight; the rest is small.
             state_copies=config.optim.state_copies if config.optim.lora_rank is None else 1.0,
             reshard_after_forward=config.parallel.reshard_after_forward,
             compute_bytes=compute_dtype(config).itemsize if narrow else 4,
@@ -212,7 +212,7 @@ class MemoryPlan:
         inputs = float(batches * images * math.prod(size) * 3 * (4 if on_host else 1))
         if world.pipeline == 1:
             return peak(activations, self.sizes[0], copies, inputs=inputs, temporaries=self.temporaries)
-        # All microbatches are there from the beginning.
+        # The images of all microbatches are on the device from the beginning.
         images_of_all = float(accumulation * activations.input)
         order = self.order(accumulation)
         ranks = (
@@ -260,13 +260,13 @@ class MemoryPlan:
                 gradients_exist=gradients_exist,
             )
         if self.switches.recompute == "budget":
-            # The compiler's choice, which eager code does not show.
+            # The compiler chooses what to keep, which eager code does not show.
             activations = activations.within(config.parallel.recompute_budget)
         return activations.offloaded() if offloads and self.world.device.type != "cpu" else activations
 
     @contextmanager
     def _divided(self, network: Network, *names: str) -> Iterator[None]:
-        """This rank's part of a network, in place, for as long as the context."""
+        """Divide a network among the ranks, in place, while the context lasts."""
         world = self.world
         ranks = {"expert": self.config.parallel.expert_degree, "tensor": world.tensor}
         wanted = {name: ranks[name] for name in names if ranks[name] > 1}
@@ -307,9 +307,9 @@ class MemoryPlan:
         return degrees(self.config.parallel, self.world.stage_size)[1]
 
     def parts(self) -> list[int]:
-        """The numbers of microbatches that leave each the images that mixing needs, from the most to the fewest.
+        """The possible numbers of microbatches, from the most to the fewest; each has the images that mixing needs.
 
-        Stages of a pipeline take turns with four each, or with as many as there can be.
+        A pipeline gets at least four for each stage, or as many as there can be.
         """
         stages, least = self.world.pipeline, 2 if self.config.augment.mixes else 1
         found = [self.per_rank // n for n in divisors(self.per_rank) if n >= least]
@@ -317,18 +317,18 @@ class MemoryPlan:
         return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 
     def fitting(self, memory: float, *, more_than: int = 0) -> int | None:
-        """The fewest microbatches with which a step fits into a device's memory in bytes; None if none do."""
+        """The fewest microbatches with which a step fits into a device's memory (bytes); None if it never fits."""
         parts = [each for each in self.parts() if each > more_than]
         # If a microbatch fits, all smaller ones do.
         count = bisect(parts, False, key=lambda each: self.peak(each) > USABLE * memory)
         return parts[count - 1] if count else None
 
     def elsewhere(self, memory: float) -> str:
-        """How a step would fit that does not: by sharding over more ranks, or by recomputing; "" if neither helps."""
+        """A way to make the step fit: sharding over more ranks, or recomputing; "" if neither helps."""
         config, known = self.config, set(problems(self.config, Purpose()))
 
         def fits(made: MemoryPlan) -> bool:
-            # What the other settings refuse is no way out.
+            # A setting that conflicts with the others is no way out.
             if set(problems(made.config, Purpose())) - known:
                 return False
             try:
@@ -336,7 +336,7 @@ class MemoryPlan:
             except UserError:
                 return False
 
-        # Ranks that divide blocks or experts have groups, beside which none can be imagined.
+        # Ranks that divide blocks or experts have process groups, and other ranks cannot be imagined beside these.
         whole = self.world.size == self.world.data_size and self.world.experts is None
         for ranks in _RANKS if whole else ():
             if ranks < self.world.size or config.data.global_batch_size % ranks:
@@ -353,11 +353,11 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
     """A mesh on the CPU, for fake tensors: over an existing one's ranks, or over imagined ones."""
     names = tuple(ranks)
     if mesh is not None:
-        # Nothing is exchanged: fake tensors only take note of it.
+        # Nothing is exchanged between fake tensors.
         groups, part = [mesh.get_group(name) for name in names], mesh[names]
         yield DeviceMesh.from_group(groups, "cpu", mesh=part.mesh, mesh_dim_names=names)
         return
-    # What torch remembers of equal meshes names groups that are gone.
+    # torch's cache for equal meshes refers to groups that no longer exist.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(ranks.values()))
     try:
@@ -366,7 +366,7 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
         dist.destroy_process_group()
 
 
-# Of this process's plans: one is asked again for the start table, and a search compares hundreds.
+# Caches of this process: the start table asks for a plan again, and a search compares hundreds.
 _peaks: dict[tuple[object, int], float] = {}
 _orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
 _sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
@@ -414,7 +414,7 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
         steps = found
     config = config.with_values(optim={"accumulation_steps": steps})
     if steps > 1:
-        # What cannot run with several microbatches was not refused before.
+        # Refuse switches that cannot run with several microbatches, which is only known now.
         switches(config, world.device)
     return config
 

@@ -1,6 +1,6 @@
 """Which number format multiplies faster on this CPU, and with how many threads, at the model's own shapes.
 
-First the largest products alone, which rules out what is hopeless; then, if it is small enough, the whole network.
+First the largest products are timed alone, which rules out a hopeless format; then the whole network, if it is small.
 
 No table of CPUs can say it: bfloat16 products run at 3 times the rate of float32 with AMX, at half of it on some CPUs
 with AVX-512 BF16, and at a fortieth without either; and two threads on a core that another process keeps busy are
@@ -28,20 +28,20 @@ from pycls_fast.values import AUTO, Size
 
 Format = Literal["fp32", "amp_bf16"]
 
-# Images of a race: the run's, or as many as this number of operations allows. A step of float32 then takes a fraction
-# of a second. With fewer, the cast of the weights hides what the products gain: a ViT-S of 64 pixels is 1.1 times as
-# slow in bfloat16 with 2 images and 1.9 times as fast with 16 (AMX).
+# A race has as many images as the run, or as this number of operations allows: a step in float32 then takes a fraction
+# of a second. With fewer images, the cast of the weights hides what the products gain: a ViT-S of 64 pixels is 1.1
+# times as slow in bfloat16 with 2 images and 1.9 times as fast with 16 (AMX).
 _FLOPS = 1e10
 _MOST_IMAGES = 16
 # Networks of more operations than this take too long as a whole.
 _WHOLE_FLOPS = 4e10
 _REPEATS, _SECONDS_EACH = 3, 0.03
-# A format that is so many times slower after the largest products is not tried on the rest.
+# A format that is this many times slower after the largest products is not tried on the rest.
 _HOPELESS = 4.0
-# Rounding has to be worth it. Whoever chooses by hand has at most so much more.
+# Rounding has to be worth it: bfloat16 is only chosen if it is this many times as fast.
 _CLEARLY_FASTER = 1.1
 _MOST_PRODUCTS = 12
-# The number of products by which threads are compared.
+# The number of products on which numbers of threads are compared, and of rounds.
 _FEW, _ROUNDS = 3, 3
 # Fewer threads are only chosen if the cores are busy: sums are split among threads, and so are their last bits.
 _THREADS_GAIN = 1.5
@@ -82,22 +82,22 @@ _races: dict[tuple[str, Size], Race] = {}
 
 
 def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
-    """The switches, without a compilation for a CPU that the preset chose and that takes longer than it saves.
+    """The switches, without compilation if the preset chose it for a CPU and it would take longer than it saves.
 
     Args:
-        images: that the run trains on, in all.
+        images: the number that the run trains on, over all epochs.
     """
     if world.device.type == "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
         return chosen
     if shared_race(config, world).seconds_per_image * images * _COMPILED_SAVES > _COMPILING_SECONDS:
         return chosen
-    # What is for compiled code only goes with it, as in `switches`.
+    # A GELU for compiled code goes with it, as in `switches`.
     gelu = config.speed.gelu
     return chosen.replace(compile="off", gelu=gelu)
 
 
 def shared_race(config: RunConfig, world: World) -> Race:
-    """The main rank's race, on all ranks: they must compute in the same format."""
+    """The main rank's result, for all ranks: they must compute in the same format."""
     found = world.from_main(race(config) if world.is_main else None)
     assert found is not None
     return found
@@ -109,7 +109,7 @@ def _run(config: RunConfig) -> Race:
     before = torch.get_num_threads()
     threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
     try:
-        # First: beside another process, the times of too many threads say nothing.
+        # Before the formats: beside another process, times with too many threads say nothing.
         threads = _number_of_threads(products, threads) if free else threads
         torch.set_num_threads(threads)
         fp32, bf16, seconds = _both(products)
@@ -151,7 +151,7 @@ def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
         shape, weight = tuple(inputs[0].shape), layer.weight
         key = (shape, tuple(weight.shape), getattr(layer, "stride", None), getattr(layer, "groups", None))
         counts[key] += 1
-        # And its operations, up to a common factor.
+        # The last value is its number of operations, up to a common factor.
         layers[key] = layer, shape, weight.numel() * out.numel() / len(weight)
 
     for layer in network.modules():
@@ -174,7 +174,7 @@ def _filled(layer: nn.Module) -> nn.Module:
 
 
 def _both(products: Sequence[_Product]) -> tuple[float, float, float]:
-    """Seconds in float32 and in bfloat16, of the first products if these settle it, and of all in the faster one."""
+    """Seconds in float32 and in bfloat16, of the first products if they settle it; and of all in the faster format."""
     fp32 = bf16 = rest = 0.0
     for product in products:
         if max(fp32, bf16) > _HOPELESS * min(fp32, bf16):

@@ -15,9 +15,10 @@ from pycls_fast.plan.search import Outcome
 
 @dataclass(frozen=True)
 class Report:
-    """The layouts of a run of so many steps, the best first.
+    """The layouts of a run, the best first.
 
     Attributes:
+        steps: the length of the run.
         price: of an accelerator for an hour.
     """
 
@@ -28,8 +29,8 @@ class Report:
     price: float | None = None
 
     def entry(self, each: Outcome) -> dict[str, Any]:
-        """What is predicted of a layout, and the intervals of 90% of the cases; hours are the schedule's, without
-        evaluation and checkpoints, and the cost is that of all ranks."""
+        """The predictions for a layout, with the intervals of 90% of the cases; hours are those of the training steps,
+        without evaluation and checkpoints, and the cost is that of all ranks."""
         low, high = interval("seconds" if self.cluster.accelerator.device == "cuda" else "cpu_seconds")
         least, most = interval("memory")
         hours = each.step * self.steps / 3600.0
@@ -54,7 +55,7 @@ class Report:
         }
 
     def rows(self, top: int) -> list[dict[str, str]]:
-        """The first layouts as a table's rows, with the interval of 90% of the cases compared with measurements."""
+        """The first layouts as rows of a table, with the interval in which 90% of measurements lie."""
         tries_precisions = len({each.layout.precision for each in self.outcomes}) > 1
 
         def row(each: Outcome) -> dict[str, str]:
@@ -127,7 +128,7 @@ class Report:
         axes.plot(*zip(*corners, strict=True), color="black", linewidth=1, label="frontier")
         above = float("inf")
         for each, (memory, speed) in zip(frontier, corners, strict=True):
-            # No names that would lie on each other, or of what nobody would choose.
+            # Leave out names that would overlap, and layouts that nobody would choose.
             if 0.25 * corners[0][1] < speed < above - 0.04 * corners[0][1]:
                 axes.annotate(f"{each.layout}, {each.layout.accumulation} x", (memory, speed), (-4, 4),
                               textcoords="offset points", ha="right", fontsize=7)  # fmt: skip

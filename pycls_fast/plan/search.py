@@ -32,11 +32,11 @@ from pycls_fast.strategies import ScheduleName
 
 # Images of the two measurements.
 _FEW, _MANY = 8, 64
-# Of the arithmetic behind which an exchange hides: the rest is lost to kernels that share the device's memory with it.
-# An assumption; not fitted.
+# The share of the arithmetic behind which an exchange hides: the rest is lost to kernels that share the device's memory
+# with it. An assumption; not fitted.
 _OVERLAP = 0.92
 _DEGREES = (1, 2, 4, 8)
-# Microbatches for each stage of a pipeline: with more, stages wait for next to nothing already.
+# The most microbatches for each stage of a pipeline: with as many, stages hardly wait.
 _MOST = 8
 _RECOMPUTE = ("off", "selective", "full")
 # gpipe takes as long as 1f1b, with more memory; of the two that halve backward passes, zbv needs less of both.
@@ -48,12 +48,13 @@ class Outcome:
     """What a layout needs and takes.
 
     Attributes:
-        peak: the fullest rank's bytes; `state`: weights, gradients, optimizer state and averages of all the step.
-        compute, update, exchange: seconds of a step: kernels of the passes, the optimizer, visible exchanges.
+        peak: bytes of the fullest rank; `state`: bytes of weights, gradients, optimizer state and average.
+        compute, update, exchange: seconds of a step: kernels of the passes, the optimizer, exchanges that are not
+            hidden.
         bubble: seconds in which a stage waits for others.
         step: their sum, with the jitter of many nodes, or longer if images come later.
-        images: of a step, on all ranks.
-        flops: of a step on all ranks, without recomputation; peak_flops: a second's most.
+        images: those of a step, on all ranks.
+        flops: those of a step on all ranks, without recomputation; peak_flops: the most of all ranks in a second.
         loader: images/s that the hosts' cores prepare; None if nothing is decoded.
     """
 
@@ -188,7 +189,7 @@ class Search:
         automatic = "amp_bf16" if self.device.type == "cuda" else "fp32"
         self.precision = automatic if config.precision.name == "auto" else config.precision.name
         self.precisions = [automatic if name == "auto" else name for name in precisions] or [self.precision]
-        # What the run itself lacks, such as data, refuses no layout.
+        # Problems that the configuration has already, such as missing data, do not refuse a layout.
         self._lacks = set(problems(self.config, Purpose()))
         for name in self.precisions:
             refuse(f"{key}: {text}" for key, text in self._refused(precision={"name": name}))
@@ -201,7 +202,7 @@ class Search:
         return set(problems(self.config.with_values(**values), Purpose())) - self._lacks
 
     def layouts(self) -> Iterator[Layout]:
-        """All that the configuration and the code allow, whether they fit or not."""
+        """All layouts that the configuration and the code allow, whether they fit or not."""
         blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
         for degrees in self._degrees():
             ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
@@ -224,7 +225,7 @@ class Search:
             data = ranks // together
             shards = {1, data, max(per_node // tensor, 1)} if self.config.optim.shardable else {1}
             if tensor > 1:
-                # Such copies are FSDP's.
+                # Then FSDP makes the copies, and shards them.
                 shards -= {1} - {data}
             for shard in sorted(shard for shard in shards if data % shard == 0):
                 if self.batch % (data * pipeline) or (
@@ -245,7 +246,7 @@ class Search:
     def _trace(self, layout: Layout, images: int) -> _Traced:
         key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
         if key not in self._known:
-            # With gradients that exist a rank needs less, at most by those of one block.
+            # A rank whose gradients exist already needs less, but at most by the gradients of one block.
             with refusing("model: plan cannot measure this network without running it", RuntimeError, TypeError):
                 found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
             self._known[key] = _Traced(found)
@@ -285,24 +286,24 @@ class Search:
         microbatch = self._microbatch(layout, images)
         compiled = plan.switches.compile != "off"
         # Ranks of a CPU compute and exchange with one core each, or share it.
-        late = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
+        slowdown = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
         forward, backward, *ends = (
-            late * device.seconds(table, compiled=compiled, divided=layout.tensor > 1 and at < 2)
+            slowdown * device.seconds(table, compiled=compiled, divided=layout.tensor > 1 and at < 2)
             for at, table in enumerate(microbatch.tables)
         )
-        own = 1.0
+        share = 1.0
         if layout.pipeline > 1:
             costs = plan.costs[1:-1]
             stages = plan.stages(len(costs))
-            own = max(sum(costs[index] for own in rank.values() for index in own) for rank in stages) / sum(costs)
-        forward, backward = (self.pixels * own * seconds for seconds in (forward, backward))
+            share = max(sum(costs[index] for own in rank.values() for index in own) for rank in stages) / sum(costs)
+        forward, backward = (self.pixels * share * seconds for seconds in (forward, backward))
         compute = parts * (forward + backward + self.pixels * sum(ends))
         waits = 0.0
         if layout.pipeline > 1:
             waits = compute * bubble(plan.order(parts), len(stage_ranks(layout.schedule, layout.pipeline)))
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
-        update = late * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = late * self.exchange(layout, images, forward, backward)
+        update = slowdown * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
+        exchange = slowdown * self.exchange(layout, images, forward, backward)
         step = (compute + waits + update + exchange) / cluster.efficiency
         loader = None
         if self.config.data.has_photographs:
@@ -403,7 +404,7 @@ class Search:
         overlap = 0.0 if self.device.type == "cpu" else _OVERLAP
         found, blocks = self._weights(layout), self._trace(layout, _FEW).activations.blocks
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
-        # What is gathered, and what is to be added up, is copied once.
+        # Both gathered weights and gradients to be reduced are copied once.
         copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
         if layout.shard > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
@@ -444,6 +445,6 @@ class Search:
         return exposed
 
     def outcomes(self) -> list[Outcome]:
-        """All layouts, those that fit first, the fastest first; of those that wait for images, what has most time."""
+        """All layouts: those that fit first, then the fastest, then (if several wait for images) the least busy."""
         found = [self.outcome(layout) for layout in self.layouts()]
         return sorted(found, key=lambda each: (not each.fits, each.step, each.busy))

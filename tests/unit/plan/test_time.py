@@ -16,7 +16,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan import calibrate as calibrating
 from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate, dispatch, links
-from pycls_fast.plan.cluster import Accelerator, Kernels, errors, fitted
+from pycls_fast.plan.cluster import Accelerator, Kernels, TimedWork, errors, fitted
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.operators import CountWork, Work
 from tests.factories import config_of
@@ -156,7 +156,7 @@ def test_fitting_finds_the_constants_that_made_the_rows() -> None:
         for m in range(8, 14)
         for size in range(4, 9)
     ]
-    rows = [(partial(Accelerator.seconds, kernels=table), true.seconds(table)) for table in tables]
+    rows = [TimedWork(partial(Accelerator.seconds, kernels=table), true.seconds(table)) for table in tables]
     started = replace(true, efficiency={"product": 0.8, "pass": 0.5}, kernel=1e-6)
     assert abs(errors(started, rows)).max() > 0.3
     # The start has some weight.
