@@ -16,7 +16,7 @@ from torch import Tensor
 from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.files import BEST, user_path
 from pycls_fast.inference.classifier import Classifier, load
-from pycls_fast.models.export import FORMATS, SUFFIXES, About, compared, drawn_images, quantize
+from pycls_fast.models.export import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.tasks.score import SCORES
@@ -112,7 +112,7 @@ def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, im
         # The others tell what it costs.
         ranges_NCHW, pictures_NCHW = pictures_NCHW[::2], pictures_NCHW[1::2]
         quantize(path, ranges_NCHW)
-    same, error = compared(network, path, about, pictures_NCHW)
+    same, error = compare_with_file(network, path, about, pictures_NCHW)
     of = f"{same} of {len(pictures_NCHW)} {'' if images else 'drawn '}images have the network's class"
     fits = error <= _MOST_ERROR
     if dtype == "int8":

@@ -37,11 +37,12 @@ class About:
         image_size: side of the images in pixels, or height and width.
         mean, std: per channel, as fractions of 255.
         crop_ratio: size of the crop as a fraction of the resized size, at evaluation.
-        crop: "center": resized to cover that size, "squash": to be it, "border": to fit into it (timm's `crop_mode`).
-        interpolation: that of the resizing.
-        exif_orientation: whether images are turned first as their EXIF orientation says.
+        crop: how images are resized: "center": to cover that size, "squash": to match it, "border": to fit into it
+            (timm's `crop_mode`).
+        interpolation: the filter that resizes images.
+        exif_orientation: whether images are first turned as their EXIF orientation says.
         transparent: whether the colours of transparent pixels count ("drop") or "white" shows through.
-        texts: what the file says of itself, in strings, which all formats can hold.
+        texts: the file's metadata, in strings, which all formats can hold.
     """
 
     classes: Sequence[str]
@@ -80,8 +81,8 @@ class Deployable(nn.Module):
 def to_timm(model: Network, folder: Path, about: About) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, as the same function.
 
-    With `num_classes=` and `in_chans=` timm treats it like its own models: with a newly initialised head (0: none) and
-    an adapted first layer. Outputs after the last class are named by their number.
+    With `num_classes=` and `in_chans=`, timm treats it like its own models: it initialises a new head (0: no head) and
+    adapts the first layer. Outputs after the last class are named by their number.
     """
     from safetensors.torch import save_file
 
@@ -95,7 +96,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     else:
         classifier, first = "fc", "conv1.0" if "conv1.0.weight" in state else "conv1"
     folder.mkdir(parents=True, exist_ok=True)
-    # A file with our configuration has tensors in our names.
+    # A file that holds our configuration is expected to have tensors in our names.
     texts = {key: text for key, text in about.texts.items() if key != "config"}
     # safetensors takes contiguous tensors that share no memory.
     saved = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
@@ -109,7 +110,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": head.out_features,
-            # By these timm knows what to drop and what to adapt.
+            # These tell timm what to drop and what to adapt.
             "classifier": classifier,
             "first_conv": first,
             "input_size": [3, *about.size],
@@ -120,7 +121,7 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
             "crop_mode": about.crop,
             "interpolation": about.interpolation,
         },
-        # timm reads them in `pretrained_cfg`, too; transformers only here.
+        # timm would also read them in `pretrained_cfg`; transformers reads them only here.
         "label_names": names,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -150,8 +151,8 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     block: Any = model.blocks[0]
     width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
     taught = model.distillation_token is not None
-    for is_in_the_way, key in (
-        # timm takes the MLP's width as a multiple of the other, rounded down.
+    for is_unknown_to_timm, key in (
+        # timm takes the MLP's width as a multiple of `width`, and rounds down.
         (hidden != int(width * (hidden / width)), f"model.mlp_width={hidden}"),
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (any(".router." in name for name in state), "model.experts"),
@@ -160,9 +161,9 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         (taught and model.position_tokens == "patches", "model.distillation_token with model.position_tokens=patches"),
         (model.norm.eps != 1e-6, f"model.norm_eps={model.norm.eps:g}"),
     ):
-        if is_in_the_way:
+        if is_unknown_to_timm:
             raise _unlike_timm(key)
-    # timm gets fixed positions as learned ones.
+    # timm gets fixed positions in the place of learned ones.
     state.setdefault("positions.value", model.positions.value.detach())
     pooled_norm = model.classifier != "token" and model.classifier_norm == "after_pool"
     arguments = {
@@ -181,7 +182,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         "fc_norm": pooled_norm,
     }
     if taught:
-        # timm's model of this kind has them as they are.
+        # timm's distilled model takes no such arguments.
         for name in ("class_token", "reg_tokens", "fc_norm"):
             del arguments[name]
     name = "deit_base_distilled_patch16_224" if taught else "vit_base_patch16_224"
@@ -251,7 +252,7 @@ def _exported(model: Network, about: About) -> torch.export.ExportedProgram:
         )
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            # It names source files by their paths on this machine.
+            # The trace contains paths of source files on this machine.
             node.meta.pop("stack_trace", None)
     return program
 
@@ -262,25 +263,25 @@ FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
     "openvino": to_openvino,
     "program": to_program,
 }
-"""Formats that need the model itself: name -> function of model, path and description.
+"""Formats that are written from the model: name -> function of model, path and description.
 
-"safetensors", in our names, needs only its tensors (`train/weights.py`).
+"safetensors", in our names, needs only the tensors (`train/weights.py`).
 """
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "openvino": ".xml", "program": ".pt2"}
 """Suffix of the path that each format writes; timm's is a folder."""
 
 
-Run = Callable[[Tensor], Tensor]
+Predict = Callable[[Tensor], Tensor]
 """Bytes (B, C, H, W), uint8 -> logits (B, K)."""
 TEXTS = ("classes", "preprocessing", "weights", "step", "config")
-"""What a file says of itself, as far as it is read again."""
+"""The metadata of a file that is read again."""
 # Images at a time.
 _BATCH = 32
-# Else onnxruntime reports what it runs to its makers, and leaves a file in the folder of temporary ones.
+# Otherwise onnxruntime reports what it runs to its makers, and leaves a file in the folder for temporary files.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-def _onnx(path: Path) -> tuple[Run, Mapping[str, str]]:
+def _onnx(path: Path) -> tuple[Predict, Mapping[str, str]]:
     with refusing("weights: an ONNX file needs onnxruntime", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxruntime
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -288,53 +289,53 @@ def _onnx(path: Path) -> tuple[Run, Mapping[str, str]]:
     return lambda images_BCHW: torch.from_numpy(session.run(["logits"], {"images": images_BCHW.numpy()})[0]), texts
 
 
-def _openvino(path: Path) -> tuple[Run, Mapping[str, str]]:
+def _openvino(path: Path) -> tuple[Predict, Mapping[str, str]]:
     with refusing("weights: OpenVINO's file needs openvino", ImportError, use="pip install 'pycls_fast[openvino]'"):
         import openvino
     model = openvino.Core().read_model(path)
-    # By itself it computes in bfloat16 where a CPU can.
+    # By default it computes in bfloat16 if the CPU can.
     compiled = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     texts = {key: model.get_rt_info(key).astype(str) for key in TEXTS if model.has_rt_info(key)}
     return lambda images_BCHW: torch.from_numpy(compiled(images_BCHW.numpy())[0].copy()), texts
 
 
-def _program(path: Path) -> tuple[Run, Mapping[str, str]]:
-    # The function alone: a program is no module that can be set to evaluation.
+def _program(path: Path) -> tuple[Predict, Mapping[str, str]]:
+    # Only the function: an exported program is not a module that can be set to evaluation mode.
     return torch.export.load(path).module().forward, {}
 
 
 _OPENERS = dict(zip(PROGRAMS, (_onnx, _openvino, _program), strict=True))
 
 
-def open_exported(path: Path) -> tuple[Run, Mapping[str, str]]:
-    """A file that other programs run, and what it says of itself (`About.texts`).
+def open_exported(path: Path) -> tuple[Predict, Mapping[str, str]]:
+    """An exported file as a function, and its metadata (`About.texts`).
 
     Raises:
-        UserError: what runs it is missing, or it cannot be read.
+        UserError: the library that runs it is missing, or it cannot be read.
     """
-    # Each library raises its own kinds.
+    # Each library raises its own kinds of errors.
     with refusing(f"weights: {path} cannot be read", Exception):
         return _OPENERS[path.suffix](path)
 
 
 class ExportedNetwork(Network):
-    """An exported file on the CPU, in place of the network that it was made of.
+    """An exported file on the CPU, in place of the network that it was made from.
 
     Args:
-        run: of `open_exported`.
-        mean, std: those of the images that it gets, which the file normalises itself.
+        predict: from `open_exported`.
+        mean, std: those with which its input images are normalised; this is undone, as the file normalises them itself.
     """
 
-    def __init__(self, run: Run, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, predict: Predict, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self._run = run
+        self._predict = predict
         self._mean_C11, self._std_C11 = (torch.tensor(each)[:, None, None] for each in (mean, std))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalised images (B, C, H, W) of whole numbers, float32 -> logits (B, K)."""
         bytes_BCHW = (255.0 * (images_BCHW.cpu() * self._std_C11 + self._mean_C11)).round().to(torch.uint8)
         with refusing("weights: the file cannot be run", Exception):
-            return self._run(bytes_BCHW).to(images_BCHW.device)
+            return self._predict(bytes_BCHW).to(images_BCHW.device)
 
 
 def drawn_images(about: About) -> Tensor:
@@ -348,20 +349,20 @@ def drawn_images(about: About) -> Tensor:
 
 
 @torch.no_grad()
-def compared(model: Network, path: Path, about: About, images_NCHW: Tensor) -> tuple[int, float]:
-    """For how many images an exported file has the network's class, and the largest difference of its logits, as a
-    share of the network's largest logit.
+def compare_with_file(model: Network, path: Path, about: About, images_NCHW: Tensor) -> tuple[int, float]:
+    """The number of images for which an exported file predicts the network's class, and the largest difference of their
+    logits, as a share of the network's largest logit.
 
     Args:
         path: an exported file, or timm's folder.
         images_NCHW: uint8.
     """
     # timm's folder may have any name.
-    run: Run = Deployable(_from_timm(path), about) if path.is_dir() else open_exported(path)[0]
+    exported: Predict = Deployable(_from_timm(path), about) if path.is_dir() else open_exported(path)[0]
     network, parts = Deployable(model, about), images_NCHW.split(_BATCH)
-    expected_NK, found_NK = (torch.cat([each(part) for part in parts]) for each in (network, run))
+    expected_NK, found_NK = (torch.cat([each(part) for part in parts]) for each in (network, exported))
     same = int((expected_NK.argmax(1) == found_NK.argmax(1)).sum())
-    # A head of zeros, with which a training may begin, has no score but 0.
+    # The logits of a head of zeros, with which training may begin, are all 0.
     return same, float((expected_NK - found_NK).abs().max() / (expected_NK.abs().max() or 1.0))
 
 

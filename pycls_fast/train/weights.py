@@ -20,7 +20,7 @@ from pycls_fast.config.keys import PATHS
 from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.files import EXPORTED, PROGRAMS, best_first, flush, user_path, weights_file
 from pycls_fast.models import pretrained
-from pycls_fast.models.export import SUFFIXES, Run, open_exported
+from pycls_fast.models.export import SUFFIXES, Predict, open_exported
 from pycls_fast.optim.weights import local, local_slices
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import SavedWeights
@@ -55,7 +55,7 @@ class Weights:
     fill: Callable[[Mapping[str, Tensor]], None]
     train_names: str | None = None
     """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
-    run: Run | None = None
+    run: Predict | None = None
     """What computes the logits, of a file that holds no tensors but a program."""
 
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
