@@ -25,7 +25,7 @@ from pycls_fast.losses import (
     positive_weights,
 )
 from pycls_fast.models.complexity import complexity
-from pycls_fast.models.wrapped import TimmNetwork, takes
+from pycls_fast.models.wrapped import TimmNetwork, accepts_size
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema
@@ -98,7 +98,7 @@ def _check(config: RunConfig, network: Network) -> None:
         wrong.append(f"optim.name: {config.optim.name} {has_none} optim=adamw")
     if isinstance(network, TimmNetwork) and "attention" in by_hand and not network.has_fused_attention:
         wrong.append(f"speed.attention: {name} has no attention to choose; use speed.attention=null")
-    refused = sorted({size for _, size in config.data.image_size_schedule if not takes(network, size)})
+    refused = sorted({size for _, size in config.data.image_size_schedule if not accepts_size(network, size)})
     if refused:
         wrong.append(
             f"data.image_size_schedule: {name} at data.image_size={config.data.image_size} does not take "

@@ -30,7 +30,7 @@ class Model(Choice, key="model", tag="kind"):
 
     @property
     def called(self) -> str:
-        """What people call it: the name of its sizes, else the family."""
+        """What people call it: the name of its preset, else of its family."""
         free = {"num_classes", "drop_path"}
         mine = self.model_dump(exclude=free)
         ours = {name: preset for name, preset in PRESETS.items() if preset["kind"] == self.kind}
@@ -60,9 +60,9 @@ class ViTModel(Model, name="vit"):
     experts_per_token: Literal[1, 2] = 2
     """The experts of a token: one (Switch Transformers) or two (GShard)."""
     expert_capacity: PositiveFloat = 1.25
-    """The room of an expert in training, in even shares of the tokens; the rest pass the block by its residual path."""
+    """The capacity of an expert in training, in even shares of the tokens; the rest pass by the residual path."""
     expert_priority: bool = True
-    """Tokens with the highest probability take the room first (batch prioritised routing)."""
+    """Serve tokens with the highest probability first (batch prioritised routing)."""
     balance_loss: NonNegativeFloat = 0.01
     """The factor of the loss for uneven loads (Switch Transformers, equation 4)."""
     router_z_loss: NonNegativeFloat = 0.001
@@ -153,7 +153,7 @@ class ResNetModel(Model, name="resnet"):
         return ResNet(num_classes=classes, drop_path=self.drop_path, **self.own(), **switches)
 
 
-# Our settings that replace options of timm's models; no file or address is opened that an option names.
+# Options of timm's models that our settings replace; no option may name a file or an address.
 _INSTEAD_OF_TIMM_OPTIONS = {
     "num_classes": "the classes of the data, or model.num_classes, decide it",
     "in_chans": "images are read as RGB, so it is 3",

@@ -24,7 +24,7 @@ class Complexity:
     forward_flops: int
     """Operations of convolutions and matrix products; a multiply-add counts 2, a bias nothing."""
     flops_of: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Those of each module, with all within it, by its name."""
+    """Those of each module with everything inside it, by its name."""
 
 
 def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | tuple[int, int]) -> Complexity:
@@ -39,7 +39,7 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | 
     else:
         with torch.device("meta"):
             meta_model = model()
-    # Parameters that modules pass on as arguments would have the counter wait for their gradients.
+    # Otherwise the counter would wait for the gradients of parameters that modules pass on as arguments.
     meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
     image_BCHW = torch.empty(1, 3, *Size.of(image_size), device="meta", dtype=dtype)
@@ -50,7 +50,7 @@ def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | 
     return Complexity(
         parameters=sum(parameter.numel() for parameter in meta_model.parameters()),
         forward_flops=flops.get_total_flops(),
-        # Counted under the class of the network, and its module's name.
+        # The counter's names begin with the network's class.
         flops_of={name.partition(".")[2]: sum(ops.values()) for name, ops in flops.get_flop_counts().items()},
     )
 

@@ -1,4 +1,4 @@
-"""Functions of torch that a CPU computes faster another way: each the same mathematics as the twin that it replaces.
+"""Functions of torch that a CPU computes faster in another way: each has the mathematics of the twin that it replaces.
 
 Attention, linear layers and convolutions as plain matrix products with custom backward passes, the products that a
 CPU's matrix units are fast at: in bfloat16 the backward pass of torch's fused attention takes six times as long as its
@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
             return F.linear(features, weight_OI, bias_O)
         # addmm first copies the bias into every row of the result.
         if torch.compiler.is_compiling():
-            # The compiler has no such operator as below, and adds the bias in the operation that reads the result next.
+            # The compiler does not have the operator below; it adds the bias in the operation that reads the result.
             return F.linear(features, weight_OI) + bias_O
         out: Tensor = torch.ops.mkldnn._linear_pointwise(features, weight_OI, bias_O, "none", [], "")
         return out
@@ -136,8 +136,8 @@ def _sum_over_tokens(gradient_TO: Tensor) -> Tensor:
     return gradient_TO.sum(0)
 
 
-# False in builds of torch without oneDNN and on processors without AVX-512, for which oneDNN has no bfloat16: there its
-# operator raises, whereas `F.linear` has another implementation.
+# False in builds of torch without oneDNN, and on processors without AVX-512, where oneDNN has no bfloat16 and its
+# operator raises; `F.linear` has another implementation there.
 _FUSES_BIAS = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

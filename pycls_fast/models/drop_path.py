@@ -15,9 +15,9 @@ class DropPath(nn.Module):
     Networks with Stochastic Depth, 2016; rescaled in training as in Larsson et al., FractalNet, 2017, instead
     of at test time). Identity in evaluation and at rate 0.
 
-    Each sample is drawn separately from the CPU's default generator, whatever the input's device: the host then knows
-    which samples are kept, and how many, without waiting for the device. A compiled `multiply` draws from the device's
-    generator instead, and so does one with `draws_on_device` set.
+    There is a draw for each sample, from the CPU's default generator whatever the input's device: the host then knows
+    which samples are kept, and how many, without waiting for the device. Compiled code and modules with
+    `draws_on_device` draw from the device's generator instead.
 
     Args:
         batch_dim: the dimension that holds the samples; the draws are the same for each.
@@ -32,15 +32,15 @@ class DropPath(nn.Module):
         self.rate = rate
         self.drops = rate > 0.0
         # For compiled code, in which a Python number would be a constant of the graph (a graph for each rate), or an
-        # input on the host (no CUDA graphs). No buffer: no checkpoint, average or half format concerns it.
+        # input on the host (no CUDA graphs). Not a buffer: checkpoints, averages and half formats leave it alone.
         self._keep = torch.full((), 1.0 - rate, dtype=torch.float32)
         self.batch_dim = batch_dim
         self.compute = compute
-        # For steps that are replayed without the host (CUDA graphs).
+        # Set for steps that are replayed without the host (CUDA graphs).
         self.draws_on_device = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropPath:
-        """Follow the network to its device, from the meta device as well; always in float32."""
+        """Follow the network to its device, even from the meta device; stay in float32."""
         super()._apply(fn, recurse)
         device = fn(self._keep).device
         self._keep = torch.full((), 1.0 - self.rate, dtype=torch.float32, device=device)
@@ -56,10 +56,10 @@ class DropPath(nn.Module):
         return self._multiply(branch, _to(branch.device, kept_B))
 
     def residual(self, features: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """features + what drop-path leaves of branch(features), by the method `compute`; both draw the same numbers."""
+        """features + what drop-path leaves of branch(features), by the method `compute`; all methods draw alike."""
         if self.compute == "multiply" or not self.drops or not self.training:
             return features + self(branch(features))
-        # Both on the host.
+        # Drawn and indexed on the host.
         kept_B = self._draw(features.shape[self.batch_dim])
         indices = kept_B.nonzero().squeeze(1)
         if len(indices) in (0, len(kept_B)):
@@ -82,7 +82,7 @@ class DropPath(nn.Module):
         return branch * kept_B.view(shape) / (1.0 - self.rate)
 
     def _compiled(self, branch: Tensor) -> Tensor:
-        """`_multiply` with the rate in memory. Divided in float32, which costs nothing where operations are fused."""
+        """`_multiply` with the rate in a tensor. Divides in float32, which costs nothing where operations are fused."""
         kept_B = torch.rand(branch.shape[self.batch_dim], device=branch.device, dtype=torch.float32) < self._keep
         shape = [1] * branch.ndim
         shape[self.batch_dim] = -1

@@ -1,12 +1,12 @@
-"""The layers of vision transformers and the kernels of attention; those that only some of them have are in `vit_parts`.
+"""The layers of vision transformers and the kernels of attention; layers that few of them have are in `vit_parts`.
 
 Shape letters: B batch, C channels, N tokens, D width, H heads, E width of one head. Features are batch-first (B, N, D);
-between the blocks they may be batch-second (N, B, D), but tensors are named as in the first. Only `Attention` (cutting
-heads) and `DropPath` (which dimension holds the samples) know that order: norms and MLPs act only on the last
-dimension, and parameters are stored without a batch dimension, so that checkpoints are the same.
+between the blocks they may be batch-second (N, B, D), but tensors have the names of the first order. Only `Attention`
+(which splits heads) and `DropPath` (which drops samples) know the order: norms and MLPs act on the last dimension, and
+parameters have no batch dimension, so checkpoints are the same.
 
-Each layer with weights has `reset_parameters()`, which sets every parameter and buffer it owns, so that a model built
-on the meta device can get memory from `to_empty` and be initialised in place.
+Each layer with weights has `reset_parameters()`, which sets every parameter and buffer that it owns: a model built on
+the meta device gets memory from `to_empty` and is initialised in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chosen_sdpa(
         RuntimeError: the backend cannot run these tensors; torch's warnings before it say why.
     """
     if queries_BHNE.is_meta:
-        # Nothing is computed there, and `complexity` has chosen a backend that shows all operations.
+        # Nothing is computed on the meta device, and `complexity` has chosen a backend that shows all operations.
         return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
     with sdpa_kernel(backend):
         return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
@@ -89,7 +89,7 @@ class Compute:
     layout: str = "batch_first"
     """The order of the features in the blocks: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
     qkv: str = "separate"
-    """Queries, keys and values by three products, or "fused": the three matrices are joined on use, so that one product
+    """Queries, keys and values by three products, or "fused": the three matrices are joined on use. One product then
     reads the features once, and the backward pass need not add three gradients of the features. Joining reads and
     writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
     sequence_padding: int = 1
@@ -190,7 +190,7 @@ class Attention(nn.Module):
 
     Args:
         width: D, a multiple of heads.
-        keys: number of tokens that are attended to; those after them are padding. None for all.
+        keys: the number of tokens that are attended to; later tokens are padding. None for all.
         qk_norm: normalise the queries and the keys of each head before their product (Dehghani et al., Scaling Vision
             Transformers to 22 Billion Parameters, 2023, section 2.1; with scale and shift, as in timm).
         norm_eps: epsilon of these two norms.
@@ -221,7 +221,7 @@ class Attention(nn.Module):
         self.projection = linear_layer(width, width, compute.linear)
 
     def reset_parameters(self) -> None:
-        # Flax's attention draws each of the four with its own fans; one draw for a joined (3D, D) matrix, as in torch's
+        # Flax draws each of the four matrices with its own fans; one draw of a joined (3D, D) matrix, as in torch's
         # MultiheadAttention, would make queries, keys and values smaller by sqrt(2).
         for linear in (self.query, self.key, self.value, self.projection):
             nn.init.xavier_uniform_(linear.weight)

@@ -1,4 +1,4 @@
-"""Modules that others made, with the interface of our models: any image classifier of timm, and the user's own.
+"""Other people's modules with the interface of our models: any image classifier of timm, and the user's own.
 
 The repeated blocks are found from timm's own grouping of a model's layers (`group_matcher`, which its layer-wise
 learning rates use), else from the module tree. All of them are `layers()`; `units()` are those that take and return one
@@ -44,9 +44,9 @@ class WrappedNetwork(Network):
         return [(f"network.{name}", self.network.get_submodule(name)) for name in self._layer_names]
 
     def initialisers(self) -> Iterator[tuple[nn.Module, Callable[[Any], None]]]:
-        """Every module with tensors of its own, without its children, filled with `values`.
+        """Every module that owns tensors, without its children, filled from `values`.
 
-        They are made when the first module is filled. Each is freed when it was copied.
+        The values are made when the first module is filled; each is freed once it has been copied.
         """
         values: dict[str, Tensor] = {}
         for name, module in self.network.named_modules():
@@ -93,16 +93,16 @@ def named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str,
 
 
 def without_children(module: nn.Module) -> nn.Module:
-    """A module that shares the tables of this one's own parameters and buffers: what is replaced in one is in both."""
+    """A module that shares this one's tables of parameters and buffers: replacing a tensor replaces it in both."""
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
     return own
 
 
 def find_blocks(network: Any, num_classes: int, image_size: Size) -> tuple[list[str], list[str]]:
-    """The repeated blocks of a model, and those that take one tensor, once, and return one.
+    """The repeated blocks of a model, and those of them that run once and take and return a single tensor.
 
-    Both in the order of a forward pass on the meta device.
+    Both are in the order of a forward pass, which runs on the meta device.
 
     Raises:
         ValueError: the output is not one logit per class. Layers that the images do not fit raise other errors.
@@ -133,7 +133,7 @@ def run_without_memory(meta: nn.Module, image_size: Size) -> Tensor:
         return meta(torch.empty(2, 3, *image_size, device="meta", dtype=dtype))
 
 
-def takes(network: nn.Module, image_size: Size) -> bool:
+def accepts_size(network: nn.Module, image_size: Size) -> bool:
     """Whether a network accepts images of this size, whatever size it was built for."""
     try:
         run_without_memory(meta_copy(network).eval(), image_size)
@@ -221,7 +221,7 @@ class TimmNetwork(WrappedNetwork):
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = attention == "sdpa"
-        self._layer_names, self._unit_names = self._blocks_met(num_classes)
+        self._layer_names, self._unit_names = self._find_blocks(num_classes)
 
     @property
     def head_name(self) -> str:
@@ -245,7 +245,7 @@ class TimmNetwork(WrappedNetwork):
         return {name for name, _ in self.named_parameters() if any(fnmatch(name, pattern) for pattern in patterns)}
 
     def values(self) -> dict[str, Tensor]:
-        """What timm's constructor draws, which is the whole model, on the CPU."""
+        """The initial values that timm's constructor draws, for the whole model, on the CPU."""
         with torch.device("cpu"):
             return dict(named_tensors(self._create()))
 
@@ -255,10 +255,10 @@ class TimmNetwork(WrappedNetwork):
         try:
             return timm.create_model(self.name, pretrained=False, **self.arguments)
         except Exception as error:
-            # timm passes unknown arguments to the model's constructor, and checks little of the known ones.
+            # timm passes unknown arguments on to the model's constructor, and hardly checks the known ones.
             raise self._refusal(f"refuses {self.arguments}", error) from error
 
-    def _blocks_met(self, num_classes: int) -> tuple[list[str], list[str]]:
+    def _find_blocks(self, num_classes: int) -> tuple[list[str], list[str]]:
         """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
         try:
             return find_blocks(self.network, num_classes, self.image_size)

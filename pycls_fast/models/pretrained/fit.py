@@ -46,10 +46,10 @@ class Fitted:
 
     Attributes:
         tensors: by the network's names; all other tensors of the network keep their values.
-        loaded: names of those that are unchanged.
-        adapted: names of the others, and how they were adapted.
+        loaded: names of the tensors that are unchanged.
+        adapted: names of the other tensors, and how they were adapted.
         fresh: names of the network's tensors that keep their values, and why.
-        left_out: names in the file for which the network has no place, and why that is correct.
+        left_out: names in the file that the network has no place for, and why that is correct.
     """
 
     source: str
@@ -157,12 +157,12 @@ def _filtered_by_timm(network: TimmNetwork, state: Mapping[str, Tensor]) -> Mapp
     change = getattr(module, "checkpoint_filter_fn", None) or getattr(module, "_filter_fn", None)
     if change is None:
         return state
-    # Some take only the state.
+    # Some of these functions take only the state.
     takes_model = len(inspect.signature(change).parameters) > 1
     try:
         return dict(change(dict(state), network.network) if takes_model else change(dict(state)))
-    except Exception:  # noqa: BLE001  # of any kind: they assume the files of their own model
-        # Then the file is of a different model, and `_resolve` reports what does not fit.
+    except Exception:  # noqa: BLE001  # of any kind: each assumes files of its own model
+        # Then the file belongs to a different model, and `_resolve` reports what does not fit.
         return state
 
 
@@ -211,7 +211,7 @@ def _fit_norm(
     raise UserError(f"weights: {read.source} has its final norm elsewhere than the model; use {wanted}")
 
 
-# In the order of their rows, which precede the patches'.
+# In the order of their rows of positions, which precede those of the patches.
 _TOKENS = {
     "class_token.value": "class token",
     "distillation_token.value": "distillation token",
@@ -222,12 +222,12 @@ _TOKENS = {
 def _fit_positions(
     tensors: dict[str, Tensor], network: VisionTransformer, size: Size, shapes: Shapes, fitted: Fitted
 ) -> None:
-    """Arrange a file's positions as the network has them; anything but a grid in the proportions of the images' `size`
-    after the tokens is left as it is.
+    """Arrange a file's positions as the network has them. They are left alone unless the rows after those of the tokens
+    are a grid in the proportions of the images' `size`.
 
-    Rows of tokens that both have are kept. If the network has positions only for the patches, the tokens' rows are
-    added to the tokens themselves, which is equivalent; if the file has none, they are zeros. The patches' rows are
-    interpolated, bicubic and antialiased.
+    Rows of tokens that both have are kept; tokens that only the network has get zeros. If the network has positions
+    only for the patches, the tokens' rows are added to the tokens themselves, which is equivalent. The patches' rows
+    are interpolated, bicubic and antialiased.
     """
     name = "positions.value"
     if name not in tensors or name not in shapes or tensors[name].shape[1:] != shapes[name][1:]:
@@ -237,8 +237,8 @@ def _fit_positions(
     theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
     ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
     placed = sum(theirs.values())
-    # The rows of a small grid may fit both ways, as 9 do for 3 x 3 patches and for 2 x 2 with five tokens; then they
-    # are taken to be what the network has.
+    # The number of rows may fit with and without tokens, as 9 does for 3 x 3 patches and for 2 x 2 with five tokens;
+    # then they are taken to be what the network has.
     if not _grid(len(rows) - placed, size) or (_grid(len(rows), size) and not in_front):
         placed = 0
     patches = rows[placed:]
@@ -271,7 +271,7 @@ def _fit_positions(
 
 
 def _grid(count: int, size: Size) -> tuple[int, int] | None:
-    """Rows and columns of so many patches of images with these proportions; None if there is no such grid."""
+    """Rows and columns of `count` patches of an image with these proportions; None if there is no such grid."""
     rows = round(math.sqrt(max(count, 0) * size.height / size.width))
     columns = round(rows * size.width / size.height)
     return (rows, columns) if 0 < rows * columns == count else None

@@ -1,9 +1,9 @@
 """Other projects' names for tensors, as tables of (theirs, ours), and the recognition of whose names a file has.
 
 `{}` in a name stands for a number; each row holds for a tensor of that name and for those of a layer (`.weight` and so
-on). Several names of ours in a row are theirs concatenated along dimension 0. A table works in both directions. Tensors
-are renamed, reshaped, split or joined, never computed with (but for two biases of DeiT's); they may share memory with
-the input.
+on). Several names of ours in a row: theirs is these concatenated along dimension 0. A table works in both directions.
+Tensors are renamed, reshaped, split or joined; nothing is computed (except the mean of DeiT's two biases). They may
+share memory with the input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TRANSFORMERS = "transformers"
 OTHER = "unknown"
 
 _KINDS = r"(\.(?:weight|bias|running_mean|running_var|num_batches_tracked))?"
-# How many dimensions of size 1, one for the batch, theirs has before the width: all of them are (1, N, D) or (N, 1, D).
-_TOKENS = {
+# The number of dimensions of size 1 in theirs, one of them the batch: all of these are (1, N, D) or (N, 1, D).
+_LEADING_ONES = {
     **dict.fromkeys(("class_token.value", "distillation_token.value", "pooling.probe"), 2),
     **dict.fromkeys(("registers.value", "positions.value"), 1),
 }
@@ -59,7 +59,7 @@ def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
     if {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys():
         norm = "fc_norm" if "fc_norm.weight" in state else "norm"
         names = [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")]
-        return TIMM_VIT, *_translate(_one_head(state), names, TIMM_VIT, _DEIT3)
+        return TIMM_VIT, *_translate(_join_heads(state), names, TIMM_VIT, _DEIT3)
     if "bn1.weight" in state and "layer1.0.conv1.weight" in state:
         return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)), RESNET)
     # Other projects' names begin with `stem.`, `blocks.` and `stages.`, too.
@@ -90,7 +90,7 @@ def to_timm_vit(state: State, *, norm: str) -> dict[str, Tensor]:
     Raises:
         ValueError: tensors that timm's has no place for.
     """
-    return _all_of(in_timm_names(state, norm=norm))
+    return _require_all(*in_timm_names(state, norm=norm))
 
 
 def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -102,12 +102,12 @@ def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[s
     return theirs, rest
 
 
-# Of class and distillation token.
+# Those of the class token and of the distillation token.
 _HEADS = ("head", "head_dist")
 
 
-def _one_head(state: State) -> State:
-    """DeiT's two heads as ours, which has both weights side by side and the mean of the biases: the same output."""
+def _join_heads(state: State) -> State:
+    """DeiT's two heads as our one, with the weights side by side and the mean of the biases: the same output."""
     weights, biases = (
         [state[f"{head}.{kind}"] for head in _HEADS if f"{head}.{kind}" in state] for kind in ("weight", "bias")
     )
@@ -124,14 +124,13 @@ def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
     Raises:
         ValueError: tensors that theirs has no place for.
     """
-    return _all_of(_translate_back(state, _resnet("stem.deep.0.conv.weight" in state, shortcut)))
+    return _require_all(*_translate_back(state, _resnet("stem.deep.0.conv.weight" in state, shortcut)))
 
 
-def _all_of(found: tuple[dict[str, Tensor], list[str]]) -> dict[str, Tensor]:
-    theirs, rest = found
+def _require_all(translated: dict[str, Tensor], rest: list[str]) -> dict[str, Tensor]:
     if rest:
         raise ValueError(f"no name for {rest}")
-    return theirs
+    return translated
 
 
 def _translate(
@@ -155,7 +154,7 @@ def _translate(
         *numbers, kind = match.groups(default="")
         names = [part.format(*numbers) + kind for part in ours]
         tensor = state[name]
-        ones = _TOKENS.get(names[0], 0)
+        ones = _LEADING_ONES.get(names[0], 0)
         if tensor.shape[:1].numel() % len(names) or (ones and (tensor.ndim != 3 or tensor.shape[:2].count(1) < ones)):
             raise UserError(f"weights: {name} of shape {tuple(tensor.shape)} is not from a {what}")
         if ones:
@@ -180,7 +179,7 @@ def _translate_back(state: State, table: Sequence[Row]) -> tuple[dict[str, Tenso
                 parts = [state[part] for part in names]
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
                 theirs[their_name.format(*numbers) + kind] = (
-                    joined.reshape(1, -1, joined.shape[-1]) if name in _TOKENS else joined
+                    joined.reshape(1, -1, joined.shape[-1]) if name in _LEADING_ONES else joined
                 )
                 known.update(names)
             break

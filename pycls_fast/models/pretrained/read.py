@@ -49,7 +49,7 @@ def is_hub(source: str) -> bool:
 
 
 def local_file(source: str) -> Path | None:
-    """A file of the name, without its project, in the current folder: timm:NAME is taken from NAME.safetensors."""
+    """A file in the current folder that is named like the weights: for timm:NAME, NAME.safetensors."""
     name = source.partition(":")[2]
     files = (Path(f"{name}{suffix}") for suffix in (".safetensors", ".pth", ".npz"))
     return next((file for file in files if is_hub(source) and file.is_file()), None)
@@ -70,8 +70,9 @@ def download(source: str) -> Path:
 def pinned(source: str) -> str:
     """`hf:ORG/NAME@COMMIT` for the commit that the revision stands for now, or stood for when it was last downloaded.
 
-    The commit's list of files is cached, so that later downloads of it do not ask the hub for that again. A name of
-    timm or torchvision stays as it is; without a network and a copy one knows before anything else is built.
+    The commit's list of files is cached, so later downloads of it do not ask the hub again. A name of timm or
+    torchvision stays as it is; if it can neither be downloaded nor found here, that is reported before anything is
+    built.
     """
     if is_hub(source):
         if not _reachable(source):
@@ -81,7 +82,7 @@ def pinned(source: str) -> str:
 
 
 def _snapshot(source: str, *files: str) -> Path:
-    """The folder of the cache that is named by the commit; it holds those of `files` that the repository has."""
+    """The folder of the cache for the commit; it holds those of `files` that the repository has."""
     from huggingface_hub import snapshot_download
 
     name, _, revision = source.removeprefix(HUGGING_FACE).partition("@")
@@ -101,7 +102,7 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
     import torchvision
 
     architecture, weights = torchvision_weights(name)
-    # The hash is only checked at the download, so what lies in the cache may be anything.
+    # The hash is only checked at the download, so a file in the cache may be anything.
     state = _downloaded(source, lambda: dict(weights.get_state_dict(check_hash=True, weights_only=True)))
     if not architecture.startswith("vit_"):
         return state, Traits()
@@ -122,7 +123,7 @@ def _reachable(source: str) -> bool:
             socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
             answered.set()
 
-    # Its timeout is for each of the host's addresses, and finding these has none.
+    # In a thread: the timeout holds for each of the host's addresses, and there is none for looking them up.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_REACH_SECONDS)
@@ -135,10 +136,10 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     file = f"{source.partition(':')[2]}.safetensors"
     way_out = f"without a network, put the file into this folder as {file}, or give its path"
     before = constants.HF_HUB_OFFLINE
-    # Hubs and their libraries raise dozens of kinds.
+    # Hubs and their libraries raise dozens of kinds of errors.
     with refusing(f"weights: {source} could not be downloaded", Exception, use=way_out):
         try:
-            # Then Hugging Face's library uses only what it has: it would try for a minute.
+            # Offline, Hugging Face's library uses only its cache; otherwise it would try to connect for a minute.
             constants.HF_HUB_OFFLINE = not _reachable(source)
             return fetch()
         finally:
@@ -157,18 +158,18 @@ class ReadWeights:
 
     Attributes:
         source: as it was named.
-        layout: whose naming scheme the file has, such as "timm vision transformer".
-        tensors: in our names if the layout is known, else in the file's.
-        unknown: names in the file of tensors that have none in ours.
-        unused: the same for parts that are known and never belong to a classifier, such as MAE's decoder.
-        norm: what a vision transformer's final norm was trained on; None if the file does not say.
-        bgr: the first layer takes the channels as blue, green, red.
-        traits: settings that the source gives and no tensor shows.
+        layout: the naming scheme of the file, such as "timm vision transformer".
+        tensors: in our names if the layout is known; empty otherwise.
+        unknown: the file's names of tensors for which we have no name.
+        unused: the same for parts that never belong to a classifier, such as MAE's decoder.
+        norm: the inputs on which a vision transformer's final norm was trained; None if the file does not say.
+        bgr: whether the first layer takes the channels in the order blue, green, red.
+        traits: settings that the source gives and the tensors do not show.
         part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
         classes: names of the outputs, if the file has them.
         step: the step at which one of our runs saved it, if the file says so.
-        image_size: that of the images that they are for, if it is known.
-        plain: the file's own tensors under their own names.
+        image_size: that of the images that the weights are for, if it is known.
+        plain: the file's tensors under the file's names.
     """
 
     source: str
@@ -268,7 +269,7 @@ class OwnMetadata:
 
 
 def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
-    """Read the header of a safetensors file; what other programs have put under the same keys is ignored."""
+    """Read the header of a safetensors file; other programs' values under the same keys are ignored."""
     classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
     has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     return OwnMetadata(tuple(classes) if has_names else None, step if type(step) is int else None, our_config(config))

@@ -1,5 +1,5 @@
-"""What comes with weights: settings of the model that no tensor shows (same names and shapes, different function), and
-the preprocessing of images."""
+"""What comes with weights: settings of the model that the tensors do not show (same names and shapes, but a different
+function), and the preprocessing of images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Traits:
     """Settings of the model that weights belong to (keys of `model`); None or empty if the source does not say.
 
     Attributes:
-        unlike: what it does and our models do not, as a phrase after "a model that".
+        unlike: what that model does and ours cannot, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
     """
 
@@ -120,7 +120,7 @@ def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
 
 
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
-    """Refuse weights that fit a network which computes something else, with one line for each setting that differs."""
+    """Refuse weights of a model with other settings, whose tensors fit the network; one line for each setting."""
     found: list[tuple[str, object, object]] = []
     if isinstance(network, ResNet):
         found.append(("shortcut", traits.shortcut, network.shortcut))
@@ -157,13 +157,13 @@ class Preprocessing:
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
-        image_size: of the crop.
-        trained_size: the same in training, for torchvision's weights in testing; None if the description lacks it.
-        crop_ratio: that size as a share of the one to which images are resized as `crop` says.
-        interpolation: that of the resizing.
+        image_size: that of the crop.
+        trained_size: the image size in training (for torchvision's weights, in testing); None if it is not known.
+        crop_ratio: the crop's size as a share of the size to which images are resized, as `crop` says.
+        interpolation: the filter that resizes images.
         mean, std: per channel, as fractions of 255.
         crop: "center", "squash" or "border" (timm's `crop_mode`); see `data.transforms.EvalTransform`.
-        unknown: what of it is not supported here, in words; empty if everything is.
+        unknown: the part that is not supported here, in words; empty if everything is.
     """
 
     weights: str
