@@ -65,7 +65,7 @@ class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronise(network: nn.Module, device: torch.device) -> None:
-    """Replace the class of every batch norm of torch's, in place: all else of it stays, also that it is frozen."""
+    """Change the class of every batch norm of torch, in place; everything else stays, also that it is frozen."""
     kind: type[nn.Module] = nn.SyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
     for module in network.modules():
         if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -74,8 +74,8 @@ def synchronise(network: nn.Module, device: torch.device) -> None:
             vars(module)["process_group"] = None
 
 
-# torch's size of a bucket in MiB. One layer's weights in a ViT-H have 26: larger buckets have fewer messages; but there
-# have to be some, so that the exchange begins while the backward pass goes on.
+# torch's size of a bucket in MiB. One layer's weights in a ViT-H take 26. Larger buckets mean fewer messages, but there
+# have to be several, or the exchange could not begin during the backward pass.
 _BUCKET, _LARGEST_BUCKET, _FEWEST_BUCKETS = 25, 100, 16
 
 # Gradients are cast for the exchange; the sum over the ranks is computed in that format.
@@ -88,7 +88,7 @@ _CASTS: dict[str, Callable[..., Any]] = {
 def replicate(network: nn.Module, world: World, settings: StrategySettings) -> ParallelModel:
     """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass.
 
-    A pipeline averages them itself, after the last one.
+    A pipeline averages them itself, after the last microbatch.
     """
     if (pipeline := settings.pipeline) is not None:
         return ParallelModel(
@@ -108,7 +108,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         # (World.average_buffers).
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        # By default torch has a small first one, too, which is sent the sooner.
+        # By default torch also has a small first bucket, which is sent sooner.
         bucket_cap_mb=megabytes if megabytes > _BUCKET else None,
     )
     if settings.parallel.compression in _CASTS:
@@ -127,5 +127,5 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
 
 
 def bucket_megabytes(gradients: float) -> int:
-    """MiB of a bucket of gradients, which DDP exchanges at once, of so many bytes of gradients."""
+    """MiB of a bucket, the gradients that DDP exchanges at once, given the bytes of all gradients."""
     return max(min(int(gradients / 2**20 / _FEWEST_BUCKETS), _LARGEST_BUCKET), _BUCKET)

@@ -1,8 +1,8 @@
 """FairScale's two strategies (0.4.13, its last release), for runs that come from it.
 
 FullyShardedDataParallel (`shard_weights`): parameters, gradients and optimizer state are sharded over the ranks, as in
-ZeRO-3 (Rajbhandari et al. 2020), in one wrapper for each repeated unit and one for the rest around them. FairScale's
-own flattening makes one tensor of a whole wrapper, which can have only one weight decay; here a wrapper has one flat
+ZeRO-3 (Rajbhandari et al. 2020), with one wrapper for each repeated unit and one for everything around the units.
+FairScale flattens a whole wrapper into one tensor, which can have only one weight decay; here a wrapper has one flat
 tensor for each optimizer group in it: a FlattenParamsWrapper inside a wrapper that flattens nothing.
 
 OSS and ShardedDataParallel (`shard_state`): weights on every rank, each gradient and optimizer state on one rank, as in
@@ -236,7 +236,7 @@ def shard_state(network: nn.Module, world: World, settings: StrategySettings) ->
 def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimizer], world: World) -> Optimizer:
     """FairScale's OSS, with a state that can be saved and loaded on any number of ranks.
 
-    `make` gets the parameters that this rank owns, in as many groups, some of them perhaps empty.
+    `make` gets the parameters that this rank owns, in the same number of groups, some of which may be empty.
     """
     from fairscale.optim import OSS
 

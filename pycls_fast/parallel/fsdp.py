@@ -26,8 +26,8 @@ from pycls_fast.parallel.pipeline import PipelinedNetwork
 from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
 from pycls_fast.parallel.world import World
 
-# Layers with these do nothing with their weights but what autocast does in 16 bits; a weight-standardised convolution,
-# say, first computes with them in float32.
+# Layers with these `forward` only use their weights in products, which autocast computes in 16 bits; a
+# weight-standardised convolution, for example, first computes with them in float32.
 _CAST_BY_AUTOCAST = (nn.Linear.forward, nn.Conv2d.forward)
 
 
@@ -39,7 +39,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     """
     assert world.mesh is not None
     shared, pipeline = world.tensor > 1, settings.pipeline
-    # Together: a mesh of the dimensions over which weights are sharded and replicated.
+    # The dimensions over which weights are sharded and replicated, as one mesh.
     names = tuple(name for name in world.mesh.mesh_dim_names or () if name not in ("tensor", "pipeline"))
     mesh = world.mesh[names] if shared or pipeline is not None else world.mesh
     parts: list[tuple[nn.Module, list[nn.Module]]] = [(network, [unit for _, unit in network.units()])]
@@ -56,14 +56,14 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     if dividing := tuple(name for name in apart.mesh_dim_names or () if name in ("expert", "tensor")):
         divide_experts(network, apart[dividing], settings.compute)
     if world.experts is not None:
-        # Together: a mesh of the ranks that have the same experts.
+        # The ranks that have the same experts, as one mesh.
         alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
         wrong = (
             f"parallel.expert_degree: experts cannot be shared by the {alike['shard'].size()} ranks that have the same"
         )
         for _, first, last in network.experts():
             with refusing(wrong, NotImplementedError, use="use ranks that divide model.width and model.mlp_width"):
-                # The outputs' dimension: there may be fewer experts here than ranks that have them.
+                # Sharded by outputs: there may be fewer experts here than ranks that have them.
                 fully_shard(
                     [first, last],
                     **{**common, "mesh": alike},
@@ -110,9 +110,9 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
 
 
 def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPolicy:
-    """The format in which each weight is gathered: under autocast the one in which that would compute with it.
+    """The format in which each weight is gathered: under autocast, the one in which autocast would compute with it.
 
-    It is cast once, before it travels; residual sums and norms stay float32 as in one process.
+    A weight is cast once, before it is sent; residual sums and norms stay float32 as in one process.
     """
     narrow = settings.compute or settings.autocast
     if narrow is None:

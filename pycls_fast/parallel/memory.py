@@ -82,7 +82,7 @@ class Recomputed:
         extra: dict[str, Any] = {"context_fn": self._contexts}
         if torch.compiler.is_compiling():
             # A compiled unit is recomputed by its graph, which writes buffers once; our buffer contexts do not apply.
-            # Nothing of this object goes in, or each unit would have a graph of its own.
+            # Nothing of this object is passed on, or each unit would be compiled to a separate graph.
             extra = {"context_fn": _keep_products} if self.selective else {}
         return checkpoint(self.inner, features, use_reentrant=False, preserve_rng_state=True, **extra)
 
@@ -197,7 +197,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class View:
-    """A saved tensor as a position in a kept range of memory; without an offset, all of it in the logical order."""
+    """A saved tensor as a position in a packed range of memory; without an offset, the whole range in logical order."""
 
     def __init__(self, packed: PackedStorage, tensor: Tensor, offset: int | None) -> None:
         self.packed, self.shape, self.strides, self.offset = packed, tensor.shape, tensor.stride(), offset
@@ -211,7 +211,7 @@ class View:
 
 
 class _Hook:
-    """The packing side, for one forward pass; `held` are tensors that stay alive anyway."""
+    """Packs the saved tensors of one forward pass; `held` are tensors that stay alive anyway."""
 
     def __init__(self, held: Iterable[Tensor], *, in_8_bits: bool, on_host: bool) -> None:
         self.in_8_bits, self.on_host = in_8_bits, on_host
@@ -226,7 +226,7 @@ class _Hook:
             return tensor.detach()
         reference = StorageWeakRef(tensor.untyped_storage())
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        # A small part of a storage is kept alone.
+        # A small part of a storage is packed alone.
         part = None if 2 * tensor.numel() >= size else (tensor.shape, tensor.stride(), tensor.storage_offset())
         key = (reference.cdata, tensor._version, tensor.dtype, in_8_bits, part)
         _, known = self.done.get(key, (None, None))

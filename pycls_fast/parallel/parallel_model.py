@@ -20,7 +20,7 @@ from pycls_fast.strategies import Parallel
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """What strategies read: two sections of the configuration, and what follows from others."""
+    """The settings of a strategy: two sections of the configuration, and what follows from other sections."""
 
     parallel: Parallel = field(default_factory=Parallel)
     speed: Speed = field(default_factory=Speed)
@@ -29,7 +29,7 @@ class StrategySettings:
     compute: torch.dtype | None = None
     autocast: torch.dtype | None = None
     wide_norms: bool = False
-    # The stages of a network that was cut.
+    # This rank's stages, if the network is divided into stages.
     pipeline: Pipeline | None = None
     # The optimizer's groups; their `params` are names, because some strategies replace the parameters.
     groups: Sequence[Group] = ()
@@ -52,13 +52,13 @@ class ParallelModel:
         forward_is_collective: the forward pass contains collective operations.
         shard_groups: the ranks that share one copy of the gradients, one group for each dimension of their mesh; none
             if each rank has all of them.
-        counted: for each trainable parameter, whether this rank counts its gradient in the norm, which others of these
-            ranks may have too; None if it counts all.
+        counted: for each trainable parameter, whether this rank counts its gradient in the norm (other ranks may have
+            the same gradient); None if it counts all.
         free_gathered: call after forward passes without a backward pass: frees the gathered weights, so that later
             changes of the shards take effect.
-        weights, groups: what the optimizer owns and checkpoints hold, if not the network's own parameters.
+        weights, groups: what the optimizer updates and checkpoints hold, if not the network's own parameters.
         optimizer: the optimizer, if it is a part of the strategy.
-        pipeline: runs all microbatches of a step in place of `forward`, if the network is cut into stages.
+        pipeline: runs all microbatches of a step in place of `forward`, if the network is divided into stages.
     """
 
     forward: nn.Module
@@ -77,7 +77,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float | None, *, foreach: bool) -> Tensor:
-        """Clip the gradients of all ranks to `max_norm` (None only measures) with multi-tensor operations or without;
+        """Clip the gradients of all ranks to `max_norm` (None: only measure), by multi-tensor operations if `foreach`;
         returns their norm before clipping, the same on all ranks."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         counted = gradients

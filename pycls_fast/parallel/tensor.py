@@ -7,9 +7,9 @@ Recomputation in Large Transformer Models, 2022, section 4.2.2: between branches
 a branch begins with an all-gather and ends with a reduce-scatter.
 
 Expert parallelism, of ranks that see different images: Lepikhin et al., GShard, 2021, section 3; Rajbhandari et al.,
-DeepSpeed-MoE, 2022. In training every rank has room for as many tokens at each expert, so that one all-to-all takes
-them to their experts and another one back. In evaluation a rank may have fewer images than others, so there the
-weights travel. Ranks that see the same images route them alike and divide each expert by its hidden width, as any MLP.
+DeepSpeed-MoE, 2022. In training each expert has the same capacity for every rank, so one all-to-all sends tokens to
+their experts and another one sends them back. In evaluation a rank may have fewer images than others, so weights are
+sent instead. Ranks that see the same images route them alike and divide each expert by its hidden width, as any MLP.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _STYLES: dict[Division, ParallelStyle] = {
 def divide(network: Network, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Divide neighbouring blocks over a mesh of one dimension, in place; they may be on the meta device.
 
-    Parameters keep their names and become DTensors. What is outside the blocks is computed by every rank alike, as are
-    routers; `divide_experts` divides what is behind these.
+    Parameters keep their names and become DTensors. Every rank computes what is outside the blocks, and routers;
+    `divide_experts` divides the experts.
 
     Args:
-        blocks: their number of tokens is a multiple of the ranks, as are their heads and the MLPs' width.
+        blocks: their numbers of tokens and heads, and the MLPs' width, are multiples of the number of ranks.
         mesh: the ranks that compute the blocks together, which see the same images.
     """
     for block in blocks:
@@ -83,7 +83,7 @@ def _placed(tensor: Tensor, mesh: DeviceMesh, before: Placement, after: Placemen
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Whether each of the ranks that compute the model together has another part of it."""
+    """Whether each of the ranks that compute the model together has a different part of it."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -99,14 +99,14 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
 
     Args:
         network: its number of experts is a multiple of the ranks of "expert", their hidden width of those of "tensor".
-        mesh: of the dimensions "expert", ranks that see different images, and "tensor", ranks that see the same ones;
-            or of one of them.
+        mesh: with the dimensions "expert" (ranks that see different images) and "tensor" (ranks that see the same
+            ones), or one of the two.
         compute: the format of the experts' products, if it is not that of their parameters.
     """
 
-    # On a CPU, gloo gathers instead.
+    # On a CPU torch warns that gloo has no all-to-all and gathers instead.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    # Nothing changes what leaves an expert in place.
+    # FSDP warns of views, which must not be changed in place; nothing changes an expert's output in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*ExpertLinear")
 
     names = mesh.mesh_dim_names or ()
@@ -144,7 +144,7 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
 
 
 def _evaluate_whole(mixture: nn.Module, layers: Sequence[nn.Module], compute: torch.dtype | None) -> None:
-    """Outside training hide the parts of the parameters behind whole tensors, as attributes of the same name."""
+    """Outside training, hide the sharded parameters behind whole tensors, as attributes of the same names."""
     parts = [(layer, name) for layer in layers for name, _ in layer.named_parameters(recurse=False)]
 
     def gather(mixture: nn.Module, inputs: Any) -> None:

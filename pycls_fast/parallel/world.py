@@ -28,19 +28,19 @@ class World:
     host_group: dist.ProcessGroup | None = None
     # For the thread that writes checkpoints: its messages must not mix with those of training.
     saving_group: dist.ProcessGroup | None = None
-    # For strategies that shard: dimensions "replicate" (or not), "shard" and "tensor" (or not);
-    # first "pipeline", if there are stages.
+    # For strategies that shard, and for pipelines: the dimensions "pipeline", "replicate", "shard" and "tensor" in this
+    # order, as far as there are any.
     mesh: DeviceMesh | None = None
     monitor: Monitor | None = None
-    # Of the process groups; None without any.
+    # The process groups' timeout; None without any.
     timeout: datetime.timedelta | None = None
-    # Among the ranks of its node.
+    # This process among those of its node.
     local_rank: int = 0
-    # How many neighbours compute each block together, and among how many ranks far apart the blocks are divided: all of
-    # them see the same images.
+    # The number of neighbouring ranks that compute each block together, and the number of pipeline stages; the ranks
+    # that share a model this way see the same images.
     tensor: int = 1
     pipeline: int = 1
-    # For experts that are divided: the same with "expert" after "shard", which it divides.
+    # If experts are divided: the mesh with "expert" after "shard", which it divides.
     experts: DeviceMesh | None = None
     # Called every few seconds while no batch comes; may raise.
     while_waiting: Callable[[], None] = lambda: None
@@ -57,22 +57,22 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Into how many parts a batch is divided."""
+        """The number of parts into which a batch is divided."""
         return self.size // (self.tensor * self.pipeline)
 
     @property
     def data_rank(self) -> int:
-        """The part of every batch that this rank sees: what order, seeds, sizes and metrics depend on."""
+        """The part of every batch that this rank sees; order, seeds, sizes and metrics depend on it."""
         return self.rank % self.stage_size // self.tensor
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the one of those with the same images that counts them."""
+        """Whether this rank counts its images; of the ranks with the same images one does."""
         return self.stage == 0 and self.rank % self.tensor == 0
 
     @property
     def stage_size(self) -> int:
-        """How many ranks have the same blocks, or parts of them."""
+        """The number of ranks that have the same blocks, or parts of them."""
         return self.size // self.pipeline
 
     @property
@@ -81,7 +81,7 @@ class World:
         return self.rank // self.stage_size
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum what was counted over images, in place: over the ranks that see different ones."""
+        """Sum counts of images in place, over the ranks that see different ones."""
         if self.size > 1:
             dist.all_reduce(values if self.counts else values.zero_())
         return values
@@ -150,8 +150,8 @@ class Agreement:
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Floating-point buffers that training changes: of the modules in training mode, which frozen ones are not, and
-    without those that checkpoints leave out, which follow from the configuration."""
+    """Floating-point buffers that training changes: those of modules in training mode (frozen modules are not), except
+    buffers that checkpoints leave out because they follow from the configuration."""
     return [
         buffer
         for module in model.modules()
