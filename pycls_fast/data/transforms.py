@@ -9,12 +9,11 @@ filled on the device after normalising.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 
 from pycls_fast.data.choices import Augment, EvalCrop
 from pycls_fast.data.decode import Box, Crop, Interpolation
@@ -22,6 +21,9 @@ from pycls_fast.data.decoders import Picture
 from pycls_fast.data.policies import Step
 from pycls_fast.seeds import seeded_torch
 from pycls_fast.values import Size
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
@@ -51,6 +53,9 @@ class TrainTransform:
             image_size: the side of the result, or height and width, in pixels.
             mean: the color of corners that a policy exposes and of pixels beyond the image, on the scale 0..1.
         """
+        # Imports torch's compiler, which takes a second; what only evaluates does without.
+        from torchvision.transforms import v2
+
         self.image_size = size = Size.of(image_size)
         self.erases = augment.erase_probability > 0
         self._augment = augment

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import World
@@ -69,16 +67,28 @@ def partition_blocks(schedule: ScheduleName, ranks: int, costs: tuple[int, ...])
 def orders(schedule: ScheduleName, group: dist.ProcessGroup, microbatches: int) -> Mapping[int, Sequence[Any]]:
     """The actions of each rank in a step by torch's schedules, in order, without exchanges."""
     rank, found = dist.get_rank(group), stage_ranks(schedule, group.size())
-    stages = [
-        PipelineStage(nn.Identity(), index, len(found), torch.device("cpu"), group=group)
-        for index, owner in enumerate(found)
-        if owner == rank
-    ]
-    order: Mapping[int, Sequence[Any]] = _engine(schedule, stages, microbatches).pipeline_order
+    mine = {index: nn.Identity() for index, owner in enumerate(found) if owner == rank}
+    order: Mapping[int, Sequence[Any]] = _engine(
+        schedule, mine, torch.device("cpu"), group, microbatches
+    ).pipeline_order
     return order
 
 
-def _engine(schedule: ScheduleName, stages: list[PipelineStage], microbatches: int, loss_of: Any = None) -> Any:
+def _engine(
+    schedule: ScheduleName,
+    mine: Mapping[int, nn.Module],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    microbatches: int,
+    loss_of: Any = None,
+) -> Any:
+    """torch's, for this rank's stages by their numbers."""
+    # Imports torch's compiler, which takes a second.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    count = len(stage_ranks(schedule, group.size()))
+    stages = [PipelineStage(stage, index, count, device, group=group) for index, stage in mine.items()]
     make: Any = get_schedule_class(_SCHEDULES[schedule])
     # Not scaled: the loss is that of a microbatch's share of the batch.
     return make(stages if TURNS[schedule] > 1 else stages[0], microbatches, loss_fn=loss_of, scale_grads=False)
@@ -278,11 +288,8 @@ class Pipeline:
 
         # Each engine has memory for features of one shape.
         if (shape, count) not in self._engines:
-            stages = [
-                PipelineStage(stage, index, len(self._owners), self._world.device, group=self.group)
-                for index, stage in zip(self._mine, self.stages, strict=True)
-            ]
-            self._engines[shape, count] = _engine(self._schedule, stages, count, loss_of)
+            mine = dict(zip(self._mine, self.stages, strict=True))
+            self._engines[shape, count] = _engine(self._schedule, mine, self._world.device, self.group, count, loss_of)
         return self._engines[shape, count]
 
     def _average(self) -> None:

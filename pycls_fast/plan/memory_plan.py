@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -357,6 +356,9 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
         groups, part = [mesh.get_group(name) for name in names], mesh[names]
         yield DeviceMesh.from_group(groups, "cpu", mesh=part.mesh, mesh_dim_names=names)
         return
+    # Imports torch's compiler, which takes a second.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     # torch's cache for equal meshes refers to groups that no longer exist.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(ranks.values()))
