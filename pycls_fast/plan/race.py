@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +63,34 @@ class Race:
 
 
 @dataclass(frozen=True)
-class _Product:
+class _Timed:
+    """A layer that occurs `count` times in the network, or the whole network."""
+
     layer: nn.Module
     input_shape: tuple[int, ...]
     count: int
+
+
+class _Sample(NamedTuple):
+    """What is timed first.
+
+    Attributes:
+        products: linear layers and convolutions of different shapes on the CPU, largest first.
+        images: the number of images in their inputs.
+        flops: the operations of the whole network's forward pass of these.
+    """
+
+    products: list[_Timed]
+    images: int
+    flops: float
+
+
+class _Seconds(NamedTuple):
+    """Times in both formats, and of all products in the faster one; the first two may be of fewer products."""
+
+    fp32: float
+    bf16: float
+    all_in_faster: float
 
 
 def race(config: RunConfig) -> Race:
@@ -74,7 +98,7 @@ def race(config: RunConfig) -> Race:
     key = (config.model.model_dump_json(), config.data.image_size)
     # A network that was given from Python may be another one next time.
     if key not in _races or config.model.kind == "given":
-        _races[key] = _run(config)
+        _races[key] = _measure(config)
     return _races[key]
 
 
@@ -103,26 +127,26 @@ def shared_race(config: RunConfig, world: World) -> Race:
     return found
 
 
-def _run(config: RunConfig) -> Race:
-    products, images, flops = _products(config)
+def _measure(config: RunConfig) -> Race:
+    sample = _sample(config)
     free = config.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ
     before = torch.get_num_threads()
     threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
     try:
         # Before the formats: beside another process, times with too many threads say nothing.
-        threads = _number_of_threads(products, threads) if free else threads
+        threads = _number_of_threads(sample.products, threads) if free else threads
         torch.set_num_threads(threads)
-        fp32, bf16, seconds = _both(products)
-        if flops <= _WHOLE_FLOPS and max(fp32, bf16) <= _HOPELESS * min(fp32, bf16):
-            fp32, bf16 = _both_whole(config, images)
+        fp32, bf16, seconds = _time_products(sample.products)
+        if sample.flops <= _WHOLE_FLOPS and max(fp32, bf16) <= _HOPELESS * min(fp32, bf16):
+            fp32, bf16 = _time_network(config, sample.images)
             seconds = min(fp32, bf16)
     finally:
         torch.set_num_threads(before)
     chosen: Format = "amp_bf16" if fp32 > bf16 * _CLEARLY_FASTER else "fp32"
-    return Race(chosen, fp32 / bf16, threads if free else None, seconds / images)
+    return Race(chosen, fp32 / bf16, threads if free else None, seconds / sample.images)
 
 
-def _number_of_threads(products: Sequence[_Product], most: int) -> int:
+def _number_of_threads(products: Sequence[_Timed], most: int) -> int:
     """All cores, or half of them or one if that is much faster in each of a few rounds."""
     candidates = sorted({most, most // 2, 1} - {0}, reverse=True)
     least = dict.fromkeys(candidates, float("inf"))
@@ -135,9 +159,7 @@ def _number_of_threads(products: Sequence[_Product], most: int) -> int:
     return fastest if least[fastest] * _THREADS_GAIN < least[most] else most
 
 
-def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
-    """The linear layers and convolutions of different shapes, largest first, on the CPU; the number of images; and the
-    operations of a forward pass of these."""
+def _sample(config: RunConfig) -> _Sample:
     image_size = config.data.image_size
     network = counted_model(config, config.model.num_classes or 10)
     flops = complexity(network, image_size=image_size).forward_flops
@@ -161,7 +183,8 @@ def _products(config: RunConfig) -> tuple[list[_Product], int, float]:
     with torch.no_grad():
         network(torch.empty(images, 3, *image_size, device="meta"))
     largest = sorted(layers, key=lambda key: -counts[key] * layers[key][2])[:_MOST_PRODUCTS]
-    return [_Product(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest], images, flops * images
+    products = [_Timed(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest]
+    return _Sample(products, images, flops * images)
 
 
 def _filled(layer: nn.Module) -> nn.Module:
@@ -173,8 +196,8 @@ def _filled(layer: nn.Module) -> nn.Module:
     return copy
 
 
-def _both(products: Sequence[_Product]) -> tuple[float, float, float]:
-    """Seconds in float32 and in bfloat16, of the first products if they settle it; and of all in the faster format."""
+def _time_products(products: Sequence[_Timed]) -> _Seconds:
+    """Time products in both formats, but only in the faster one once the other is hopeless."""
     fp32 = bf16 = rest = 0.0
     for product in products:
         if max(fp32, bf16) > _HOPELESS * min(fp32, bf16):
@@ -182,10 +205,10 @@ def _both(products: Sequence[_Product]) -> tuple[float, float, float]:
         else:
             fp32 += product.count * _seconds(product, "fp32")
             bf16 += product.count * _seconds(product, "amp_bf16")
-    return fp32, bf16, min(fp32, bf16) + rest
+    return _Seconds(fp32, bf16, min(fp32, bf16) + rest)
 
 
-def _both_whole(config: RunConfig, images: int) -> tuple[float, float]:
+def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     """Seconds of the whole network, forwards and backwards, in both formats.
 
     EfficientNet-Lite0's products are 1.4 times as fast in bfloat16 on an AVX-512 BF16 machine, its depthwise
@@ -194,11 +217,11 @@ def _both_whole(config: RunConfig, images: int) -> tuple[float, float]:
     with torch.random.fork_rng(devices=[]):
         network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
     size = config.data.image_size
-    whole = _Product(network.train(), (images, 3, *size), 1)
+    whole = _Timed(network.train(), (images, 3, *size), 1)
     return _seconds(whole, "fp32"), _seconds(whole, "amp_bf16")
 
 
-def _seconds(product: _Product, form: Format) -> float:
+def _seconds(product: _Timed, form: Format) -> float:
     """The fastest of a few passes forwards and backwards, after one that also prepares the kernels."""
     inputs = torch.randn(product.input_shape)
     if inputs.ndim == 4:
