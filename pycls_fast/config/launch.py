@@ -61,16 +61,16 @@ class Verb(Section):
             split: str = "val"
             def __call__(self, config): ...
 
-    It is called with the checked configuration, without a `default` with nothing; returns the exit status.
+    It is called with the checked configuration (if `default` is None, with nothing) and returns the exit status.
 
     Attributes:
-        default: the experiment when `--config-name` is not given; "": see `default_experiment`; None: a tool without a
+        default: the experiment without `--config-name`; "": see `default_experiment`; None: the tool takes no
             configuration.
         words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
-        subcommands: what a first word runs instead.
+        subcommands: verbs that a first word selects instead.
         config_of_weights: without `--config-name`, take the configuration that was saved with what `weights=` names.
         purpose: what the configuration is used for.
-        example: a call.
+        example: a command line, for messages.
     """
 
     default: ClassVar[str | None] = ""
@@ -96,7 +96,7 @@ def command_line(verb: type[Verb]) -> NoReturn:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in verb.subcommands:
         verb, arguments = verb.subcommands[arguments[0]], arguments[1:]
-    run = _run if verb.default is not None else _run_without_config
+    run = _run_with_config if verb.default is not None else _run_without_config
     sys.exit(reporting(lambda: run(verb, arguments)))
 
 
@@ -110,7 +110,7 @@ def _run_without_config(verb: type[Verb], arguments: list[str]) -> int:
 
 @contextmanager
 def _with_usage(verb: type[Verb]) -> Iterator[None]:
-    """Within the block, a mistake that is a missing value also says how the verb is called."""
+    """Within the block, the message about a missing value also shows how the verb is called."""
     try:
         yield
     except UserError as error:
@@ -123,12 +123,12 @@ def _with_usage(verb: type[Verb]) -> Iterator[None]:
         raise UserError(*error.lines, f"the command is {usage}{example}") from error
 
 
-def _run(verb: type[Verb], arguments: list[str]) -> int:
+def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
     flags = _flags(arguments)
     folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
     if flags.help:
-        named = [override for override in flags.overrides if override.startswith("imports=")]
-        import_modules(module_names({"imports": _value(named[-1]) if named else None}))
+        imports = [override for override in flags.overrides if override.startswith("imports=")]
+        import_modules(module_names({"imports": _value(imports[-1]) if imports else None}))
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE
@@ -155,7 +155,7 @@ def _flags(arguments: list[str]) -> Namespace:
 
 
 def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: SavedConfig | None) -> int:
-    """Let Hydra call the tool for the run, or for each run of a sweep; returns the exit status."""
+    """Let Hydra call the tool for one run, or for each run of a sweep; returns the exit status."""
     hydra.version.setbase("1.3")
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
