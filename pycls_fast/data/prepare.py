@@ -100,10 +100,9 @@ _NOISE = 1
 class Prepare(nn.Module):
     """uint8 BHWC -> normalised floating-point BCHW, (x / 255 - mean) / std, with random erasing.
 
-    The batch shows what is left to do: floating-point images have already been normalised, and boxes that have been
-    erased are gone from the batch (`PrepareOnHost`). By default the result is a permuted view of channels-last memory,
-    so it is `channels_last` without a copy; a network follows the layout of its input. Nothing here waits for the
-    device.
+    The batch shows what is left to do: floating-point images are already normalised, and a batch that has been erased
+    has no boxes (`PrepareOnHost`). By default the result is a permuted view of channels-last memory, which is
+    `channels_last` without a copy; a network follows the layout of its input. Nothing here waits for the device.
     """
 
     mean_C11: torch.Tensor
@@ -182,8 +181,8 @@ class Prepare(nn.Module):
 class PrepareOnHost:
     """Stages that the loader's workers run before a batch goes to the device, in float32.
 
-    The order is normalising, erasing, mixing: the first of these are done here, the rest on the device. Seeds and draws
-    are the same as on the device.
+    The order is normalising, erasing, mixing: the workers do the first one, two or three, the device the rest. Seeds
+    and draws are the same as on the device.
     """
 
     prepare: Prepare

@@ -77,9 +77,9 @@ def block_order(seed: int, epoch: int, block_ends: np.ndarray, *, buffer: int, g
 class TrainSampler:
     """One rank's batches of keys for a training run, starting at any step, across epochs.
 
-    Step k's global batch is the k-th slice of `global_batch_size` images of its epoch's order, in `accumulation_steps`
-    contiguous microbatches, whatever the number of ranks; each rank takes a contiguous part of every microbatch. An
-    incomplete batch at an epoch's end is dropped. Workers live as long as the run.
+    Whatever the number of ranks, step k's global batch is the k-th slice of `global_batch_size` images of its epoch's
+    order, in `accumulation_steps` contiguous microbatches; each rank takes a contiguous part of every microbatch. An
+    incomplete batch at an epoch's end is dropped. Iteration crosses epochs, so workers live as long as the run.
     """
 
     count: int
@@ -209,13 +209,13 @@ def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> 
 
 
 def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order | None]:
-    """The order of an epoch's images as `data.shuffle` and `data.sampling` say, with its name; None: `epoch_order`.
+    """The name and the order of an epoch's images, by `data.shuffle` and `data.sampling`; None: `epoch_order`.
 
-    A run has to keep the order, which may depend on where images are stored: the name is "full", "classes", or
-    "blocks-" and a checksum of the blocks.
+    A run has to keep its order when it resumes, and the order may depend on where images are stored: the name is
+    "full", "classes", or "blocks-" and a checksum of the blocks.
 
     Raises:
-        UserError: blocks were requested of a source without them, or images in any order of one that is slow at it.
+        UserError: blocks are requested of a source without blocks, or any order of a source that is slow at it.
     """
     if data.sampling != "uniform":
         if data.shuffle == "auto" and source.prefers_blocks:

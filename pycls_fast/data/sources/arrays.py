@@ -110,7 +110,7 @@ _REBUILD: dict[str, Any] = {
 
 
 class _DataOnly(pickle.Unpickler):
-    """An unpickler that makes numbers, texts, containers and NumPy arrays, and calls nothing else."""
+    """An unpickler that only makes numbers, texts, containers and NumPy arrays; it calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if module.startswith("numpy.") and name in _REBUILD:
@@ -123,7 +123,7 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
 
 
-# Random streams that must not repeat each other's draws, nor that of the initial weights (1).
+# Numbers of random streams, which must differ from each other and from that of the initial weights (1).
 _TRAIN, _VAL = 2, 3
 
 
@@ -221,8 +221,8 @@ class DatasetImages(Images):
     """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on, names, or
     rows of zeros and ones, a column for each class.
 
-    Labels are those of `targets`, as torchvision's datasets have it, also below a `torch.utils.data.Subset`; without
-    it every image is read once. Class names are those of `classes`.
+    Labels come from `targets`, which torchvision's datasets have, also inside a `torch.utils.data.Subset`; without it
+    every image is read once. Class names come from `classes`.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -43,10 +43,10 @@ ENCODING = "utf-8-sig"
 _SYSTEM_FOLDERS = frozenset(
     {"lost+found", "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"}
 )
-_OF_HOW_MANY = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
+_NUMBERED_SHARD = re.compile(r"(.*?)(\d{5})-of-(\d{5})(\D.*)")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_CLASSES = 1_000_000
-# Of each source in each process. Processes may have 1,024 files open by default.
+# The limit of each source in each process. By default a process may have 1,024 files open.
 _MOST_OPEN = 256
 
 
@@ -232,7 +232,7 @@ def _split_of(root: str, file: str) -> str:
 
 def _check_complete(files: Sequence[str]) -> None:
     """Check that all shards numbered like "00003-of-00010" are there: half a download trains, too."""
-    numbered = [match.groups() for match in map(_OF_HOW_MANY.fullmatch, files) if match]
+    numbered = [match.groups() for match in map(_NUMBERED_SHARD.fullmatch, files) if match]
     there = {(start, int(number), total) for start, number, total, _ in numbered}
     for start, total in {(start, total) for start, _, total in there}:
         missing = [f"{start}{n:05d}-of-{total}" for n in range(int(total)) if (start, n, total) not in there]
@@ -266,7 +266,7 @@ def name_classes(
         UserError: labels that are neither, not in `names`, or missing for only some images.
     """
     if separator is not None:
-        return _several(labels, names, where, separator)
+        return _name_label_sets(labels, names, where, separator)
     labels = [label.strip() if isinstance(label, str) else label for label in labels]
     lacking = [row for row, label in enumerate(labels, 1) if label in NO_LABEL]
     if len(lacking) == len(labels):
@@ -298,8 +298,8 @@ def name_classes(
     return Labels(classes, numbers[positions].astype(np.int32))
 
 
-def _several(labels: Sequence[object], names: Sequence[str] | None, where: str, separator: str) -> Labels:
-    parts = [_parts(each, separator) for each in labels]
+def _name_label_sets(labels: Sequence[object], names: Sequence[str] | None, where: str, separator: str) -> Labels:
+    parts = [_split_label(each, separator) for each in labels]
     classes, numbers, _ = name_classes([part for each in parts for part in each], names=names, where=where)
     if np.all(numbers < 0):
         return Labels(classes, np.full(len(labels), -1, dtype=np.int32))
@@ -317,12 +317,13 @@ def labels_of(own: Iterable[Iterable[int]], classes: tuple[str, ...]) -> Labels:
     return Labels(classes, np.array(numbers, dtype=np.int32), sets)
 
 
-def _parts(said: object, separator: str) -> list[object]:
-    if isinstance(said, str) and said.startswith("["):
-        # A list as text; else a name.
+def _split_label(label: object, separator: str) -> list[object]:
+    """The classes that a label names: a list, a list as JSON text, or text with separators."""
+    if isinstance(label, str) and label.startswith("["):
+        # If it is not JSON, it is a name that begins with a bracket.
         with suppress(ValueError):
-            said = parse_json(said)
-    parts = said if isinstance(said, list) else ("" if said is None else str(said)).split(separator)
+            label = parse_json(label)
+    parts = label if isinstance(label, list) else ("" if label is None else str(label)).split(separator)
     return [part for part in parts if str(part).strip()]
 
 

@@ -37,7 +37,7 @@ _LAYOUT = (
     "layout (data/README.md)"
 )
 _SCAN_THREADS = 16
-# A folder that changed this shortly before it was listed may have changed again within the same mtime.
+# A folder that changed less than this before it was listed may have changed again within the same mtime.
 _TIME_STEP_NS = 2 * 10**9
 
 
@@ -92,7 +92,7 @@ class _Listing(NamedTuple):
     names: Texts
     stamp: dict[str, int]
     unread: Counter[str]
-    """Number of images by extension in formats that are not read."""
+    """The number of images in formats that are not read, by extension."""
 
 
 def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool = False) -> FileImages:
@@ -183,7 +183,7 @@ def _list_class(root: Path, name: str) -> _Listing:
     found: list[bytes] = []
     for folder, status, _, files in walk(f"{root}/{name}"):
         place = os.path.relpath(folder, root)
-        # An mtime far ahead (a server's clock, a zip archive from another time zone) is as good as an old one.
+        # An mtime in the far future (a server's clock, a zip archive from another time zone) is as good as an old one.
         is_settled = abs(time.time_ns() - status.st_mtime_ns) > _TIME_STEP_NS
         stamp[place] = status.st_mtime_ns if is_settled else 0
         for image in files:

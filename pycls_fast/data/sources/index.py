@@ -32,7 +32,7 @@ _FOLDER = ".pycls_fast_index"
 
 # FNV-1a, 64 bits (Fowler, Noll and Vo).
 _FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
-# Hashed at a time, so that the arrays in between stay small.
+# Strings that are hashed at a time; the temporary arrays stay small.
 _HASHED_TOGETHER = 1 << 16
 
 Stamp = Mapping[str, Any]
@@ -139,7 +139,7 @@ class Index:
 
 
 class CachePolicy(NamedTuple):
-    """Where indexes are kept ("auto", "off", or a folder); those of fewer images than the smallest are rebuilt."""
+    """Where indexes are kept ("auto", "off", or a folder); those of fewer images than `smallest` are rebuilt."""
 
     place: str = "auto"
     smallest: int = 50_000
@@ -165,7 +165,7 @@ def load_or_build(
         if found is None:
             found = build()
             if files and len(found.arrays["labels"]) >= policy.smallest:
-                _save_first(found, files)
+                _save_where_possible(found, files)
     return found
 
 
@@ -201,7 +201,8 @@ def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | N
     return None
 
 
-def _save_first(index: Index, files: list[Path]) -> None:
+def _save_where_possible(index: Index, files: list[Path]) -> None:
+    """Save an index as the first of these files that can be written."""
     reasons = []
     for file in files:
         try:

@@ -66,7 +66,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
     With `data.folds` each class is cut into so many parts, of which `data.fold` is held out: each image in
     exactly one fold, so a class with fewer images is missing from some.
 
-    Images with several labels are split as if they were of one class.
+    Images with several labels are split as if they were all of one class.
 
     Raises:
         UserError: a class with a single image, or a fold without images.
@@ -100,7 +100,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
         else:
             order = np.argsort(mixed(hashes[own] + np.uint64(seed)), kind="stable")
         # Shifted by a number of the class, so that larger parts are not all in the first folds.
-        held_out = order[:size] if folds is None else _of_fold(order, folds, fold + seed, spread=hashes is None)
+        held_out = order[:size] if folds is None else _fold(order, folds, fold + seed, spread=hashes is None)
         chosen = end - count + held_out
         is_val[chosen if by_class is None else by_class[chosen]] = True
     if not is_val.any():
@@ -109,7 +109,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
     return {"train": train, "val": val}
 
 
-def _of_fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.ndarray:
+def _fold(order: np.ndarray, folds: int, number: int, *, spread: bool) -> np.ndarray:
     """The part of an order that is one fold: consecutive images, or every n-th one if it is `spread`."""
     number %= folds
     if spread:
