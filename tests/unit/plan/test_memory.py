@@ -273,7 +273,7 @@ def test_groups_that_are_gone_are_not_asked_for() -> None:
 
 def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have one name in a configuration."""
-    monkeypatch.setattr(race, "_run", lambda config: race.Race("fp32", len(raced), None, 1.0))
+    monkeypatch.setattr(race, "_measure", lambda config: race.Race("fp32", len(raced), None, 1.0))
     peaks, raced = [], []
     for width in (8, 800):
         module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, width), nn.Linear(width, 10))
