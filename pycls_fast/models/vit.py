@@ -167,21 +167,14 @@ class VisionTransformer(Network):
             self.distillation_token = ClassToken(width) if distillation_token else None
             self.registers = RegisterTokens(registers, width) if registers else None
             self.positions = self._positions(positions, width)
+            keys = self.tokens if self.padding else None
             self.blocks = nn.ModuleList(
                 Block(
-                    width,
-                    heads,
-                    mlp_width,
-                    compute,
-                    experts=experts if index % 2 else None,
-                    drop_path=rate,
-                    norm_eps=norm_eps,
-                    layer_scale=layer_scale,
-                    qk_norm=qk_norm,
-                    keys=self.tokens if self.padding else None,
+                    width, heads, mlp_width, compute, experts=experts if index % 2 else None, drop_path=rate,
+                    norm_eps=norm_eps, layer_scale=layer_scale, qk_norm=qk_norm, keys=keys,
                 )
                 for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
-            )
+            )  # fmt: skip
             self.mixtures = len(self._expert_layers())
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             self.pooling: MapPooling | None = None

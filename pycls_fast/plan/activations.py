@@ -285,7 +285,7 @@ class _Measurement:
         self.note(index, backward=False, begins=index)
         key = (structure, features.shape, features.stride(), features.dtype, features.requires_grad)
         if key not in self.kinds:
-            self.kinds[key] = self._alone(unit, inner, features)
+            self.kinds[key] = self._run_block(unit, inner, features)
         block, output = self.kinds[key]
         self.blocks.append(block)
         result: Tensor = _Instead.apply(features, torch.empty(0, requires_grad=block.backward > 0), self, index, output)
@@ -297,7 +297,7 @@ class _Measurement:
         self.note(index + 1, backward=True, begins=index)
         self.left = index
 
-    def _alone(
+    def _run_block(
         self, unit: nn.Module, inner: Callable[[Tensor], Tensor], like: Tensor
     ) -> tuple[BlockMemory, Callable[[], Tensor]]:
         """Run a block forwards and backwards on an input that nothing else holds."""
@@ -332,17 +332,11 @@ class _Measurement:
         else:
             del out
             held = 0
-        gradients = parts = 0
-        for parameter in unit.parameters():
-            if parameter.grad is not None:
-                gradients += local(parameter.grad).nbytes
-                parts += local(parameter.grad).nbytes * _is_partial(parameter.grad)
-                if id(parameter) not in existed:
-                    parameter.grad = None
+        gradients, partial_sums = _remove_gradients(unit, existed)
         if memory.live != base:
             gc.collect()
         # Ranks that see different tokens have a part of each norm's gradient; FSDP adds them up one after the other.
-        added = [Work("all_reduce", float(parts))] if parts else []
+        added = [Work("all_reduce", float(partial_sums))] if partial_sums else []
         block = BlockMemory(
             held=held,
             keeps_input=keeps_input,
@@ -358,6 +352,20 @@ class _Measurement:
         )
         self.work.found += before
         return block, output
+
+
+def _remove_gradients(unit: nn.Module, existed: set[int]) -> tuple[int, int]:
+    """Remove a block's gradients, but not those that `existed` before; returns the bytes of all its gradients, and of
+    those that ranks have yet to add up."""
+    gradients = partial_sums = 0
+    for parameter in unit.parameters():
+        if parameter.grad is not None:
+            size = local(parameter.grad).nbytes
+            gradients += size
+            partial_sums += size * _is_partial(parameter.grad)
+            if id(parameter) not in existed:
+                parameter.grad = None
+    return gradients, partial_sums
 
 
 def _is_partial(gradient: Tensor) -> bool:
