@@ -211,16 +211,23 @@ def to_onnx(model: Network, path: Path, about: About) -> None:
     """Write an ONNX file: `images` (B, C, H, W), uint8 -> `logits` (B, K), with `about.texts` as metadata."""
     with refusing("format: onnx needs onnxscript", ImportError, use="pip install 'pycls_fast[onnx]'"):
         import onnxscript  # noqa: F401  # torch's exporter uses it
-    program = torch.onnx.export(
-        _exported(model, about),
-        dynamo=True,
-        input_names=["images"],
-        output_names=["logits"],
-        # The exported program has only a number for the name of its axis.
-        dynamic_shapes={"images": {0: "batch"}},
-        # No step-by-step report from the exporter.
-        verbose=False,
-    )
+    exported, config = _exported(model, about), torch.fx.config
+    before = config.do_not_emit_stack_traces
+    # `_exported` has removed them, and torch would take the stack again at each node that it adds, for seconds.
+    config.do_not_emit_stack_traces = True
+    try:
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            input_names=["images"],
+            output_names=["logits"],
+            # The exported program has only a number for the name of its axis.
+            dynamic_shapes={"images": {0: "batch"}},
+            # No step-by-step report from the exporter.
+            verbose=False,
+        )
+    finally:
+        config.do_not_emit_stack_traces = before
     assert program is not None
     program.model.metadata_props.update(about.texts)
     program.save(path)
