@@ -52,24 +52,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     if settings.speed.param_offload == "cpu":
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
-    apart = world.mesh if world.experts is None else world.experts
-    if dividing := tuple(name for name in apart.mesh_dim_names or () if name in ("expert", "tensor")):
-        divide_experts(network, apart[dividing], settings.compute)
-    if world.experts is not None:
-        # The ranks that have the same experts, as one mesh.
-        alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
-        wrong = (
-            f"parallel.expert_degree: experts cannot be shared by the {alike['shard'].size()} ranks that have the same"
-        )
-        for _, first, last in network.experts():
-            with refusing(wrong, NotImplementedError, use="use ranks that divide model.width and model.mlp_width"):
-                # Sharded by outputs: there may be fewer experts here than ranks that have them.
-                fully_shard(
-                    [first, last],
-                    **{**common, "mesh": alike},
-                    shard_placement_fn=lambda _: Shard(1),
-                    reshard_after_forward=settings.parallel.reshard_after_forward,
-                )
+    _shard_experts(network, world, settings, names, common)
     for whole, units in parts:
         for unit in units:
             # The last unit and the modules around the units are needed again as soon as the backward pass begins.
@@ -107,6 +90,29 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         free_gathered=free_gathered,
         pipeline=pipeline,
     )
+
+
+def _shard_experts(
+    network: Network, world: World, settings: StrategySettings, names: Sequence[str], common: dict[str, Any]
+) -> None:
+    """Divide the experts, and shard each over the ranks that have it: over the mesh's dimensions `names`."""
+    apart = world.mesh if world.experts is None else world.experts
+    assert apart is not None
+    if dividing := tuple(name for name in apart.mesh_dim_names or () if name in ("expert", "tensor")):
+        divide_experts(network, apart[dividing], settings.compute)
+    if world.experts is None:
+        return
+    alike = apart[tuple(name for name in apart.mesh_dim_names or () if name in names)]
+    wrong = f"parallel.expert_degree: experts cannot be shared by the {alike['shard'].size()} ranks that have the same"
+    for _, first, last in network.experts():
+        with refusing(wrong, NotImplementedError, use="use ranks that divide model.width and model.mlp_width"):
+            # Sharded by outputs: there may be fewer experts here than ranks that have them.
+            fully_shard(
+                [first, last],
+                **{**common, "mesh": alike},
+                shard_placement_fn=lambda _: Shard(1),
+                reshard_after_forward=settings.parallel.reshard_after_forward,
+            )
 
 
 def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPolicy:
