@@ -387,7 +387,7 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["data.global_batch_size=auto"], "error: data.global_batch_size: auto depends on the data; give a number"),
         (
             ["precisions=[fp32,fp16]", "speed.param_offload=cpu"],
-            "error: speed.param_offload: cpu conflicts with precision.name=fp16: it keeps float32 weights",
+            "error: speed.param_offload: cpu conflicts with precision.name=fp16: it keeps its own float32 weights",
         ),
         (
             ["cluster=h100x2", "runtime.device_memory=1MB"],
