@@ -191,10 +191,10 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def need_cuda(device: torch.device, what: str, instead: str, capability: tuple[int, int] = (0, 0)) -> None:
+def need_cuda(device: torch.device, what: str, instead: str, capability: tuple[int, int] | None = None) -> None:
     """Refuse `what` on a CPU, or on a GPU of a lower compute capability, and propose what to take `instead`."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < capability:
-        least = " of compute capability {}.{} or higher".format(*capability) if any(capability) else ""
+    if device.type != "cuda" or (capability and torch.cuda.get_device_capability(device) < capability):
+        least = " of compute capability {}.{} or higher".format(*capability) if capability else ""
         here = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         raise UserError(f"{what} needs CUDA{least} and this run is on {here}; use {instead}")
 
