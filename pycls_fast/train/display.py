@@ -164,16 +164,21 @@ class Display:
         )
 
 
+SCORES = {"map": "mAP", "f1": "F1", "top1": "top-1", "top5": "top-5", "class_top1": "class top-1"}
+"""Their names in lines and pictures."""
+
+
+def telling_scores(record: Mapping[str, Any]) -> list[str]:
+    """The scores of an evaluation that say something: mAP and F1 where images have several labels; else top-1, top-5
+    unless it is 100% (as with five classes), and the mean over classes where that is another number."""
+    keys = ("map", "f1") if record.get("map") is not None else ("top1", "top5", "class_top1")
+    silent = {"top5": "100.00", "class_top1": f"{record['top1']:.2f}"}
+    return [key for key in keys if (value := record.get(key)) is not None and f"{value:.2f}" != silent.get(key)]
+
+
 def scores_text(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
-    """The scores of an evaluation, only the first if `brief`: mAP and F1 where images have several labels; else top-1,
-    top-5 unless it is 100% (as with five classes), and the mean over classes where that is another number."""
-    if record.get("map") is not None:
-        names = {"map": "mAP", "f1": "F1"}
-    else:
-        names = {"top1": "top-1", "top5": "top-5", "class_top1": "class top-1"}
-    texts = [f"{name} {value:.2f}%" for key, name in names.items() if (value := record.get(key)) is not None]
-    shown = [text for text in texts if text != "top-5 100.00%" and text != f"class {texts[0]}"]
-    return apart.join(shown[: 1 if brief else None])
+    """Those of `telling_scores`, only the first if `brief`."""
+    return apart.join(f"{SCORES[key]} {record[key]:.2f}%" for key in telling_scores(record)[: 1 if brief else None])
 
 
 class _Numbers(ProgressColumn):

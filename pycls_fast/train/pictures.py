@@ -23,7 +23,7 @@ from pycls_fast.errors import first_line
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
-from pycls_fast.train.display import duration, epochs, human, one_line, scores_text
+from pycls_fast.train.display import SCORES, duration, epochs, human, one_line, scores_text, telling_scores
 from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text, writing
 from pycls_fast.train.run import Run
@@ -51,8 +51,9 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         label = f"{split} ({weights})"
         _line(loss, chosen, "loss", label, ".--")
         # Beside the average, which counts, one line is enough.
-        for key, name, style in _ACCURACIES if weights == "ema" or not averaged else _ACCURACIES[:1]:
-            _line(accuracy, chosen, key, f"{label} {name}", style)
+        keys = [key for key in SCORES if any(key in telling_scores(record) for record in chosen)]
+        for key, style in zip(keys, _STYLES[: None if weights == "ema" or not averaged else 1], strict=False):
+            _line(accuracy, chosen, key, f"{label} {SCORES[key]}", style)
     names = {loss: "loss (nats)", accuracy: "accuracy (%)", rate: "learning rate", speed: "images/s"}
     for axes, name in names.items():
         axes.set_xlabel("epoch")
@@ -66,12 +67,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
         figure.savefig(temporary, dpi=110, format="png")
 
 
-_ACCURACIES = (
-    ("top1", "top-1", ".-"),
-    ("top5", "top-5", ".:"),
-    ("class_top1", "class top-1", ".-."),
-    ("map", "mAP", ".-"),
-)
+_STYLES = (".-", ".:", ".-.")
 
 
 def _line(axes: Axes, records: Iterable[Mapping[str, Any]], key: str, label: str, style: str) -> None:
