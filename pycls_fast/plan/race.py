@@ -54,7 +54,7 @@ _COMPILED_SAVES, _COMPILING_SECONDS = 0.25, 60.0
 @dataclass(frozen=True)
 class Race:
     """The faster format; float32's time divided by bfloat16's; the threads to use (None if `runtime.threads` or
-    `OMP_NUM_THREADS` says); and seconds of a pass forwards and backwards in the faster format."""
+    `OMP_NUM_THREADS` says); and seconds of a pass, backwards too if the race was for training, in the faster format."""
 
     format: Format
     ratio: float
@@ -93,16 +93,18 @@ class _Seconds(NamedTuple):
     all_in_faster: float
 
 
-def race(config: RunConfig) -> Race:
-    """Multiply in both formats for a fraction of a second; once in a process for each model and image size."""
-    key = (config.model.model_dump_json(), config.data.image_size)
+def race(config: RunConfig, *, training: bool = True) -> Race:
+    """Multiply in both formats for a fraction of a second; once in a process for each model and image size. Scoring
+    needs no pass backwards."""
+    key = (config.model.model_dump_json(), config.data.image_size, training)
     # A network that was given from Python may be another one next time.
     if key not in _races or config.model.kind == "given":
-        _races[key] = _measure(config)
+        with torch.set_grad_enabled(training):
+            _races[key] = _measure(config)
     return _races[key]
 
 
-_races: dict[tuple[str, Size], Race] = {}
+_races: dict[tuple[str, Size, bool], Race] = {}
 
 
 def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
@@ -120,9 +122,9 @@ def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images
     return chosen.replace(compile="off", gelu=gelu)
 
 
-def shared_race(config: RunConfig, world: World) -> Race:
+def shared_race(config: RunConfig, world: World, *, training: bool = True) -> Race:
     """The main rank's result, for all ranks: they must compute in the same format."""
-    found = world.from_main(race(config) if world.is_main else None)
+    found = world.from_main(race(config, training=training) if world.is_main else None)
     assert found is not None
     return found
 
@@ -209,7 +211,7 @@ def _time_products(products: Sequence[_Timed]) -> _Seconds:
 
 
 def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
-    """Seconds of the whole network, forwards and backwards, in both formats.
+    """Seconds of the whole network in both formats.
 
     EfficientNet-Lite0's products are 1.4 times as fast in bfloat16 on an AVX-512 BF16 machine, its depthwise
     convolutions and batch norms so much slower that a step takes twice as long.
@@ -217,7 +219,7 @@ def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     with torch.random.fork_rng(devices=[]):
         network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
     size = config.data.image_size
-    whole = _Timed(network.train(), (images, 3, *size), 1)
+    whole = _Timed(network.train(torch.is_grad_enabled()), (images, 3, *size), 1)
     inputs, fp32, bf16 = _inputs(whole), float("inf"), float("inf")
     for position in range(1 + _ROUNDS):
         # In turns, because other work on these cores slows down one pass or another; the first ones prepare kernels.
@@ -230,7 +232,7 @@ def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
 
 
 def _seconds(product: _Timed, form: Format) -> float:
-    """The fastest of a few passes forwards and backwards, after one that also prepares the kernels."""
+    """The fastest of a few passes, after one that also prepares the kernels."""
     inputs, best, start = _inputs(product), float("inf"), time.perf_counter()
     for position in range(1 + _REPEATS):
         seconds = _pass(product.layer, inputs, form)
@@ -249,9 +251,10 @@ def _inputs(timed: _Timed) -> Tensor:
 
 
 def _pass(layer: nn.Module, inputs: Tensor, form: Format) -> float:
-    """Seconds of a pass forwards and backwards."""
+    """Seconds of a pass forwards and, with gradients, backwards."""
     began = time.perf_counter()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=form == "amp_bf16"):
         out = layer(inputs)
-    out.backward(out.detach())
+    if torch.is_grad_enabled():
+        out.backward(out.detach())
     return time.perf_counter() - began

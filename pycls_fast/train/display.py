@@ -168,12 +168,17 @@ SCORES = {"map": "mAP", "f1": "F1", "top1": "top-1", "top5": "top-5", "class_top
 """Their names in lines and pictures."""
 
 
-def telling_scores(record: Mapping[str, Any]) -> list[str]:
-    """The scores of an evaluation that say something: mAP and F1 where images have several labels; else top-1, top-5
-    unless it is 100% (as with five classes), and the mean over classes where that is another number."""
-    keys = ("map", "f1") if record.get("map") is not None else ("top1", "top5", "class_top1")
+def says_nothing(record: Mapping[str, Any], key: str) -> bool:
+    """Whether a score is none, a top-5 of 100% (as with five classes), or the mean over classes where top-1 is it."""
     silent = {"top5": "100.00", "class_top1": f"{record['top1']:.2f}"}
-    return [key for key in keys if (value := record.get(key)) is not None and f"{value:.2f}" != silent.get(key)]
+    return record.get(key) is None or (key in silent and f"{record[key]:.2f}" == silent[key])
+
+
+def telling_scores(record: Mapping[str, Any]) -> list[str]:
+    """The scores of an evaluation to show: mAP and F1 where images have several labels; else top-1, and top-5 and the
+    mean over classes where they say something."""
+    keys = ("map", "f1") if record.get("map") is not None else ("top1", "top5", "class_top1")
+    return [key for key in keys if not says_nothing(record, key)]
 
 
 def scores_text(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:

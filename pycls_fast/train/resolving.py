@@ -31,7 +31,7 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None = None) -> RunConfig:
+def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
     """The configuration with the commit of `weights`, a precision and a number of threads, or with those of the
     checkpoint from which a run resumes; all ranks call this."""
     if resumed_from is not None:
@@ -71,8 +71,9 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
     return config.with_values(data=data, optim=optim, precision={"name": precision}, runtime={"threads": threads})
 
 
-def with_precision(config: RunConfig, world: World) -> RunConfig:
-    """The configuration with a precision in place of `auto`, and with the number of threads; all ranks call this."""
+def with_precision(config: RunConfig, world: World, *, training: bool = True) -> RunConfig:
+    """The configuration with a precision in place of `auto`, and with the number of threads, those that are fastest in
+    training or in scoring; all ranks call this."""
     precision: Any = config.precision.name
     threads = config.runtime.threads
     if world.device.type == "cuda":
@@ -80,7 +81,7 @@ def with_precision(config: RunConfig, world: World) -> RunConfig:
         fastest = "amp_bf16" if torch.cuda.get_device_capability(world.device) >= (8, 0) else "amp_fp16"
         precision = fastest if precision == "auto" else precision
     elif precision == "auto" or threads is None:
-        found = shared_race(config, world)
+        found = shared_race(config, world, training=training)
         precision, threads = found.format if precision == "auto" else precision, threads or found.threads
     return config.with_values(precision={"name": precision}, runtime={"threads": threads})
 

@@ -24,7 +24,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
 from pycls_fast.train.confidence_intervals import intervals
-from pycls_fast.train.display import Display
+from pycls_fast.train.display import Display, says_nothing
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
@@ -32,7 +32,7 @@ from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.load_weights import Loaded, load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
-from pycls_fast.train.resolving import after_data, before_data, timm_name
+from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
 from pycls_fast.train.weights import Weights, find_weights, open_ours, open_program
 
 # Classes that are printed.
@@ -125,9 +125,9 @@ class Setup:
             self.display.table("weights", origin.fitted.table())
         rows, known = [], record.get("intervals", {})
         for key, (name, text) in SCORES.items():
-            if key in record:
+            if not says_nothing(record, key):
                 ends = f" ({' to '.join(map(text.format, known[key]))})" if key in known else ""
-                rows.append((name, "none" if record[key] is None else text.format(record[key]) + ends))
+                rows.append((name, text.format(record[key]) + ends))
         if known:
             rows.append(("in brackets", "95% intervals, for other images like these"))
         self.display.table(title, rows)
@@ -144,7 +144,7 @@ def set_up(
         programs: the weights may be a file of `EXPORTED`, whose scores are all that it gives.
     """
     with build.world(config) as world:
-        config = before_data(config, world)
+        config = with_precision(pin_weights(config, world), world, training=False)
         assert config.weights is not None
         found = find_weights(config.weights)
         if programs and isinstance(found, Path) and found.suffix in EXPORTED:

@@ -190,15 +190,20 @@ def test_other_work_during_a_pass_does_not_choose_the_format(monkeypatch: pytest
     assert race(config_of("precision=auto")).format == "fp32"
 
 
-def test_a_real_race_ends() -> None:
-    found = race(config_of())
+@pytest.mark.parametrize("training", [True, False])
+def test_a_real_race_ends(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    backwards: list[Any] = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *arguments: backwards.append(backward(*arguments)))
+    found = race(config_of(), training=training)
     assert found.ratio > 0
     assert found.seconds_per_image > 0
+    assert bool(backwards) == training
 
 
 @pytest.mark.parametrize(("images", "compiled"), [(1_000, "off"), (100_000, "model")])
 def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: int, compiled: str) -> None:
-    monkeypatch.setattr(module, "race", lambda config: Race("amp_bf16", 3.0, None, 0.01))
+    monkeypatch.setattr(module, "race", lambda config, training: Race("amp_bf16", 3.0, None, 0.01))
     config = config_of("precision=amp_bf16", "speed.compile=null")
     chosen = Speed(compile="model", gelu="polynomial")
     found = compile_if_it_pays(config, chosen, ALONE, images=images)
